@@ -23,7 +23,7 @@ def checks(session: nox.Session) -> None:
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("mypy")
-    session.run("python", "-m", "torchq_compat.migrate.guide", "--check")
+    session.run("python", "-m", "migration.generate", "--check")
 
 
 @nox.session
@@ -66,7 +66,7 @@ def slow(session: nox.Session) -> None:
 def guide(session: nox.Session) -> None:
     """Write the generated pages."""
     install(session, "test")
-    session.run("python", "-m", "torchq_compat.migrate.guide")
+    session.run("python", "-m", "migration.generate")
 
 
 @nox.session

@@ -18,8 +18,7 @@ from pathlib import Path
 
 import torch
 
-from torchq_compat.custom_modules.recurrent.native.build import FLAGS, OPERATORS, SOURCE, TARGET
-from torchq_compat.custom_modules.recurrent.native.carried import LIBRARIES, TARGETS, Target
+from torchq_compat.recurrent.kernel.build import FLAGS, LIBRARIES, OPERATORS, SOURCE, TARGET, TARGETS, Target
 
 ROOT = Path(__file__).parents[1]
 INCLUDE = Path(torch.__file__).parent / "include"

@@ -64,7 +64,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 def pytest_collection_finish() -> None:
     if INSTRUCTION_SET:
-        from torchq_compat.custom_modules.recurrent.native.build import kernel_build
+        from torchq_compat.recurrent.kernel.build import kernel_build
 
         kernel = ctypes.CDLL(str(kernel_build().library))
         assert kernel.torchq_compat_use_instruction_set(INSTRUCTION_SET.encode()) == 0, INSTRUCTION_SET

@@ -14,42 +14,6 @@ from typing import TYPE_CHECKING, Any
 from torchq_compat import errors
 from torchq_compat.errors import *  # noqa: F403 - errors.py lists them
 
-if TYPE_CHECKING:
-    from torchq_compat import checkpoints as checkpoints
-    from torchq_compat import custom_config as custom_config
-    from torchq_compat import custom_modules as custom_modules
-    from torchq_compat import lstm_utils as lstm_utils
-    from torchq_compat import nn as nn
-    from torchq_compat import operators as operators
-    from torchq_compat import profiles as profiles
-    from torchq_compat import quantize_fx as quantize_fx
-    from torchq_compat import recurrent_parts as recurrent_parts
-    from torchq_compat.annotate.quantizer_from import quantizer_from
-    from torchq_compat.eager.quantize_dynamic import quantize_dynamic
-    from torchq_compat.graph.graph_module import ConvertedModel, QuantizationGraphModule
-    from torchq_compat.lower.executorch import to_executorch
-    from torchq_compat.lower.export import export
-    from torchq_compat.lower.onnx import to_onnx
-    from torchq_compat.lower.streams.streaming_model import streaming
-    from torchq_compat.migrate.comparison.comparing import compare
-    from torchq_compat.migrate.comparison.suggesting import suggest
-    from torchq_compat.multi_output.annotate_outputs import annotate_outputs
-    from torchq_compat.multi_output.check_annotations import check_annotations, check_sharing
-    from torchq_compat.multi_output.edges_and_nodes import Output
-    from torchq_compat.multi_output.tuple_rerouting import reroute_tuples
-    from torchq_compat.pipeline.explanation import explain
-    from torchq_compat.quantize_fx import (
-        convert_fx,
-        convert_to_reference_fx,
-        fuse_fx,
-        get_default_convert_custom_config,
-        get_default_prepare_custom_config,
-        prepare_fx,
-        prepare_qat_fx,
-    )
-
-    __version__: str
-
 __all__ = [
     "ConvertedModel",
     "Output",
@@ -75,26 +39,63 @@ __all__ = [
     "to_executorch",
     "to_onnx",
 ]
+
+
+if TYPE_CHECKING:
+    from torchq_compat import checkpoints as checkpoints
+    from torchq_compat import custom_config as custom_config
+    from torchq_compat import custom_modules as custom_modules
+    from torchq_compat import lstm_utils as lstm_utils
+    from torchq_compat import nn as nn
+    from torchq_compat import operators as operators
+    from torchq_compat import profiles as profiles
+    from torchq_compat import quantize_fx as quantize_fx
+    from torchq_compat import recurrent_parts as recurrent_parts
+    from torchq_compat.annotate.outputs import annotate_outputs, check_annotations, check_sharing
+    from torchq_compat.annotate.quantizers import quantizer_from
+    from torchq_compat.annotate.sharing import Output
+    from torchq_compat.annotate.tuple_rerouting import reroute_tuples
+    from torchq_compat.comparison.comparing import compare
+    from torchq_compat.comparison.suggesting import suggest
+    from torchq_compat.eager.quantize_dynamic import quantize_dynamic
+    from torchq_compat.lower.executorch.lowering import to_executorch
+    from torchq_compat.lower.export import export
+    from torchq_compat.lower.onnx.lowering import to_onnx
+    from torchq_compat.lower.streaming import streaming
+    from torchq_compat.model.graph_module import ConvertedModel, QuantizationGraphModule
+    from torchq_compat.quantize.explain import explain
+    from torchq_compat.quantize_fx import (
+        convert_fx,
+        convert_to_reference_fx,
+        fuse_fx,
+        get_default_convert_custom_config,
+        get_default_prepare_custom_config,
+        prepare_fx,
+        prepare_qat_fx,
+    )
+
+    __version__: str
+
 __all__ += errors.__all__
 
 #: Name -> the module that defines it, for names that are not in quantize_fx.
 _HOMES = {
-    "ConvertedModel": "torchq_compat.graph.graph_module",
-    "QuantizationGraphModule": "torchq_compat.graph.graph_module",
-    "Output": "torchq_compat.multi_output",
-    "annotate_outputs": "torchq_compat.multi_output",
-    "check_annotations": "torchq_compat.multi_output",
-    "check_sharing": "torchq_compat.multi_output",
-    "compare": "torchq_compat.migrate.comparison.comparing",
-    "explain": "torchq_compat.pipeline.explanation",
+    "ConvertedModel": "torchq_compat.model.graph_module",
+    "QuantizationGraphModule": "torchq_compat.model.graph_module",
+    "Output": "torchq_compat.annotate.sharing",
+    "annotate_outputs": "torchq_compat.annotate.outputs",
+    "check_annotations": "torchq_compat.annotate.outputs",
+    "check_sharing": "torchq_compat.annotate.outputs",
+    "compare": "torchq_compat.comparison.comparing",
+    "explain": "torchq_compat.quantize.explain",
     "export": "torchq_compat.lower.export",
     "quantize_dynamic": "torchq_compat.eager.quantize_dynamic",
-    "quantizer_from": "torchq_compat.annotate.quantizer_from",
-    "reroute_tuples": "torchq_compat.multi_output.tuple_rerouting",
-    "suggest": "torchq_compat.migrate.comparison.suggesting",
-    "streaming": "torchq_compat.lower.streams.streaming_model",
-    "to_executorch": "torchq_compat.lower.executorch",
-    "to_onnx": "torchq_compat.lower.onnx",
+    "quantizer_from": "torchq_compat.annotate.quantizers",
+    "reroute_tuples": "torchq_compat.annotate.tuple_rerouting",
+    "suggest": "torchq_compat.comparison.suggesting",
+    "streaming": "torchq_compat.lower.streaming",
+    "to_executorch": "torchq_compat.lower.executorch.lowering",
+    "to_onnx": "torchq_compat.lower.onnx.lowering",
 }
 
 
@@ -122,7 +123,7 @@ if not TYPE_CHECKING:  # A type checker reports every name that is not listed ab
         if name in _MODULES:
             return importlib.import_module(f"{__name__}.{name}")
         if name == "__version__":
-            return importlib.import_module("torchq_compat.migrate.project").package_version()
+            return importlib.import_module("torchq_compat.port.process").package_version()
         if name in _LEGACY_NAMES:
             return getattr(sys.modules[__name__], _LEGACY_NAMES[name])
         if name not in __all__:

@@ -2,7 +2,7 @@
 
 import sys
 
-from torchq_compat.migrate.cli import main
+from torchq_compat.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from torchq_compat.errors import ArgumentError, CheckpointError
-from torchq_compat.fx_state.packed_files import packed_names
-from torchq_compat.graph.graph_module import QuantizationGraphModule, Stage
-from torchq_compat.pipeline.load_fx_state import load_state
+from torchq_compat.fx_state.load import load_state
+from torchq_compat.fx_state.states import packed_names
+from torchq_compat.model.graph_module import QuantizationGraphModule, Stage
 from torchq_compat.support.argument_checks import (
     ANYTHING,
     PATH,

@@ -2,7 +2,7 @@
 
 Legacy: each helper built every cell with ``prepare_fx`` and then found the ops to re-observe by counting adds
 and multiplications, in the forward direction only. Here each part has a name, in both directions; see
-``custom_modules.recurrent.cell.cell_parts``. ``torchq_compat.recurrent_parts`` does the same for GRU, RNN and
+``recurrent.cells``. ``torchq_compat.recurrent_parts`` does the same for GRU, RNN and
 cells.
 
 New: functions that quantize the ``aten.lstm.input`` of an exported program as one operator, or decompose it,
@@ -15,15 +15,20 @@ from typing import Any
 
 from torch import nn
 
-from torchq_compat.config.backend_configs import read_backend_config
-from torchq_compat.custom_modules.recurrent.modules.families import ConvertedLSTM, ObservedLSTM
-from torchq_compat.custom_modules.recurrent.modules.observed_parts import (
+from torchq_compat.errors import CustomModuleError
+from torchq_compat.read.backend_configs import read_backend_config
+from torchq_compat.recurrent.exported_lstm.decompose import (
+    convert_decomposed_lstm,
+    decompose_lstm,
+    prepare_decomposed_lstm,
+)
+from torchq_compat.recurrent.exported_lstm.whole_op import whole_op_lstm_quantizer
+from torchq_compat.recurrent.families import (
     CELL_INPUTS,
+    ConvertedLSTM,
+    ObservedLSTM,
     get_individually_observed_parts,
 )
-from torchq_compat.errors import CustomModuleError
-from torchq_compat.exported_lstm import convert_decomposed_lstm, decompose_lstm, prepare_decomposed_lstm
-from torchq_compat.exported_lstm.whole_op import whole_op_lstm_quantizer
 from torchq_compat.support.argument_checks import FLAG, checked_arguments
 from torchq_compat.support.torch_ao import BackendConfig, quantizable
 
@@ -35,6 +40,7 @@ __all__ = [
     "prepare_decomposed_lstm",
     "whole_op_lstm_quantizer",
 ]
+
 
 ObserverOrFakeQuantizeConstructor = Any
 

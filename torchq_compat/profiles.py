@@ -14,11 +14,11 @@ from torch import nn
 from torchao.quantization.pt2e.fake_quantize import FakeQuantize, FixedQParamsFakeQuantize
 from torchao.quantization.pt2e.observer import FixedQParamsObserver
 
-from torchq_compat.custom_modules.recurrent.cell.kinds import LSTM, RNN_RELU, kind_of
-from torchq_compat.custom_modules.recurrent.modules.families import FAMILIES
 from torchq_compat.errors import ConfigError
-from torchq_compat.qspecs.dynamic_qparams import with_whole_range
-from torchq_compat.qspecs.power_of_two import PowerOfTwoMinMaxObserver
+from torchq_compat.read.observer_classes import PowerOfTwoMinMaxObserver
+from torchq_compat.read.observers import with_whole_range
+from torchq_compat.recurrent.cells import LSTM, RNN_RELU, kind_of
+from torchq_compat.recurrent.families import FAMILIES
 from torchq_compat.support.argument_checks import FLAG, checked_arguments, instance_of, optional
 from torchq_compat.support.dtypes import dtype_range
 from torchq_compat.support.torch_ao import PlaceholderObserver, QConfig, default_dynamic_qconfig

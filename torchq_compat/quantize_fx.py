@@ -10,22 +10,22 @@ from torch.fx import GraphModule
 from torchao.quantization.pt2e.quantizer import Quantizer
 
 from torchq_compat.capture.example_inputs import MISSING, read_example_inputs
-from torchq_compat.config.backend_configs import read_backend_config
-from torchq_compat.config.custom_configs import (
+from torchq_compat.eager.fuse import fuse
+from torchq_compat.errors import ArgumentError, ConfigError
+from torchq_compat.lower.integers.lowered_module import lower_to_integers
+from torchq_compat.model.graph_module import ConvertedModel, QuantizationGraphModule, record_of
+from torchq_compat.quantize.convert import convert_to_reference
+from torchq_compat.quantize.prepare import prepare
+from torchq_compat.quantize.request import PrepareRequest
+from torchq_compat.read.backend_configs import read_backend_config
+from torchq_compat.read.custom_configs import (
     read_convert_custom_config,
     read_fuse_custom_config,
     read_prepare_custom_config,
 )
-from torchq_compat.config.old_keywords import takes_old_keywords
-from torchq_compat.config.qconfig_mappings import DICT_KEYS, QConfigRules, read_qconfig_mapping
-from torchq_compat.eager.fuse import fuse
-from torchq_compat.errors import ArgumentError, ConfigError
-from torchq_compat.graph.graph_module import ConvertedModel, QuantizationGraphModule, record_of
-from torchq_compat.lower.integers.entry_point import lower_to_integers
-from torchq_compat.pipeline.convert import convert_to_reference
-from torchq_compat.pipeline.prepare import prepare
-from torchq_compat.pipeline.prepare_request import PrepareRequest
-from torchq_compat.qspecs.training_mode_fit import misfit
+from torchq_compat.read.old_forms import takes_old_keywords
+from torchq_compat.read.qconfig_mappings import DICT_KEYS, QConfigRules, read_qconfig_mapping
+from torchq_compat.read.qspecs import misfit
 from torchq_compat.support.argument_checks import FLAG, checked_arguments, instance_of, shown
 from torchq_compat.support.torch_ao import (
     BackendConfig,

@@ -19,11 +19,11 @@ from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e
 import torchq_compat as tc
 from tests.helpers.oracle import by_us, leaves, sqnr
 from tests.helpers.quantizers import ByHand, prepared_by_torchao
-from torchq_compat.graph.observed_graph import observer_nodes
+from torchq_compat.annotate.observed_graph import observer_nodes
 
 ATEN, OPS = torch.ops.aten, torch.ops.quantized_decomposed
 QUANTIZE, DEQUANTIZE = OPS.quantize_per_tensor.default, OPS.dequantize_per_tensor.default
-REWRITTEN = Path(__file__).parents[1] / "migrate" / "golden" / "pt2e_sources" / "expected"
+REWRITTEN = Path(__file__).parents[1] / "port" / "golden" / "pt2e_sources" / "expected"
 
 
 @cache

@@ -24,7 +24,7 @@ from tests.helpers.oracle import (
     sqnr,
 )
 from tests.parity.fx_decisions import quantized_by_fx, quantized_by_us
-from torchq_compat.annotate.passthrough_ops import PASSTHROUGH, preserves_values
+from torchq_compat.ops import PASSTHROUGH, preserves_values
 
 ATEN = torch.ops.aten
 #: Operator -> further arguments, for a tensor of shape 4 x 4 x 4 x 4.

@@ -34,9 +34,9 @@ import torchq_compat as tc
 from tests.helpers.oracle import leaves, quantize_nodes, sqnr
 from tests.helpers.quantizers import ATEN, ByHand, annotate, int8_spec
 from torchq_compat import Output, annotate_outputs
+from torchq_compat.annotate.observed_graph import observer_nodes
 from torchq_compat.custom_config import PrepareCustomConfig
 from torchq_compat.errors import AnnotationError, ConfigError, QuantizationWarning
-from torchq_compat.graph.observed_graph import observer_nodes
 from torchq_compat.lstm_utils import whole_op_lstm_quantizer
 from torchq_compat.recurrent_parts import whole_op_recurrent_quantizer
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.ao.quantization import get_default_qconfig_mapping
 
 import torchq_compat as tc
-from torchq_compat.capture.checked import checked_capture
+from torchq_compat.capture import checked as checked_capture
 
 #: The models that the ratios are followed on.
 MODELS = (

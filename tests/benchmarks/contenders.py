@@ -15,7 +15,7 @@ from torch import nn
 
 from tests.benchmarks import peers
 from tests.benchmarks.cases import Case
-from torchq_compat.custom_modules.recurrent.native.build import kernel_build
+from torchq_compat.recurrent.kernel.build import kernel_build
 
 __all__ = [
     "FEEDFORWARD_CONTENDERS",
@@ -107,7 +107,7 @@ def _peer(build: Callable[[Case], tuple[Callable[..., Any], int]], case: Case) -
 
 def _executorch(backend: str, case: Case) -> Built:
     try:
-        from torchq_compat.lower.executorch import to_executorch
+        from torchq_compat.lower.executorch.lowering import to_executorch
     except ImportError as cause:
         raise UnavailableError(str(cause)) from cause
     program = to_executorch(case.reference, case.inputs, backend=backend)
@@ -118,7 +118,7 @@ def _onnx_runtime(case: Case) -> Built:
     try:
         import onnxruntime
 
-        from torchq_compat.lower.onnx import to_onnx
+        from torchq_compat.lower.onnx.lowering import to_onnx
     except ImportError as cause:
         raise UnavailableError(str(cause)) from cause
     content = to_onnx(case.reference, case.inputs).to_bytes()

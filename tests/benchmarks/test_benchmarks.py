@@ -41,7 +41,7 @@ from tests.benchmarks.results import SCHEMA, read_results, tables_of
 from tests.benchmarks.stages import measure_stages
 from tests.benchmarks.timing import Timing, measure_in_turns
 from tests.helpers.oracle import MAP_LSTM, calibrate, count_nodes
-from torchq_compat.graph.observed_graph import observer_nodes
+from torchq_compat.annotate.observed_graph import observer_nodes
 
 ROOT = Path(__file__).parents[2]
 BRIEF = Effort(rounds=2, turn_seconds=0.0, build_limit=60.0, threads=1)

@@ -20,11 +20,10 @@ from torch.fx import GraphModule
 
 import torchq_compat as tc
 from tests.helpers.oracle import sqnr
-from torchq_compat.capture.checked.attempts import compare_runs
-from torchq_compat.capture.checked.same_results import difference
-from torchq_compat.capture.checked.trial_runs import FloatRun, Runs
+from torchq_compat.capture.checked import compare_runs
+from torchq_compat.capture.opaque_stub import StubRegistry
+from torchq_compat.capture.trial_runs import FloatRun, Runs, difference
 from torchq_compat.errors import CaptureError, InputError, QuantizationWarning
-from torchq_compat.opaque_calls.capture_stub import StubRegistry
 from torchq_compat.support.decisions import Action
 
 assert torchao

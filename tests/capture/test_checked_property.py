@@ -16,9 +16,8 @@ from torch.fx import GraphModule
 
 import torchq_compat as tc
 from tests.helpers.oracle import quantize_nodes, sqnr
-from torchq_compat.capture.checked.checked_prepare import is_activation_post_process
-from torchq_compat.capture.checked.same_results import difference
-from torchq_compat.capture.checked.trial_runs import run_prepared
+from torchq_compat.capture.checked import is_activation_post_process
+from torchq_compat.capture.trial_runs import difference, run_prepared
 from torchq_compat.errors import InputError
 
 WIDTH = 8

@@ -16,7 +16,7 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 import torchq_compat as tc
 from tests.helpers.oracle import activation_qparams, by_fx, by_us, fx_activation_qparams, sqnr
 from tests.parity.fx_decisions import quantized_by_fx, quantized_by_us
-from torchq_compat.support.user_warnings import QuantizationWarning
+from torchq_compat.errors import QuantizationWarning
 
 MAPPING = get_default_qconfig_mapping("x86")
 

@@ -23,7 +23,7 @@ from tests.helpers.once import made_once
 from tests.helpers.oracle import activation_qparams, by_fx, by_us, fx_activation_qparams, sqnr
 from tests.parity.fx_decisions import quantized_by_fx, quantized_by_us
 from torchq_compat.capture.torch_export import capture_freely
-from torchq_compat.capture.writes.out_of_place import make_out_of_place
+from torchq_compat.capture.writes import make_out_of_place
 from torchq_compat.errors import CaptureError
 
 Values = list[Tensor]

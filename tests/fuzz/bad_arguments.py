@@ -31,16 +31,16 @@ from torchao.quantization.pt2e.quantizer import Quantizer
 import torchq_compat as tc
 from tests.fuzz.outcomes import Case
 from tests.support.test_public_names import PUBLIC
+from torchq_compat.comparison.cases import Case as ComparedCase
 from torchq_compat.custom_modules import UserModuleHandler
-from torchq_compat.exported_lstm.whole_op import whole_op_lstm_quantizer
-from torchq_compat.lower.executorch.executorch_program import ExecutorchProgram
+from torchq_compat.lower.executorch.lowering import ExecutorchProgram
 from torchq_compat.lstm_utils import decompose_lstm, prepare_decomposed_lstm
-from torchq_compat.migrate.comparison.measure.cases import Case as ComparedCase
+from torchq_compat.recurrent.exported_lstm.whole_op import whole_op_lstm_quantizer
 
 __all__ = ["EntryPoint", "cases", "entry_points"]
 
 #: What users import, and two modules behind the top.
-MODULES = (*PUBLIC, "torchq_compat.migrate.comparison.comparing", "torchq_compat.multi_output")
+MODULES = (*PUBLIC, "torchq_compat.comparison.comparing", "torchq_compat.annotate.outputs")
 #: torch.ao's own, which are read by prepare and convert: see ``bad_settings``; and a base class.
 NOT_OURS_TO_CHECK = ("torchq_compat.custom_config", "CustomModuleHandler", "UserModuleHandler")
 SIZE = 4

@@ -25,9 +25,9 @@ import torchq_compat as tc
 from tests.fuzz.bad_arguments import KINDS, MAPPING, Model, converted, inputs, lstm, prepared, temporary
 from tests.fuzz.outcomes import Case
 from torchq_compat.checkpoints import load_checkpoint, save_checkpoint
-from torchq_compat.config.custom_configs import CONVERT_KEYS, FUSE_KEYS, PREPARE_KEYS
-from torchq_compat.config.qconfig_mappings import DICT_KEYS
 from torchq_compat.lstm_utils import get_lstm_with_individually_observed_parts
+from torchq_compat.read.custom_configs import CONVERT_KEYS, FUSE_KEYS, PREPARE_KEYS
+from torchq_compat.read.qconfig_mappings import DICT_KEYS
 
 __all__ = ["cases"]
 

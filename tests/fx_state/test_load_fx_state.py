@@ -27,7 +27,7 @@ from tests.helpers.once import made_once
 from tests.helpers.oracle import activation_qparams, fx_activation_qparams, sqnr
 from torchq_compat.checkpoints import load_fx_state
 from torchq_compat.errors import ArgumentError, CheckpointError
-from torchq_compat.fx_state.given import FxState
+from torchq_compat.fx_state.states import FxState
 
 FORMS = ("prepared", "reference", "lowered")
 X86 = get_default_qconfig_mapping("x86")

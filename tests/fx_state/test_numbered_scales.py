@@ -22,7 +22,7 @@ from tests.fx_state.pairs import differences_of, saved_from
 from tests.helpers.oracle import activation_qparams, fx_activation_qparams, sqnr
 from torchq_compat.checkpoints import load_fx_state
 from torchq_compat.errors import CheckpointError
-from torchq_compat.fx_state.numbered_scales import Number, Place, laid_beside
+from torchq_compat.fx_state.numbered import Number, Place, laid_beside
 
 FORMS = ("prepared", "reference", "lowered")
 

@@ -131,7 +131,7 @@ def test_the_lines_are_found() -> None:
     "line",
     [
         "pytest -m sluggish",
-        "python -m torchq_compat.migrate.guides",
+        "python -m torchq_compat.port.guides",
         "python .ci/no_such_file.py",
         'pip install -c constraints.txt -e ".[tests]"',
         "pip install -c constraint.txt -e .",

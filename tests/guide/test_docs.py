@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from migration.generate.pages import guide_pages
 from torchq_compat.checkpoints import load_fx_state
-from torchq_compat.migrate.guide.pages import guide_pages
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)

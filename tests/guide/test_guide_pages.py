@@ -10,17 +10,17 @@ import pytest
 import yaml
 
 import torchq_compat
-from torchq_compat.migrate.guide.__main__ import main
-from torchq_compat.migrate.guide.known_differences import (
+from migration.generate.__main__ import main
+from migration.generate.known_differences import (
     KnownDifference,
     changelog_list,
     guide_table,
     read_known_differences,
 )
-from torchq_compat.migrate.guide.pages import guide_pages, made_pages, with_block
-from torchq_compat.migrate.guide.pictures import pictures
-from torchq_compat.migrate.guide.results_table import results_table
-from torchq_compat.migrate.scanning.constructs import CONSTRUCTS
+from migration.generate.pages import guide_pages, made_pages, with_block
+from migration.generate.pictures import pictures
+from migration.generate.results_table import results_table
+from torchq_compat.port.scanner import CONSTRUCTS
 
 ROOT = Path(torchq_compat.__file__).parents[1]
 DIFFERENCES = read_known_differences(ROOT / "migration" / "known_differences.toml")
@@ -31,7 +31,7 @@ def test_the_committed_pages_are_the_made_ones() -> None:
     named = {path.relative_to(ROOT).as_posix() for path in made}
     assert named >= {"README.md", "CHANGELOG.md", "migration/support.md", "migration/pictures/cell.svg"}
     stale = [path.name for path, text in made.items() if path.read_text() != text]
-    assert stale == [], "python -m torchq_compat.migrate.guide"
+    assert stale == [], "python -m migration.generate"
 
 
 def test_the_contents_name_every_page() -> None:

@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 import torchq_compat
-from torchq_compat.migrate import project
-from torchq_compat.migrate.cli import main
+from torchq_compat.cli import main
+from torchq_compat.port import process as project
 from torchq_compat.support.versions import TESTED
 
 ROOT = Path(torchq_compat.__file__).parents[1]

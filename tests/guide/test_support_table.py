@@ -19,7 +19,7 @@ from torch.ao.quantization.backend_config import (
 )
 from torch.ao.quantization.fx.custom_config import ConvertCustomConfig, FuseCustomConfig, PrepareCustomConfig
 
-from torchq_compat.migrate.guide.support_table import Status, features, support_page
+from migration.generate.support_table import Status, features, support_page
 
 GUIDE = Path(__file__).parents[2] / "migration"
 CONFIGS = (
@@ -67,7 +67,7 @@ def test_what_differs_or_is_refused_says_how_or_why() -> None:
 
 def test_the_committed_page_is_the_generated_one() -> None:
     page = support_page(GUIDE / "known_differences.toml")
-    assert (GUIDE / "support.md").read_text() == page, "python -m torchq_compat.migrate.guide"
+    assert (GUIDE / "support.md").read_text() == page, "python -m migration.generate"
 
 
 def test_the_guide_points_to_the_page() -> None:

@@ -9,11 +9,10 @@ import torch._dynamo
 from torch import Tensor, nn
 
 from tests.helpers.lstm_flow import uniform
-from torchq_compat.custom_modules.recurrent.cell.cell_graph import ConvertedCellGraphModule
-from torchq_compat.custom_modules.recurrent.native.bound_module import OwnedProgram
-from torchq_compat.custom_modules.recurrent.native.columns import column_qparams
-from torchq_compat.custom_modules.recurrent.native.directions import run_native_direction
-from torchq_compat.qspecs.qparams import PerTensorQParams
+from torchq_compat.read.qparams import PerTensorQParams
+from torchq_compat.recurrent.cell_graph import ConvertedCellGraphModule
+from torchq_compat.recurrent.kernel.bound_module import OwnedProgram, run_native_direction
+from torchq_compat.recurrent.kernel.program import column_qparams
 
 #: The qparams of ``x``, as if from a quantized layer in front.
 X_QPARAMS = PerTensorQParams(2 / 255, 128, 0, 255, torch.uint8)

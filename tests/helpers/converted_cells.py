@@ -11,8 +11,8 @@ from torch.ao.quantization import FixedQParamsObserver, get_default_qconfig
 
 from tests.helpers.lstm_flow import uniform
 from tests.helpers.once import made_once
-from torchq_compat.custom_modules.recurrent.cell.cell_graph import ConvertedCellGraphModule
 from torchq_compat.nn import quantized
+from torchq_compat.recurrent.cell_graph import ConvertedCellGraphModule
 from torchq_compat.recurrent_parts import get_individually_observed_parts
 
 SIXTEEN_BITS = FixedQParamsObserver.with_args(

@@ -15,7 +15,7 @@ import torchq_compat as tc
 from tests.helpers.once import made_once
 from tests.helpers.oracle import by_us, leaves
 from torchq_compat.custom_config import PrepareCustomConfig
-from torchq_compat.lower.executorch import ExecutorchProgram, to_executorch
+from torchq_compat.lower.executorch.lowering import ExecutorchProgram, to_executorch
 from torchq_compat.profiles import int16_parts
 from torchq_compat.recurrent_parts import get_individually_observed_parts
 

@@ -12,7 +12,7 @@ from torch.ao.quantization import QConfigMapping, default_dynamic_qconfig, get_d
 
 import torchq_compat as tc
 from tests.helpers.oracle import calibrate
-from torchq_compat.graph.graph_module import ConvertedGraphModule
+from torchq_compat.model.graph_module import ConvertedGraphModule
 
 __all__ = ["DYNAMIC", "RECURRENT", "STATIC", "Alone", "converted_alone", "converted_to_reference"]
 

@@ -21,7 +21,7 @@ from torch.fx import GraphModule, Node
 import torchq_compat as tc
 from tests.helpers.oracle import calibrate
 from torchq_compat import lstm_utils
-from torchq_compat.custom_modules.parts.part_graph import part_nodes
+from torchq_compat.modules.parts import part_nodes
 
 INPUTS, HIDDEN = 8, 16
 

@@ -13,7 +13,7 @@ import pytest
 from libcst.metadata import MetadataWrapper
 
 from tests.helpers.once import SHARED
-from torchq_compat.migrate.source import parsed_source
+from torchq_compat.port.source import parsed as parsed_source
 
 __all__ = ["parsed_once"]
 

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 import torchq_compat as tc
 from tests.helpers.oracle import leaves, sqnr
-from torchq_compat.opaque_calls.opaque_module import OpaqueModule
+from torchq_compat.capture.opaque_calls import OpaqueModule
 
 __all__ = ["check_against_plain_loops", "with_plain_loops"]
 

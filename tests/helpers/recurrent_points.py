@@ -23,7 +23,7 @@ from torch.fx import GraphModule
 import torchq_compat as tc
 from tests.helpers.lstm_flow import uniform
 from tests.helpers.oracle import calibrate, leaves, sqnr
-from torchq_compat.graph.observed_graph import observer_nodes
+from torchq_compat.annotate.observed_graph import observer_nodes
 
 __all__ = ["Kind", "Point", "Profile", "check", "points", "sweep"]
 

@@ -26,7 +26,7 @@ from types import ModuleType, SimpleNamespace
 
 import torch
 
-from torchq_compat.migrate.running.import_noise import import_noise_held_back
+from torchq_compat.port.process import import_noise_held_back
 
 __all__ = ["ENVIRONMENT", "Ran", "warm_python"]
 
@@ -35,11 +35,11 @@ ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 SECONDS = 600
 SERVE = "from tests.helpers.warm_python import serve; serve()"
-RUNNING = "torchq_compat.migrate.running"
+RUNNING = "torchq_compat.port.running"
 #: What ``run`` and ``compare`` import before the script.
 IMPORTED = (
-    "torchq_compat.migrate.cli",
-    "torchq_compat.migrate.comparison.comparing",
+    "torchq_compat.cli",
+    "torchq_compat.comparison.comparing",
     f"{RUNNING}.first_call",
     f"{RUNNING}.fx_checkpoints",
     f"{RUNNING}.fx_draws",
@@ -81,7 +81,7 @@ def serve() -> None:
             importlib.import_module(name)
     torch.export.export(torch.nn.Linear(1, 1), (torch.ones(1, 1),))  # its first call imports
     for name in ("run", "compare"):
-        module = importlib.import_module(f"torchq_compat.migrate.{name}")
+        module = importlib.import_module(f"torchq_compat.port.{name}")
         vars(module)["subprocess"] = SimpleNamespace(Popen=Fork, TimeoutExpired=subprocess.TimeoutExpired)
     gc.collect()
     gc.freeze()
@@ -158,7 +158,7 @@ def _run(first: str, *args: str) -> None:
         sys.argv = list(args)
         runpy.run_module(args[0], run_name="__main__", alter_sys=True)
     else:
-        from torchq_compat.migrate.running.script_process import execute_script
+        from torchq_compat.port.running.script_process import execute_script
 
         sys.path.insert(0, "")
         execute_script(first, list(args))

@@ -30,15 +30,15 @@ import torchq_compat as tc
 from tests.helpers.exported_models import DYNAMIC, STATIC, Alone, converted_alone, converted_to_reference
 from tests.helpers.lstm_flow import OURS, batches_of, build, documented, run_flow
 from tests.helpers.oracle import calibrate, leaves, sqnr
-from torchq_compat.custom_modules.parts.part_owner import PartOwner
-from torchq_compat.custom_modules.recurrent.exported_op.graph_text import graph_from_data, graph_to_data
-from torchq_compat.custom_modules.recurrent.loop_shape import LoopShape
-from torchq_compat.custom_modules.recurrent.modules.recurrent_module import RecurrentModule
-from torchq_compat.custom_modules.recurrent.modules.runners import NativeRunner
-from torchq_compat.custom_modules.recurrent.native.instruction_set import QPARAMS_COLUMNS
-from torchq_compat.custom_modules.recurrent.native.module_numbers import Boundary, ModuleNumbers
 from torchq_compat.errors import ExportError, InputError, QuantizationWarning, TorchQCompatError
-from torchq_compat.graph.graph_module import ConvertedGraphModule
+from torchq_compat.model.graph_module import ConvertedGraphModule
+from torchq_compat.modules.parts import PartOwner
+from torchq_compat.recurrent.exported_op import graph_from_data, graph_to_data
+from torchq_compat.recurrent.kernel.module_numbers import Boundary, ModuleNumbers
+from torchq_compat.recurrent.kernel.program import QPARAMS_COLUMNS
+from torchq_compat.recurrent.over_time import LoopShape
+from torchq_compat.recurrent.recurrent_module import RecurrentModule
+from torchq_compat.recurrent.runners import NativeRunner
 
 OPS = torch.ops.quantized_decomposed
 Q_DQ = (OPS.quantize_per_tensor.default, OPS.dequantize_per_tensor.default)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchq_compat.custom_modules.recurrent.native.build import FLAGS, SOURCE
+from torchq_compat.recurrent.kernel.build import FLAGS, SOURCE
 
 __all__ = ["BUILDS", "EMULATED", "SANITIZED", "SHORT", "Build", "compile_replay", "run_replay"]
 

@@ -15,22 +15,24 @@ from torch import Tensor
 
 from tests.helpers.cell_loop_shared import attribute, inputs_of
 from tests.helpers.converted_cells import KINDS, cells_of, converted
-from torchq_compat.custom_modules.recurrent.native.cell_reader import _Reader, _Value
-from torchq_compat.custom_modules.recurrent.native.columns import as_numbers
-from torchq_compat.custom_modules.recurrent.native.instruction_set import (
-    INSTRUCTION_COLUMNS,
-    SLOT_COLUMNS,
-    Op,
-)
-from torchq_compat.custom_modules.recurrent.native.module_numbers import (
+from torchq_compat.read.qparams import PerTensorQParams
+from torchq_compat.recurrent.kernel.cell_reader import _Reader, _Value
+from torchq_compat.recurrent.kernel.module_numbers import (
     CellNumbers,
     ModuleNumbers,
     floats_around,
     weight_mask,
 )
-from torchq_compat.custom_modules.recurrent.native.op import recurrent
-from torchq_compat.custom_modules.recurrent.native.program import CellProgram, DynamicQParams, WeightNames
-from torchq_compat.qspecs.qparams import PerTensorQParams
+from torchq_compat.recurrent.kernel.op import recurrent
+from torchq_compat.recurrent.kernel.program import (
+    INSTRUCTION_COLUMNS,
+    SLOT_COLUMNS,
+    CellProgram,
+    DynamicQParams,
+    Op,
+    WeightNames,
+    as_numbers,
+)
 
 __all__ = [
     "KINDS_OF_TORCH",

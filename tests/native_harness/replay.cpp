@@ -13,7 +13,7 @@
 #include <thread>
 #include <vector>
 
-#include "../../torchq_compat/custom_modules/recurrent/native/cell_loop.h"
+#include "../../torchq_compat/recurrent/kernel/cell_loop.h"
 
 namespace {
 

@@ -14,7 +14,7 @@ from torch.ao.quantization.observer import _is_activation_post_process
 from torch.fx import GraphModule, Node
 
 import torchq_compat as tc
-from torchq_compat.migrate.comparison.measure.fx_places import SYNONYMS
+from torchq_compat.comparison.fx_side import SYNONYMS
 
 __all__ = ["quantized_by_fx", "quantized_by_us"]
 

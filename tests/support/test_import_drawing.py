@@ -87,7 +87,7 @@ def test_no_circles_inside_rooms() -> None:
 
 
 def test_circles_are_found() -> None:
-    drawn = {**drawing(), "torchq_compat.errors": {"torchq_compat.pipeline.prepare"}}
+    drawn = {**drawing(), "torchq_compat.errors": {"torchq_compat.quantize.prepare"}}
     with pytest.raises(CycleError):
         TopologicalSorter(drawn).prepare()
 
@@ -144,7 +144,7 @@ def test_metadata_keys_are_in_one_table() -> None:
 @pytest.mark.parametrize(
     ("text", "home"),
     [
-        ("ops.quantized_decomposed", "qspecs/qdq.py"),
+        ("ops.quantized_decomposed", "read/qdq.py"),
         ('removeprefix("torch.")', "support/dtypes.py"),
     ],
 )

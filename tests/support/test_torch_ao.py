@@ -14,7 +14,7 @@ from tests.helpers.hidden_engine import environment_without_engine
 from tests.helpers.oracle import sqnr
 from tests.helpers.package_trees import PACKAGE, package_trees
 from tests.helpers.warm_python import Ran, warm_python
-from tests.migrate.running.test_script_pairs import LEGACY, NAMES, OUTPUTS, SCORES, outputs, run
+from tests.port.running.test_script_pairs import LEGACY, NAMES, OUTPUTS, SCORES, outputs, run
 from torchq_compat.support import torch_ao
 
 DOOR = "support/torch_ao.py"

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
+from torch import nn
 from torch.fx import GraphModule, Node
-from torchao.quantization.pt2e.quantizer import QuantizationAnnotation, Quantizer
+from torchao.quantization.pt2e.quantizer import QuantizationAnnotation, Quantizer, SharedQuantizationSpec
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY, QuantizationSpecBase
 
-__all__ = ["NodeSpecs", "SpecQuantizer"]
+from torchq_compat.capture.origins import Origin
+from torchq_compat.read.qconfig_mappings import (
+    QConfigRules,
+    Selection,
+    select_for_function,
+    select_for_module,
+)
+from torchq_compat.support import metadata
+
+# Writes decisions into a graph in the form that torchao's prepare reads.
 
 
 @dataclass
@@ -50,3 +62,175 @@ class SpecQuantizer(Quantizer):  # type: ignore[misc]
 
     def validate(self, model: GraphModule) -> None:
         """Check nothing: the decisions were made from this graph."""
+
+
+# Observed edges and nodes of a graph, and which of them share an observer.
+#
+# An edge leads into a node; a node means its output. Edges and nodes that share use one observer, as FX
+# makes all inputs and the output of ``cat`` use the observer of its first input.
+
+
+#: A node for its output, (producer, consumer) for an edge: torchao's EdgeOrNode.
+EdgeOrNode = Node | tuple[Node, Node]
+
+
+class ObservedEdges:
+    """Specs by edge or node, and which of them share an observer."""
+
+    def __init__(self) -> None:
+        self._specs: dict[EdgeOrNode, QuantizationSpecBase] = {}
+        #: Edge -> the first edge from the same node, if FX routes both through one observer node.
+        self._joined_with: dict[EdgeOrNode, EdgeOrNode] = {}
+        #: Edge or node -> the edge or node whose observer it uses; itself if it has its own.
+        self._observer: dict[EdgeOrNode, EdgeOrNode] = {}
+
+    def __contains__(self, edge_or_node: EdgeOrNode) -> bool:
+        return self._first(edge_or_node) in self._observer
+
+    def observe(self, edge_or_node: EdgeOrNode, spec: QuantizationSpecBase) -> None:
+        """Give ``edge_or_node`` an observer of its own, made from ``spec``."""
+        self._specs[edge_or_node] = spec
+        self._observer[edge_or_node] = edge_or_node
+
+    def join(self, edge: EdgeOrNode, other: EdgeOrNode) -> None:
+        """Make ``edge`` always use the observer of ``other``, an edge from the same node: if one of them
+        later shares the observer of something else, so does the other."""
+        self._joined_with[edge] = self._first(other)
+
+    def share(self, edge_or_node: EdgeOrNode, leader: EdgeOrNode) -> None:
+        """Make ``edge_or_node`` use the observer of ``leader``. As in FX this changes only ``edge_or_node``
+        and the edges joined with it: edges and nodes that share its old observer keep that one."""
+        self._observer[self._first(edge_or_node)] = self._observer[self._first(leader)]
+
+    def use_one(self, edge_or_node: EdgeOrNode, other: EdgeOrNode) -> bool:
+        """Return whether ``edge_or_node`` and ``other`` use one observer."""
+        return self._observer[self._first(edge_or_node)] == self._observer[self._first(other)]
+
+    def dtype_at(self, edge_or_node: EdgeOrNode) -> torch.dtype | None:
+        """Return the dtype that the observer of ``edge_or_node`` quantizes to, or None."""
+        return getattr(self._specs[self._observer[self._first(edge_or_node)]], "dtype", None)
+
+    def node_specs(self, nodes: Iterable[Node]) -> dict[Node, NodeSpecs]:
+        """Return the specs in torchao's form: the first edge or node of an observer has the spec, and the
+        others refer to it. torchao makes observers in graph order, for the edges of a node before its
+        output."""
+        decided: dict[Node, NodeSpecs] = {}
+        first_with: dict[EdgeOrNode, EdgeOrNode] = {}
+        for node in nodes:
+            specs = NodeSpecs()
+            for producer in node.all_input_nodes:
+                edge = (producer, node)
+                if edge in self:
+                    specs.inputs[producer] = self._spec_at(
+                        edge, self._observer[self._first(edge)], first_with
+                    )
+            if node in self._observer:
+                specs.output = self._spec_at(node, self._observer[node], first_with)
+            if specs:
+                decided[node] = specs
+        return decided
+
+    def _first(self, edge_or_node: EdgeOrNode) -> EdgeOrNode:
+        return self._joined_with.get(edge_or_node, edge_or_node)
+
+    def _spec_at(
+        self, edge_or_node: EdgeOrNode, observer: EdgeOrNode, first_with: dict[EdgeOrNode, EdgeOrNode]
+    ) -> QuantizationSpecBase:
+        first = first_with.setdefault(observer, edge_or_node)
+        return self._specs[observer] if first == edge_or_node else SharedQuantizationSpec(first)
+
+
+# Records on nodes how a QConfigMapping selects their op, so that convert can apply another mapping to it.
+
+
+@dataclass(frozen=True)
+class OpRecord:
+    """An op, or the op of a fused pattern whose QConfig applies to the pattern.
+
+    Attributes:
+        label: the path in the decision about the op.
+        origin: the origin of the op.
+        call_index: how many calls of the same type the same module made before.
+    """
+
+    label: str
+    origin: Origin
+    call_index: int
+
+    def select(self, rules: QConfigRules) -> Selection:
+        """Return the QConfig that ``rules`` give the op."""
+        origin = self.origin
+        if origin.is_module_call:
+            return select_for_module(rules, origin.module_type, origin.module_path, self.call_index)
+        return select_for_function(
+            rules, origin.object_types, origin.module_type, origin.module_path, self.call_index
+        )
+
+
+def module_record(module_type: type[nn.Module], path: str) -> OpRecord:
+    """Return the record of a module that is one call in the graph."""
+    return OpRecord(path, Origin(path, path, module_type, (module_type,), is_module_call=True), 0)
+
+
+def write_op_records(records: Iterable[tuple[Node, OpRecord]]) -> None:
+    """Put each record on its node."""
+    for node, record in records:
+        metadata.OP.write(node, record)
+
+
+def op_record(node: Node) -> OpRecord | None:
+    """Return the record that prepare wrote on ``node``; None if the node is no op of the model."""
+    return metadata.OP.of(node)
+
+
+# Quantizers that wrap another Quantizer.
+
+
+class WrappingQuantizer(Quantizer):  # type: ignore[misc]
+    """A base class of Quantizers that forwards every call of torchao's prepare to ``quantizer``."""
+
+    def __init__(self, quantizer: Quantizer) -> None:
+        super().__init__()
+        self.quantizer = quantizer
+
+    def transform_for_annotation(self, model: GraphModule) -> GraphModule:
+        transformed: GraphModule | None = self.quantizer.transform_for_annotation(model)
+        return model if transformed is None else transformed
+
+    def annotate(self, model: GraphModule) -> GraphModule:
+        annotated: GraphModule | None = self.quantizer.annotate(model)
+        # torchao continues with the graph it passed; some Quantizers return None.
+        return model if annotated is None else annotated
+
+    def validate(self, model: GraphModule) -> None:
+        self.quantizer.validate(model)
+
+    def prepare_obs_or_fq_callback(self, model: GraphModule, observers: dict[Any, Any]) -> None:
+        self.quantizer.prepare_obs_or_fq_callback(model, observers)
+
+
+class OuterGraphQuantizer(WrappingQuantizer):
+    """A Quantizer that annotates only the outer graph, for which torchao calls it first.
+
+    torchao then calls it for the bodies of scans and while loops, which stay float: observers in them cannot
+    run during training, and cannot be converted.
+    """
+
+    def __init__(self, quantizer: Quantizer) -> None:
+        super().__init__(quantizer)
+        self._is_inside = False
+
+    def transform_for_annotation(self, model: GraphModule) -> GraphModule:
+        return model if self._is_inside else super().transform_for_annotation(model)
+
+    def annotate(self, model: GraphModule) -> GraphModule:
+        return model if self._is_inside else super().annotate(model)
+
+    def validate(self, model: GraphModule) -> None:
+        if not self._is_inside:
+            super().validate(model)
+
+    def prepare_obs_or_fq_callback(self, model: GraphModule, observers: dict[Any, Any]) -> None:
+        if not self._is_inside:
+            super().prepare_obs_or_fq_callback(model, observers)
+        self._is_inside = True

@@ -15,29 +15,30 @@ from torch import nn
 from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e.quantizer import QuantizationSpec
 
-from torchq_compat.annotate.annotation import NodeSpecs
-from torchq_compat.annotate.buffer_updates import buffer_updates
-from torchq_compat.annotate.call_boundary import OpaqueBoundary
-from torchq_compat.annotate.constants import find_constants
-from torchq_compat.annotate.dtype_rules import find_dtype_config, is_half_static, refusal, takes_weight
-from torchq_compat.annotate.fused_patterns import FusedPattern, match_fused_patterns
-from torchq_compat.annotate.observed_edges import EdgeOrNode, ObservedEdges
-from torchq_compat.annotate.op_records import OpRecord
-from torchq_compat.annotate.order_rules import decide_order_rules
-from torchq_compat.annotate.passthrough_ops import moved_by, preserves_values
-from torchq_compat.annotate.source_partitions import SourcePartition, find_source_partitions
-from torchq_compat.config.backend_configs import BackendTable, PatternEntry
-from torchq_compat.config.qconfig_mappings import QConfigRules
-from torchq_compat.qspecs.contradictions import check_axis
-from torchq_compat.qspecs.observers import translate_constructor
-from torchq_compat.qspecs.quantization_specs import OpSpecs, make_spec
+from torchq_compat.annotate.annotation import EdgeOrNode, NodeSpecs, ObservedEdges, OpRecord
+from torchq_compat.annotate.computed_values import buffer_updates, find_constants
+from torchq_compat.annotate.patterns import (
+    FusedPattern,
+    SourcePartition,
+    find_dtype_config,
+    find_source_partitions,
+    is_half_static,
+    match_fused_patterns,
+    refusal,
+    takes_weight,
+)
+from torchq_compat.annotate.unmatched import decide_order_rules
+from torchq_compat.capture.opaque_calls import OpaqueBoundary
+from torchq_compat.ops import moved_by, preserves_values
+from torchq_compat.read.backend_configs import BackendTable, PatternEntry
+from torchq_compat.read.observers import translate_constructor
+from torchq_compat.read.qconfig_mappings import QConfigRules
+from torchq_compat.read.qspecs import OpSpecs, check_axis, make_spec
 from torchq_compat.support import metadata
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.dtypes import dtype_range, is_integer
 from torchq_compat.support.torch_ao import HistogramObserver, ObservationType
 from torchq_compat.support.upstream import FIXED_QPARAMS_OP_TO_OBSERVER
-
-__all__ = ["GraphDecisions", "decide_graph"]
 
 #: What FX does to an op behind a reshape of floats, to which FX's default mappings give no observer.
 LEFT_FLOAT_IN_FX = (

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader
 
-from torchq_compat.config.custom_configs import PREPARE_KEYS
 from torchq_compat.errors import ArgumentError, ExampleInputsError, InputError
+from torchq_compat.read.custom_configs import PREPARE_KEYS
 from torchq_compat.support.argument_checks import shown
 from torchq_compat.support.torch_ao import (
     ConvertCustomConfig,
@@ -23,14 +23,6 @@ from torchq_compat.support.torch_ao import (
 )
 from torchq_compat.support.upstream import pytree
 from torchq_compat.support.user_warnings import warn_user
-
-__all__ = [
-    "MISSING",
-    "asks_for_examples",
-    "is_one_value_a_channel",
-    "read_example_inputs",
-    "with_two_samples",
-]
 
 #: Default of a required argument, so that its absence raises an error of ours.
 MISSING: Any = object()

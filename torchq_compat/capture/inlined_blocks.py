@@ -18,8 +18,6 @@ from torch.fx import Graph, GraphModule, Node
 
 from torchq_compat.support.upstream import FakeTensor
 
-__all__ = ["Block", "inline_blocks", "is_block"]
-
 HIGHER_ORDER = torch.ops.higher_order
 #: Higher-order op -> how many of its arguments are settings, before the submodule.
 SETTINGS = {HIGHER_ORDER.wrap_with_set_grad_enabled: 1, HIGHER_ORDER.wrap_with_autocast: 4}

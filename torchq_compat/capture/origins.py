@@ -1,35 +1,28 @@
-"""The origin of a node of an exported graph, in terms of the graph that FX would have traced.
-
-FX traced user modules and kept modules of torch.nn as single nodes. An exported graph has only aten
-operators, with the module stack (``nn_module_stack``) and the Python function (``torch_fn``) in their
-metadata. All code that needs a node's origin uses this module.
-"""
+"""The origin of a node of an exported graph, and what of a model has none: attributes and hooks."""
 
 from __future__ import annotations
 
 import operator
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import Node
 
-from torchq_compat.capture.wrapped_functions import wrapped_call_of
-from torchq_compat.config.qconfig_mappings import ObjectType
+from torchq_compat.capture.unseen_python import wrapped_call_of
+from torchq_compat.read.qconfig_mappings import ObjectType
+from torchq_compat.support.decisions import Action, Decision
 
-__all__ = [
-    "Origin",
-    "callers_of_leaf",
-    "computes_like",
-    "find_origin",
-    "innermost_call",
-    "is_fx_leaf",
-    "meta_outside_leaves",
-]
+# The origin of a node of an exported graph, in terms of the graph that FX would have traced.
+#
+# FX traced user modules and kept modules of torch.nn as single nodes. An exported graph has only aten
+# operators, with the module stack (``nn_module_stack``) and the Python function (``torch_fn``) in their
+# metadata. All code that needs a node's origin uses this module.
+
 
 #: Python modules with the functions that ``torch_fn`` names "builtin_function_or_method".
 BUILTIN_HOMES = (torch, torch._C._nn)
@@ -177,3 +170,39 @@ def computes_like(found: type[nn.Module], base: type[nn.Module]) -> bool:
     return (
         base.__module__.startswith("torch.nn.") and issubclass(found, base) and found.forward is base.forward
     )
+
+
+# Decisions about Python attributes and hooks of a model, which do not survive capture.
+
+
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def decide_leftovers(model: nn.Module, preserved: Collection[str]) -> Iterator[Decision]:
+    """Yield decisions about the attributes of ``model`` itself and the hooks of all its modules.
+
+    Args:
+        model: the float model.
+        preserved: the names of attributes that the user's configuration keeps.
+    """
+    for name, value in vars(model).items():
+        known = name in MODULE_ATTRIBUTES or name in preserved or name.startswith("_")
+        if known or isinstance(value, Tensor):
+            continue
+        yield Decision(
+            name,
+            "attribute",
+            Action.DROPPED,
+            "torch.export keeps no Python attributes; PrepareCustomConfig.set_preserved_attributes does",
+        )
+    for path, module in model.named_modules():
+        if any(getattr(module, kind, None) for kind in HOOKS):
+            yield Decision(
+                path,
+                f"hooks of {type(module).__name__}",
+                Action.DROPPED,
+                "hooks run once, while the model is captured: what they compute on tensors is in the graph, "
+                "their other effects are lost",
+                warn=True,
+            )

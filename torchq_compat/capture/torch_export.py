@@ -1,13 +1,16 @@
-"""Calls torch.export so that the sizes of a legacy model stay as free as they were in an FX graph."""
+"""Calls torch.export, and says where its nodes come from and what its errors mean."""
 
 from __future__ import annotations
 
 import inspect
+import logging
+import sys
 import traceback
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -15,27 +18,89 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from torchq_compat.capture.inlined_blocks import is_block
-from torchq_compat.capture.short_tracebacks import partial_graphs_held_back
+from torchq_compat.capture.origins import OPERATOR_OF_METHOD, find_origin, innermost_call, is_fx_leaf_class
+from torchq_compat.capture.packed_sequences import ListOfTensor
+from torchq_compat.capture.sizes.size_reads import SizeReads
 from torchq_compat.capture.unseen_python import with_seen_python
-from torchq_compat.capture.writes.out_of_place import make_out_of_place
+from torchq_compat.capture.writes import make_out_of_place
 from torchq_compat.errors import CaptureError, ExampleInputsError, TorchQCompatError
-from torchq_compat.packed_sequences.lengths_as_lists import ListOfTensor
-from torchq_compat.sizes.size_reads import SizeReads
-from torchq_compat.support.graph_nodes import SLICE_END
-from torchq_compat.support.model_copies import copied_model
+from torchq_compat.support.graph_nodes import SLICE_END, copied_model
 from torchq_compat.support.upstream import guards_of, pytree, symbolic_shapes_config
 
-__all__ = [
-    "EVERY_SIZE",
-    "capture",
-    "capture_flat",
-    "capture_freely",
-    "clean_captured",
-    "copied_inputs",
-    "explain_failure",
-    "export_with",
-    "line_of_failure",
-]
+# Shortens what torch prints about a failed capture: our error says it once, with the user's line.
+
+
+LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+#: Logger -> the beginning of the messages that are held back.
+OF_ATTEMPTS = {
+    "torch._subclasses.fake_tensor": "failed while attempting to run meta for",
+    "torch.fx.experimental.symbolic_shapes": "Unable to find user code corresponding to",
+}
+
+
+def without_frames_of_torch(cause: Exception) -> Exception:
+    """Return ``cause`` without its own causes, and without the frames of torch and of this package.
+
+    The frames of the user's model stay. torch.export has a hundred frames, and raises while it handles
+    another error.
+    """
+    cause.__cause__ = cause.__context__ = None
+    frames = []
+    step = cause.__traceback__
+    while step is not None:
+        if not step.tb_frame.f_code.co_filename.startswith(LIBRARIES):
+            frames.append(step)
+        step = step.tb_next
+    kept: TracebackType | None = None
+    for frame in reversed(frames):
+        kept = TracebackType(kept, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    return cause.with_traceback(kept)
+
+
+@contextmanager
+def failed_attempts_held_back() -> Iterator[None]:
+    """Suppress the messages in ``OF_ATTEMPTS``: a failed attempt is followed by one with fewer free sizes."""
+    filters = {name: _without(beginning) for name, beginning in OF_ATTEMPTS.items()}
+    for name, held_back in filters.items():
+        logging.getLogger(name).addFilter(held_back)
+    try:
+        yield
+    finally:
+        for name, held_back in filters.items():
+            logging.getLogger(name).removeFilter(held_back)
+
+
+@contextmanager
+def partial_graphs_held_back() -> Iterator[None]:
+    """Suppress the graph up to the failed op, which torch.export prints on stderr, however long it is."""
+    with redirect_stderr(_WithoutGraphs(sys.stderr)):
+        yield
+
+
+class _WithoutGraphs:
+    """A stream without the code of graphs."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        is_graph = text.lstrip().startswith("def forward(self, ")
+        return len(text) if is_graph else int(self.stream.write(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+def _without(beginning: str) -> logging.Filter:
+    class WithoutAttempts(logging.Filter):
+        def filter(self, record: logging.LogRecord) -> bool:
+            return not str(record.msg).startswith(beginning)
+
+    return WithoutAttempts()
+
+
+# Calls torch.export so that the sizes of a legacy model stay as free as they were in an FX graph.
+
 
 #: As ``dynamic_shapes``: every size is free that the model allows.
 EVERY_SIZE: Any = object()
@@ -287,3 +352,44 @@ def _drop_full_slices(graph_module: GraphModule) -> None:
 
 def _is_full(dim: int = 0, start: object = None, end: object = None, step: object = 1) -> bool:
     return start in (None, 0) and end in (None, SLICE_END) and step == 1
+
+
+# Writes the function, or module class, that each op comes from into the metadata that Quantizers read.
+#
+# ``get_source_partitions(graph, [operator.add, torch.add])`` and similar functions of backends read
+# ``source_fn_stack``, which torch.export writes only in strict mode.
+
+
+#: torch's key of ``node.meta``.
+SOURCE_FUNCTIONS = "source_fn_stack"
+
+
+def restore_source_functions(graph_module: GraphModule, model: nn.Module) -> None:
+    """Write the ``source_fn_stack`` of a strict export: the class of the torch.nn module that an op belongs
+    to, or else the function or method.
+
+    ``x + y`` and ``x.add(y)`` are written as ``operator.add``, other methods as their names; ``+=`` is
+    ``operator.add``, too, because the graph computes it out of place. All ops of one call have the same name.
+
+    Args:
+        model: the exported module.
+    """
+    for node in graph_module.graph.nodes:
+        if node.op == "call_function" and SOURCE_FUNCTIONS not in node.meta:
+            source = _source(node, model)
+            if source is not None:
+                node.meta[SOURCE_FUNCTIONS] = [source]
+
+
+def _source(node: Node, model: nn.Module) -> tuple[str, Any] | None:
+    """Return (name of the call, the class, function or method called); None if it is unknown."""
+    called = innermost_call(node)
+    if called is not None and is_fx_leaf_class(called[1]):
+        return called
+    types = find_origin(node, model).object_types
+    if not types or "torch_fn" not in node.meta:
+        return None
+    source, *_ = types
+    # torch_fn counts the calls of each function.
+    name = ".".join(node.meta["torch_fn"])
+    return name, OPERATOR_OF_METHOD.get(source, source) if isinstance(source, str) else source

@@ -1,32 +1,41 @@
-"""Makes ``len(tensor)``, ``int(size)``, ``max(lengths)`` and similar Python traceable during capture;
-torch.export does not trace them by itself.
-
-``len`` and ``int`` return a plain integer, which fixes the size;
-``size(0)`` is the same number and stays free, as do ``torch.sym_int`` of it and the ``item()`` of a tensor of
-one integer. Python that iterates over lengths fixes their number; ``lengths.max()`` does not, and a list of
-lengths is not taken apart until it is read (``lengths_as_lists``). FX has ``torch.fx.wrap("len")``, which
-changes the globals of the user's module while it traces. Here the methods of the package's own copy of the
-model are rebound with globals of their own; functions that these methods call keep Python's own.
-"""
+"""What legacy models do in Python that torch.export does not see or keep."""
 
 from __future__ import annotations
 
 import builtins
 import dis
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial, update_wrapper
+from functools import partial, update_wrapper, wraps
 from types import CodeType, FunctionType, MethodType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.nn.utils import parametrize
 
-from torchq_compat.packed_sequences.lengths_as_lists import ListOfTensor
+from torchq_compat.capture.packed_sequences import ListOfTensor
+from torchq_compat.read.qconfig_mappings import QConfigRules, select_for_module
+from torchq_compat.support import metadata
+from torchq_compat.support.decisions import Action, Decision
+from torchq_compat.support.metadata import CUSTOM
+from torchq_compat.support.torch_ao import FloatFunctional
+from torchq_compat.support.upstream import WRAPPED_FUNCTIONS, pytree
 
-__all__ = ["with_seen_python"]
+# Makes ``len(tensor)``, ``int(size)``, ``max(lengths)`` and similar Python traceable during capture;
+# torch.export does not trace them by itself.
+#
+# ``len`` and ``int`` return a plain integer, which fixes the size; ``size(0)`` is the same number and stays
+# free, as do ``torch.sym_int`` of it and the ``item()`` of a tensor of one integer. Python that iterates
+# over lengths fixes their number; ``lengths.max()`` does not, and a list of lengths is not taken apart
+# until it is read (``lengths_as_lists``). FX has ``torch.fx.wrap("len")``, which changes the globals of the
+# user's module while it traces. Here the methods of the package's own copy of the model are rebound with
+# globals of their own; functions that these methods call keep Python's own.
+
 
 #: Packages whose methods are not rebound: they do not convert tensors to numbers.
 LIBRARIES = ("torch", __name__.partition(".")[0])
@@ -206,3 +215,158 @@ def _with_names(method: FunctionType, called: Replaced) -> FunctionType:
     made = FunctionType(method.__code__, names, method.__name__, method.__defaults__, method.__closure__)
     made.__kwdefaults__ = method.__kwdefaults__
     return update_wrapper(made, method)  # type: ignore[return-value]
+
+
+# Functions under ``torch.fx.wrap``, which FX keeps as one float call.
+#
+# FX replaces such a function in the globals of its Python module while it traces. Here the function is
+# traced through, and its nodes are marked, so that nothing inside is quantized.
+
+
+#: (function name, number of the call in the capture)
+WrappedCall = tuple[str, int]
+
+
+def wrapped_call_of(node: Node) -> WrappedCall | None:
+    """Return the call of a wrapped function that ``node`` was made in; None if there is none."""
+    found = (node.meta.get(CUSTOM) or {}).get(metadata.WRAPPED_CALL.name)
+    return found if isinstance(found, tuple) else None
+
+
+@contextmanager
+def marked_functions() -> Iterator[None]:
+    """Mark the nodes that wrapped Python functions make while the context is active."""
+    counter = itertools.count()
+    replaced: list[tuple[dict[str, Any], str, Any]] = []
+    try:
+        for namespace, name in _registered():
+            function = namespace[name]
+            replaced.append((namespace, name, function))
+            namespace[name] = _marking(name, function, counter)
+        yield
+    finally:
+        for namespace, name, function in reversed(replaced):
+            namespace[name] = function
+
+
+def _registered() -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield the globals and name of each Python function under ``torch.fx.wrap`` that is not torch's own."""
+    for (_, name), namespace in list(WRAPPED_FUNCTIONS.items()):
+        own = str(namespace.get("__name__", "")).split(".")[0] == "torch"
+        function = namespace.get(name)
+        if not own and callable(function) and function is not getattr(builtins, name, None):
+            yield namespace, name
+
+
+def _marking(name: str, function: Callable[..., Any], counter: Iterator[int]) -> Callable[..., Any]:
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        mode: Any = get_proxy_mode()
+        if mode is None:
+            return function(*args, **kwargs)
+        graph = mode.tracer.graph
+        before = set(graph.nodes)
+        result = function(*args, **kwargs)
+        marker = (name, next(counter))
+        for node in graph.nodes:
+            if node not in before:
+                # The outermost call overwrites the marks of inner ones.
+                node.meta[CUSTOM] = {**(node.meta.get(CUSTOM) or {}), metadata.WRAPPED_CALL.name: marker}
+        return result
+
+    return call
+
+
+# Makes nn.Identity visible in an exported graph; FX kept it as an op that shares its input's observer.
+#
+# Without this op ``linear -> identity -> relu`` would look like a pair that the backend fuses. The Identity
+# inside a FloatFunctional is no op in FX either: FX replaces such modules by FXFloatFunctional, which has
+# none.
+
+
+def show_identities(model: nn.Module) -> None:
+    """Make every Identity in ``model``, the package's own copy, export as an ``aten.alias`` of each input
+    tensor, except those inside a FloatFunctional."""
+    functionals = [module for module in model.modules() if isinstance(module, FloatFunctional)]
+    placeholders = {functional.activation_post_process for functional in functionals}
+    for module in model.modules():
+        if type(module) is nn.Identity and module not in placeholders:
+            module.forward = _alias  # type: ignore[method-assign]
+
+
+def _alias(input: Any) -> Any:
+    return pytree.tree_map_only(Tensor, torch.ops.aten.alias.default, input)
+
+
+# Modules whose weight a parametrization computes, such as ``weight_norm``.
+#
+# After training the weight is a constant: it is computed once and the module becomes a plain one, so that
+# its weight is quantized and its batch norm folded. FX does so only with a module that is fused with a
+# ReLU; of the others it quantizes the activations. In QAT the weight changes with every step, and the
+# module stays float.
+
+
+WEIGHTED = (
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+    *(nn.Linear, nn.Embedding, nn.EmbeddingBag),
+)
+COMPUTED = (
+    "prepare computes the weight once, and it is quantized; FX quantizes it where a ReLU is fused with it"
+)
+
+
+def compute_weights(working: nn.Module, rules: QConfigRules) -> None:
+    """Make each module of ``working`` whose parametrized weight is to be quantized a plain one, with the
+    weight as it is computed now.
+
+    Args:
+        working: the package's own copy of the model, in evaluation mode.
+        rules: the rules that say what is to be quantized.
+    """
+    for _, module, plain in _to_quantize(working, rules):
+        _make_plain(module, plain)
+
+
+def decide_parametrizations(model: nn.Module, rules: QConfigRules, *, is_qat: bool) -> Iterator[Decision]:
+    """Yield a decision about each module of ``model`` whose parametrized weight is to be quantized."""
+    for path, _, plain in _to_quantize(model, rules):
+        if is_qat:
+            yield Decision(path, plain.__name__, Action.FLOAT, _why_float(path), warn=True)
+        else:
+            yield Decision(path, f"parametrization of {plain.__name__}", Action.DROPPED, COMPUTED)
+
+
+def _to_quantize(model: nn.Module, rules: QConfigRules) -> list[tuple[str, nn.Module, type[nn.Module]]]:
+    """Return path, module and the class that the module had before it was parametrized."""
+    found: list[tuple[str, nn.Module, type[nn.Module]]] = []
+    for path, module in model.named_modules():
+        if not isinstance(module, WEIGHTED) or not parametrize.is_parametrized(module, "weight"):
+            continue
+        plain = type(module).__mro__[1]
+        if select_for_module(rules, plain, path).qconfig is not None:
+            found.append((path, module, plain))
+    return found
+
+
+def _make_plain(module: nn.Module, plain: type[nn.Module]) -> None:
+    """Replace the parametrized tensors of ``module`` by parameters with their values.
+
+    ``remove_parametrizations`` would take the tensors from the class, which copies of a module share, and
+    write the values into what they are computed from, which may be another module's parameter as well.
+    """
+    with torch.no_grad():
+        values = {name: getattr(module, name).detach().clone() for name in module.parametrizations}  # type: ignore[union-attr]
+    del module.parametrizations
+    module.__class__ = plain
+    for name, value in values.items():
+        module.register_parameter(name, nn.Parameter(value))
+
+
+def _why_float(path: str) -> str:
+    where = f'model.get_submodule("{path}")' if path else "model"
+    call = f'torch.nn.utils.parametrize.remove_parametrizations({where}, "weight")'
+    return (
+        "a parametrization computes its weight anew in every step of training. "
+        f"Hint: {call} before preparing makes it a plain one."
+    )

@@ -16,14 +16,12 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node, Tracer
 
 from torchq_compat.capture.origins import is_fx_leaf
-from torchq_compat.config.backend_configs import BackendTable, Pattern
 from torchq_compat.errors import ConfigError, InputError
-from torchq_compat.support.model_copies import copied_model
+from torchq_compat.read.backend_configs import BackendTable, Pattern
+from torchq_compat.support.graph_nodes import copied_model
 from torchq_compat.support.torch_ao import fuse_known_modules
 from torchq_compat.support.upstream import USER_PRESERVED_ATTRIBUTES_KEY
 from torchq_compat.support.user_warnings import warn_user
-
-__all__ = ["fuse"]
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)

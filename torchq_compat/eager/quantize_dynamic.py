@@ -1,33 +1,176 @@
-"""``torch.ao.quantization.quantize_dynamic``: integer weights, and activations quantized at run time.
-
-Recurrent modules become modules of this package, which run in its native loop. ``Linear``, ``Embedding`` and
-``EmbeddingBag`` become torch.ao.nn's own modules, which are single calls of torch's integer kernels.
-"""
+"""``torch.ao.quantization.quantize_dynamic``: integer weights, and activations quantized at run time."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
-from torchq_compat.custom_modules.recurrent.modules.dynamic import quantize_recurrent
-from torchq_compat.custom_modules.recurrent.modules.families import family_of
-from torchq_compat.custom_modules.registry import handler_of
-from torchq_compat.eager.dynamic_spec import qconfigs_by_path, read_spec
-from torchq_compat.eager.whole_range_linear import WholeRangeLinear
 from torchq_compat.errors import ConfigError
-from torchq_compat.graph.graph_module import record_of
-from torchq_compat.qspecs.dynamic_qparams import asks_for_whole_range, with_whole_range
-from torchq_compat.support.argument_checks import FLAG, checked_arguments, instance_of, optional
-from torchq_compat.support.model_copies import copied_model
-from torchq_compat.support.torch_ao import QConfig, get_default_dynamic_quant_module_mappings
+from torchq_compat.model.graph_module import record_of
+from torchq_compat.modules.registry import handler_of
+from torchq_compat.read.observers import SMALLEST_SCALE, asks_for_whole_range, with_whole_range
+from torchq_compat.recurrent.families import family_of, quantize_recurrent
+from torchq_compat.recurrent.kernel.linear_calls import LINEAR_OPERATOR, LinearCall, LinearWeight, linear_call
+from torchq_compat.recurrent.kernel.program import DynamicQParams
+from torchq_compat.support.argument_checks import FLAG, checked_arguments, instance_of, optional, shown
+from torchq_compat.support.graph_nodes import copied_model
+from torchq_compat.support.quantized_tensors import channel_qparams, integers_of, is_per_channel, qparams_of
+from torchq_compat.support.torch_ao import (
+    QConfig,
+    default_dynamic_qconfig,
+    float16_dynamic_qconfig,
+    float_qparams_weight_only_qconfig,
+    float_qparams_weight_only_qconfig_4bit,
+    get_default_dynamic_quant_module_mappings,
+    quantized,
+)
 from torchq_compat.support.user_warnings import warn_user
 
-__all__ = ["quantize_dynamic"]
+# Read ``qconfig_spec`` of ``quantize_dynamic`` into the QConfig of every module, by path.
+
+
+#: Type of submodule, or path -> QConfig; None keeps the module float.
+ModuleSpec = Mapping[type | str, QConfig | None]
+
+QCONFIGS: Mapping[torch.dtype, QConfig] = {
+    torch.qint8: default_dynamic_qconfig,
+    torch.float16: float16_dynamic_qconfig,
+    torch.quint8: float_qparams_weight_only_qconfig,
+    torch.quint4x2: float_qparams_weight_only_qconfig_4bit,
+}
+LINEAR_AND_RECURRENT = (nn.Linear, nn.LSTM, nn.GRU, nn.LSTMCell, nn.RNNCell, nn.GRUCell)
+#: Dtype -> the types it quantizes if no spec is given; torch.ao leaves out nn.RNN.
+DEFAULT_TYPES: Mapping[torch.dtype, tuple[type[nn.Module], ...]] = {
+    torch.qint8: LINEAR_AND_RECURRENT,
+    torch.float16: LINEAR_AND_RECURRENT,
+    torch.quint8: (nn.EmbeddingBag, nn.Embedding),
+    torch.quint4x2: (nn.EmbeddingBag,),
+}
+
+
+def read_spec(spec: Any, dtype: Any) -> ModuleSpec:
+    """Read a set of types and paths, a dict of QConfigs, or None.
+
+    Raises:
+        ConfigError: anything else, or a dtype that has no default QConfig.
+    """
+    if isinstance(spec, Mapping):
+        for key, qconfig in spec.items():
+            if not isinstance(key, (str, type)) or not isinstance(qconfig, QConfig | None):
+                raise ConfigError(
+                    f"qconfig_spec: {shown(key)} -> {shown(qconfig)} is no entry.",
+                    hint="map types of modules, or their paths, to a QConfig or None.",
+                )
+        return dict(spec)
+    if dtype not in QCONFIGS:
+        raise ConfigError(
+            f"quantize_dynamic: dtype {dtype} has no default QConfig.",
+            hint="give torch.qint8, torch.float16, torch.quint8 or torch.quint4x2, or a dict of QConfigs.",
+        )
+    if spec is None:
+        return dict.fromkeys(DEFAULT_TYPES[dtype], QCONFIGS[dtype])
+    if isinstance(spec, (set, frozenset, list, tuple)) and all(
+        isinstance(each, (str, type)) for each in spec
+    ):
+        return dict.fromkeys(spec, QCONFIGS[dtype])
+    raise ConfigError(
+        f"qconfig_spec must be a set of types and paths or a dict of QConfigs, got {shown(spec)}.",
+        hint="write {torch.nn.LSTM, torch.nn.Linear}.",
+    )
+
+
+def qconfigs_by_path(model: nn.Module, spec: ModuleSpec, *, is_given: bool) -> dict[str, QConfig | None]:
+    """Return the QConfig of every module as ``torch.ao.quantization.propagate_qconfig_`` does: that of its
+    parent, unless its type, its path or its own attribute ``qconfig`` gives another.
+
+    Args:
+        is_given: whether a user wrote ``spec``, and is warned about entries that match nothing.
+    """
+    found = dict(_propagated(model, spec, spec.get("") if "" in spec else None, ""))
+    if is_given:
+        _warn_of_no_match(model, spec, found)
+    return found
+
+
+def _warn_of_no_match(model: nn.Module, spec: ModuleSpec, paths: Container[str]) -> None:
+    """Warn of the paths in ``spec`` that do not exist, and of its classes if no class matches: scripts list
+    every class that can be quantized, {nn.LSTM, nn.GRU, nn.Linear}, while models have only some of them."""
+    types = {type(module) for module in model.modules()}
+    classes = [key for key in spec if not isinstance(key, str)]
+    unmatched = [key for key in spec if isinstance(key, str) and key not in paths and key != ""]
+    if types.isdisjoint(classes):
+        unmatched += [key.__name__ for key in classes]
+    if unmatched:
+        verb = "matches" if len(unmatched) == 1 else "match"
+        warn_user(f"qconfig_spec: {', '.join(unmatched)} {verb} no module of {type(model).__name__}.")
+
+
+def _propagated(
+    module: nn.Module, spec: ModuleSpec, inherited: QConfig | None, path: str
+) -> Iterator[tuple[str, QConfig | None]]:
+    qconfig = spec.get(type(module), inherited)
+    qconfig = spec.get(path, qconfig)
+    qconfig = getattr(module, "qconfig", qconfig)
+    yield path, qconfig
+    for name, child in module.named_children():
+        yield from _propagated(child, spec, qconfig, f"{path}.{name}" if path else name)
+
+
+# ``torch.ao.nn.quantized.dynamic.Linear`` whose inputs use the whole 8-bit range.
+#
+# torch.ao's forward requests half of the range; on CPUs without VNNI, its kernel would saturate with all of
+# it.
+
+
+MADE = "_whole_range_call"
+WHOLE_RANGE = DynamicQParams(SMALLEST_SCALE, 255, 0, 255, torch.uint8)
+
+
+class WholeRangeLinear(quantized.dynamic.Linear):
+    """torch.ao's dynamic Linear on this package's own matrix product; the state_dict is the same."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``x`` (..., in_features) to (..., out_features), with one scale and zero point for ``x``."""
+        if not x.numel():
+            return x.new_empty(*x.shape[:-1], self.out_features)
+        packed = self._packed_params._packed_params
+        made: tuple[Any, LinearCall] | None = vars(self).get(MADE)
+        if made is None or made[0] is not packed:
+            made = vars(self)[MADE] = (packed, self._call())
+        rows = x.reshape(-1, self.in_features).float()
+        (result,) = LINEAR_OPERATOR(rows, *made[1].behind_x())
+        assert isinstance(result, Tensor)
+        return result.reshape(*x.shape[:-1], self.out_features).to(x.dtype)
+
+    def _call(self) -> LinearCall:
+        weight, bias = self.weight(), self.bias()  # type: ignore[no-untyped-call]
+        values = integers_of(weight)
+        bias = None if bias is None else bias.detach()
+        if is_per_channel(weight):
+            scales, zero_points = (each.clone() for each in channel_qparams(weight))
+            linear = LinearWeight(values, scales.float(), zero_points, bias)
+        else:
+            linear = LinearWeight(values, None, None, bias, qparams_of(weight))
+        return linear_call(linear, ((self.in_features, None),), dynamic=WHOLE_RANGE)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for copies and pickles, without the prepared call, which they make anew."""
+        return {name: value for name, value in vars(self).items() if name != MADE}
+
+    def _get_name(self) -> str:
+        return "DynamicQuantizedLinear"
+
+
+# ``torch.ao.quantization.quantize_dynamic``: integer weights, and activations quantized at run time.
+#
+# Recurrent modules become modules of this package, which run in its native loop. ``Linear``, ``Embedding``
+# and ``EmbeddingBag`` become torch.ao.nn's own modules, which are single calls of torch's integer kernels.
+
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 #: The namespace of torch.ao's dynamic classes; for recurrent modules, ours replace them in a mapping.

@@ -1,30 +1,286 @@
-"""Export a converted model as one program: quantize and dequantize ops, integer weights, any length."""
+"""Export a converted model as one program: quantize and dequantize ops, integer weights, any sizes."""
 
 from __future__ import annotations
 
+import copy
+import re
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch.export import ExportedProgram
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from torchq_compat.capture.example_inputs import asks_for_examples, read_example_inputs
-from torchq_compat.capture.short_tracebacks import without_frames_of_torch
-from torchq_compat.capture.torch_export import EVERY_SIZE, explain_failure, export_with
-from torchq_compat.custom_modules.recurrent.loop_shape import LoopShape, exporting_loops_as
+from torchq_compat.capture.opaque_calls import OpaqueModule, opaque_call_nodes, tensor_arguments
+from torchq_compat.capture.packed_sequences import with_padded_packs
+from torchq_compat.capture.sizes.find_sizes import Group, group_of
+from torchq_compat.capture.sizes.input_sizes import Dimension
+from torchq_compat.capture.torch_export import (
+    EVERY_SIZE,
+    explain_failure,
+    export_with,
+    without_frames_of_torch,
+)
+from torchq_compat.capture.trial_runs import SizeGroups, kept_buffers, sizes_at, with_sizes
 from torchq_compat.errors import CaptureError, ExportError, TorchQCompatError
-from torchq_compat.graph.graph_module import ConvertedGraphModule
-from torchq_compat.graph.quantized_interface import take_integers
-from torchq_compat.lower.cleanup_passes import clean_up
-from torchq_compat.lower.guards_of_ones import drop_guards_of_ones
-from torchq_compat.lower.per_tensor_edges import with_per_tensor_edges
-from torchq_compat.lower.streams.stream_program import StreamProgram
-from torchq_compat.lower.streams.streaming_model import StreamingModel
-from torchq_compat.packed_sequences.as_padded import with_padded_packs
+from torchq_compat.lower.streaming import StreamingModel, StreamProgram
+from torchq_compat.model.graph_module import ConvertedGraphModule
+from torchq_compat.model.quantized_interface import take_integers
+from torchq_compat.read.qdq import DEQUANTIZE, DEQUANTIZE_PER_CHANNEL, QUANTIZE
+from torchq_compat.read.qparams import PerChannelQParams, PerTensorQParams, QParams
+from torchq_compat.recurrent.over_time import LoopShape, exporting_loops_as
+from torchq_compat.support import metadata
 from torchq_compat.support.decisions import Action
+from torchq_compat.support.upstream import guards_of, pytree
 from torchq_compat.support.user_warnings import warn_user
 
-__all__ = ["export", "with_size_rules"]
+# Drop pairs of operators that cancel from an exported program, so that a backend finds its patterns.
+
+
+TRANSPOSE = torch.ops.aten.transpose.int
+
+
+def clean_up(program: ExportedProgram) -> None:
+    """Drop the operators of ``program`` that change no bit."""
+    _drop_repeated_quantization(program.graph)
+    _drop_double_transposes(program.graph)
+    program.graph.eliminate_dead_code()
+    program.graph_module.recompile()
+
+
+def _drop_repeated_quantization(graph: Graph) -> None:
+    """Replace a dequantize and a quantize after it, with equal qparams, by the integers before both."""
+    for node in graph.find_nodes(op="call_function", target=QUANTIZE):
+        source = node.args[0]
+        if isinstance(source, Node) and _is_repeated(node, source):
+            _read_instead(node, source.args[0])
+
+
+def _is_repeated(quantize: Node, source: Node) -> bool:
+    if source.target is not DEQUANTIZE or source.kwargs:
+        return False
+    qparams = PerTensorQParams.of_node(quantize)
+    return qparams.is_kept_by_float32 and qparams == PerTensorQParams.of_node(source)
+
+
+def _drop_double_transposes(graph: Graph) -> None:
+    for node in graph.find_nodes(op="call_function", target=TRANSPOSE):
+        source = node.args[0]
+        if isinstance(source, Node) and source.target is TRANSPOSE and source.args[1:] == node.args[1:]:
+            _read_instead(node, source.args[0])
+
+
+def _read_instead(node: Node, other: object) -> None:
+    """Replace ``node`` by ``other``, except in the output: the program's signature names its results."""
+    assert isinstance(other, Node)
+    node.replace_all_uses_with(other, delete_user_cb=lambda user: user.op != "output")
+
+
+# Drop guards of an exported program against sizes of 1: torch adds them where an operator reads strides.
+#
+# The model's own requirements on its sizes are checked by ``check_sizes`` in the program, with the same
+# messages. A guard is dropped if the model accepts the sizes that the guard refuses, and if the program,
+# run at these sizes, gives the bits of the model.
+
+
+#: ``L['x'].size()[0]``, as a guard names a size.
+SIZE = re.compile(r"L(?:\[[^\]]+\]|\.\w+)+\.size\(\)\[\d+\]")
+FACTOR = rf"(?:\d+|{SIZE.pattern})"
+#: A product of sizes and numbers, and the number that it must not be, or must exceed.
+NOT_PRODUCT = re.compile(rf"\(*(?P<product>{FACTOR}(?:\*{FACTOR})*)\)* (?:!=|>) (?P<number>\d+)")
+
+
+def drop_guards_of_ones(program: ExportedProgram, model: ConvertedGraphModule, args: tuple[Any, ...]) -> None:
+    """Drop the guards of ``program`` that refuse only sizes of 1 at which it computes what ``model`` does."""
+    guards = guards_of(program)
+    calls = _calls_refused(guards, model, args)
+    if not calls:
+        return
+    module = program.module(check_guards=False)
+    right: dict[frozenset[Group], bool] = {}
+    for guard, groups in calls.items():
+        if frozenset(groups) not in right:
+            right[frozenset(groups)] = _is_right(module, model, args, groups)
+        if right[frozenset(groups)]:
+            guards[:] = [other for other in guards if other != guard]
+
+
+def _calls_refused(
+    guards: list[str], model: ConvertedGraphModule, args: tuple[Any, ...]
+) -> dict[str, SizeGroups]:
+    """Return guard -> the sizes of 1 that it refuses, for guards whose sizes the model accepts."""
+    signature = model.record.signature
+    dimensions = _by_name_in_guards(signature.sizes.dimensions, signature.labelled(args))
+    found = {}
+    for guard in guards:
+        groups = _ones_refused(guard, dimensions)
+        if groups and signature.sizes.broken_rule(sizes_at(signature.sizes, groups)) is None:
+            found[guard] = groups
+    return found
+
+
+def _by_name_in_guards(dimensions: Iterable[Dimension], labels: Iterable[str]) -> dict[str, Dimension]:
+    """Return name in guards -> dimension; a streaming program takes ``*args``, named by their positions."""
+    positions = list(dict.fromkeys(label.partition("[")[0] for label in labels))
+    found: dict[str, Dimension] = {}
+    for dimension in dimensions:
+        name, bracket, rest = dimension.label.partition("[")
+        for root in (f"['{name}']", f"['args'][{positions.index(name)}]"):
+            found[f"L{root}{bracket}{rest}.size()[{dimension.index}]"] = dimension
+    return found
+
+
+def _ones_refused(guard: str, dimensions: Mapping[str, Dimension]) -> SizeGroups:
+    """Return the sizes of 1 that ``guard`` refuses, if it only says that a product of sizes is not its value
+    at sizes of 1; return no sizes for any other guard."""
+    found = NOT_PRODUCT.fullmatch(guard)
+    sizes = SIZE.findall(guard)
+    if found is None or not sizes or not all(size in dimensions for size in sizes):
+        return {}
+    factors = [int(number) for number in SIZE.sub("1", found["product"]).split("*")]
+    if torch.Size(factors).numel() != int(found["number"]):
+        return {}
+    return {group_of(dimensions[size]): 1 for size in sizes}
+
+
+def _is_right(
+    module: torch.nn.Module, model: ConvertedGraphModule, args: tuple[Any, ...], groups: SizeGroups
+) -> bool:
+    signature = model.record.signature
+    values = sizes_at(signature.sizes, groups)
+    # The other sizes stay as in ``args``: a streaming program accepts only its own batch size.
+    changed = {
+        dimension.place: values[dimension.place]
+        for dimension in signature.sizes.dimensions
+        if values[dimension.place] != dimension.example
+    }
+    call = with_sizes(args, signature.labelled(args), changed)
+    try:
+        # A streaming program writes to its states.
+        with torch.no_grad(), kept_buffers(module):
+            return _same_bits(model(*call), module(*call))
+    except Exception:
+        # A kernel refuses what the guard refused: keep the guard, which names the size.
+        return False
+
+
+def _same_bits(expected: Any, found: Any) -> bool:
+    pairs = zip(pytree.tree_leaves(expected), pytree.tree_leaves(found), strict=True)
+    return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs if isinstance(a, torch.Tensor))
+
+
+# Use only per-tensor q-dq around opaque modules, for export: backends have no per-channel activations.
+#
+# An opaque module whose result is concatenated from pieces with different qparams, say of two directions,
+# returns it as integers with per-channel qparams. If an exported program shows the qparams
+# of the pieces inside the module, the module can as well return floats: the numbers are the same.
+
+
+@dataclass(frozen=True)
+class _Edge:
+    """A flat result or input of an opaque call."""
+
+    call: Node
+    position: int
+
+
+def with_per_tensor_edges(converted: GraphModule) -> GraphModule:
+    """Return a copy of ``converted`` with floats instead of per-channel integers between opaque modules and
+    the graph. The copy shares the weights; ``converted`` is not changed."""
+    graph = _copy_of(converted.graph)
+    edited = GraphModule(converted, graph)
+    opaque_modules = {call: _opaque_module(edited, call) for call in opaque_call_nodes(edited)}
+    results: list[_Edge] = []
+    inputs: list[_Edge] = []
+    for call, opaque in opaque_modules.items():
+        for getitem in call.users if opaque.opaque_shows_result_qparams else ():
+            position = getitem.args[1]
+            assert isinstance(position, int)
+            readers = _readers(getitem, opaque_modules)
+            if isinstance(metadata.INTEGERS.of(getitem), PerChannelQParams) and readers is not None:
+                results.append(_Edge(call, position))
+                inputs.extend(readers)
+                _bypass_dequantize(getitem)
+    _hand_over_floats(edited, results, inputs)
+    graph.eliminate_dead_code()
+    return GraphModule(edited, graph)
+
+
+def _copy_of(graph: Graph) -> Graph:
+    with warnings.catch_warnings():
+        # Copying the TreeSpecs of an exported graph warns about torch's own pytree code.
+        warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
+        return copy.deepcopy(graph)
+
+
+def _opaque_module(graph_module: GraphModule, call: Node) -> OpaqueModule:
+    opaque = graph_module.get_submodule(str(call.target))
+    assert isinstance(opaque, OpaqueModule)
+    return opaque
+
+
+def _readers(getitem: Node, opaque_modules: dict[Node, OpaqueModule]) -> list[_Edge] | None:
+    """Return the inputs of opaque calls that read ``getitem`` as integers; None if an op other than
+    dequantize reads it as well."""
+    edges: list[_Edge] = []
+    for user in getitem.users:
+        if user in opaque_modules and _takes_floats(opaque_modules[user]):
+            arguments = tensor_arguments(user, opaque_modules[user])
+            edges.extend(_Edge(user, index) for index, node in enumerate(arguments) if node is getitem)
+        elif user.target is not DEQUANTIZE_PER_CHANNEL:
+            return None
+    return edges
+
+
+def _takes_floats(opaque: OpaqueModule) -> bool:
+    """Return whether ``opaque``, or a copy of it, computes the same from floats as from integers."""
+    return type(opaque).opaque_receive is OpaqueModule.opaque_receive and not isinstance(opaque, GraphModule)
+
+
+def _bypass_dequantize(getitem: Node) -> None:
+    for user in list(getitem.users):
+        if user.target is DEQUANTIZE_PER_CHANNEL:
+            user.replace_all_uses_with(getitem)
+
+
+def _hand_over_floats(graph_module: GraphModule, results: list[_Edge], inputs: list[_Edge]) -> None:
+    """Give the opaque modules of these edges copies that accept and return floats there."""
+    for path in {str(edge.call.target) for edge in (*results, *inputs)}:
+        opaque = copy.copy(graph_module.get_submodule(path))
+        assert isinstance(opaque, OpaqueModule)
+        graph_module.set_submodule(path, opaque)
+        for call in opaque_call_nodes(graph_module):
+            index = call.kwargs["opaque_layout"]
+            if call.target == path and isinstance(index, int):
+                _set_floats(
+                    opaque,
+                    index,
+                    [edge.position for edge in inputs if edge.call is call],
+                    [edge.position for edge in results if edge.call is call],
+                )
+
+
+def _set_floats(opaque: OpaqueModule, index: int, inputs: list[int], outputs: list[int]) -> None:
+    """Mark these positions of call ``index`` as floats."""
+    layout = opaque.opaque_layouts[index]
+    opaque.opaque_set_qparams(
+        index, _without(layout.input_qparams, inputs), _without(layout.output_qparams, outputs)
+    )
+    if inputs:
+        lying_on = tuple(
+            each if position in inputs else None for position, each in enumerate(layout.input_qparams)
+        )
+        opaque.opaque_layouts[index] = replace(opaque.opaque_layouts[index], float_qparams=lying_on)
+
+
+def _without(all_qparams: tuple[QParams | None, ...], positions: list[int]) -> tuple[QParams | None, ...]:
+    return tuple(None if position in positions else qparams for position, qparams in enumerate(all_qparams))
+
+
+# Export a converted model as one program: quantize and dequantize ops, integer weights, any length.
 
 
 @asks_for_examples

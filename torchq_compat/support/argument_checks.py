@@ -11,25 +11,6 @@ from typing import Any, ParamSpec, TypeVar
 
 from torchq_compat.errors import ArgumentError, ConfigError
 
-__all__ = [
-    "ANYTHING",
-    "FLAG",
-    "INDEX",
-    "PATH",
-    "Expected",
-    "check_arguments",
-    "check_settings",
-    "checked_arguments",
-    "instance_of",
-    "mapping_of",
-    "names_of",
-    "one_of",
-    "optional",
-    "sequence_of",
-    "shown",
-    "wrong_argument",
-]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 SHOWN = 60

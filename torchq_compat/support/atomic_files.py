@@ -11,8 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["whole_file", "write_whole"]
-
 #: Characters of the file's name that the temporary name keeps: file systems allow 255 bytes.
 KEPT_OF_NAME = 40
 

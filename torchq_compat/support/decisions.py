@@ -13,15 +13,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torchq_compat.errors import ReportError
 from torchq_compat.support.argument_checks import INDEX, Expected, checked_arguments, instance_of, optional
-from torchq_compat.support.showing.report_html import report_html
-from torchq_compat.support.showing.report_text import report_text
-from torchq_compat.support.showing.rows import Role, Row, headline
-from torchq_compat.support.showing.text_table import fitted_width
+from torchq_compat.support.report import Role, Row, headline, report_html, report_text
+from torchq_compat.support.text_table import fitted_width
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Action", "Decision", "QuantizedValue", "Report", "data_frame"]
 
 WIDTH = Expected("an int above 0", lambda value: INDEX.accepts(value) and value > 0)
 

@@ -7,8 +7,6 @@ import pkgutil
 from types import ModuleType
 from typing import TypeVar
 
-__all__ = ["declared"]
-
 Declaration = TypeVar("Declaration")
 
 

@@ -8,20 +8,6 @@ from torchao.quantization.pt2e.utils import to_underlying_dtype
 
 from torchq_compat.errors import ConfigError
 
-__all__ = [
-    "FLOAT_DTYPES",
-    "KERNEL_DTYPES",
-    "LEGACY_DTYPES",
-    "PACKED_DTYPES",
-    "SIXTEEN_BITS",
-    "as_dtype",
-    "dtype_name",
-    "dtype_named",
-    "dtype_range",
-    "is_integer",
-    "plain_dtype",
-]
-
 FLOAT_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
 #: dtypes with several values in a byte. PT2E stores one value per byte, in the range of the packed dtype.
 PACKED_DTYPES = frozenset({torch.quint4x2, torch.quint2x4})

@@ -1,18 +1,20 @@
-"""Helpers for graph nodes and the modules around them: attributes, names, module paths."""
+"""Helpers for graph nodes and the modules around them, and copies of models."""
 
 from __future__ import annotations
 
+import copy
 import operator
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import Node
 
-__all__ = ["SLICE_END", "attribute_at", "attribute_of", "free_name", "module_path_of", "user_line_of"]
+# Helpers for graph nodes and the modules around them: attributes, names, module paths.
+
 
 LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 #: The ``end`` of an ``aten.slice`` to the last element.
@@ -55,3 +57,31 @@ def user_line_of(node: Node) -> str | None:
         if not path.startswith(LIBRARIES):
             return f"{Path(path).name}:{line} ({text.strip()})"
     return None
+
+
+# Deep copies of float models, including models with computed weights.
+
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def copied_model(model: Model) -> Model:
+    """Return a deep copy of ``model``; its computed weights have their current values until recomputed."""
+    return copy.deepcopy(model, copied_weights(model))
+
+
+def copied_weights(model: nn.Module) -> dict[int, Any]:
+    """Return a memo for ``copy.deepcopy`` with copies of the tensors that have an autograd graph, which torch
+    does not copy.
+
+    These are the weights that parametrizations and ``torch.nn.utils.weight_norm`` compute, and buffers that
+    were written with gradients on.
+    """
+    computed = {}
+    for module in model.modules():
+        for value in (*vars(module).values(), *module._buffers.values()):
+            # A recurrent module has its weights in a list, too.
+            for tensor in value if isinstance(value, list) else [value]:
+                if isinstance(tensor, Tensor) and not tensor.is_leaf:
+                    computed[id(tensor)] = tensor.detach().clone()
+    return computed

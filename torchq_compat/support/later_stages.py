@@ -13,8 +13,6 @@ import torch
 from torch import nn
 from torch.fx import Graph
 
-__all__ = ["graph_for_onnx", "is_captured_for_onnx", "run_for_onnx", "scripted_graph", "scripted_recurrent"]
-
 ONNX_STAGE = "torchq_compat.lower.onnx.traced_forms"
 TORCHSCRIPT_STAGE = "torchq_compat.lower.torchscript"
 _IS_RUNNING = ContextVar("torchq_compat_is_running_for_onnx", default=False)

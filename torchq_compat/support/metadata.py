@@ -15,16 +15,15 @@ from torch.fx import GraphModule, Node
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torchq_compat.annotate.op_records import OpRecord
-    from torchq_compat.custom_modules.parts.part import Part
-    from torchq_compat.exported_lstm.unrolled import Copy
-    from torchq_compat.graph.graph_module import ModelRecord, QuantizationGraphModule
-    from torchq_compat.migrate.comparison.measure.script_recorder import Recording
-    from torchq_compat.migrate.running.fx_draws import FxModel
-    from torchq_compat.opaque_calls.layouts import CallLayout
-    from torchq_compat.qspecs.qparams import QParams
+    from torchq_compat.annotate.annotation import OpRecord
+    from torchq_compat.capture.call_layouts import CallLayout
+    from torchq_compat.comparison.cases import Recording
+    from torchq_compat.model.graph_module import ModelRecord, QuantizationGraphModule
+    from torchq_compat.modules.parts import Part
+    from torchq_compat.port.running.fx_draws import FxModel
+    from torchq_compat.read.qparams import QParams
+    from torchq_compat.recurrent.exported_lstm.shapes import Copy
 
-__all__ = ["CUSTOM", "KEYS", "MetaKey"]
 
 T = TypeVar("T")
 #: The key of a node's metadata whose value torch.export keeps.
@@ -72,85 +71,84 @@ class MetaKey(Generic[T]):
 
 
 #: Facts about a model that this package made.
-RECORD: MetaKey[ModelRecord] = MetaKey("torchq_compat", "graph", "graph.graph_module", "everything")
+RECORD: MetaKey[ModelRecord] = MetaKey("torchq_compat", "graph", "model.graph_module", "everything")
 #: Whether the graph is in training mode.
-TRAINING: MetaKey[bool] = MetaKey(
-    "torchq_compat_training", "graph", "capture.training_modes", "capture.training_modes"
-)
+TRAINING: MetaKey[bool] = MetaKey("torchq_compat_training", "graph", "capture.training", "capture.training")
 #: Whether batch norms keep their statistics in training.
 FROZEN: MetaKey[bool] = MetaKey(
-    "torchq_compat_batch_norm_frozen", "graph", "capture.training_modes", "capture.training_modes"
+    "torchq_compat_batch_norm_frozen", "graph", "capture.training", "capture.training"
 )
 #: Whether an op keeps its training flag, whatever the mode of the graph.
 FIXED_MODE: MetaKey[bool] = MetaKey(
-    "torchq_compat_fixed_mode", "node", "capture.purposeful_training", "capture.training_modes"
+    "torchq_compat_fixed_mode", "node", "capture.training", "capture.training"
 )
 #: The properties of an op that a QConfigMapping selects by.
-OP: MetaKey[OpRecord] = MetaKey("torchq_compat_op", "node", "annotate.op_records", "pipeline.switch_off")
+OP: MetaKey[OpRecord] = MetaKey("torchq_compat_op", "node", "annotate.annotation", "quantize.convert")
 #: The path of the module that an opaque call calls.
 OPAQUE_CALL: MetaKey[str] = MetaKey(
-    "torchq_compat_opaque_call", "node", "opaque_calls.insert_calls", "people who look at a graph"
+    "torchq_compat_opaque_call", "node", "capture.opaque_calls", "people who look at a graph"
 )
 #: The qparams of the integers in a result of an opaque call, from convert on; None for floats.
 INTEGERS: MetaKey[QParams | None] = MetaKey(
-    "torchq_compat_integers", "node", "opaque_calls.quantized_boundary", "lower, opaque_calls"
+    "torchq_compat_integers", "node", "capture.opaque_calls", "lower, opaque_calls"
 )
 #: The qparams of a dequantize after an opaque call.
 DEQUANTIZED: MetaKey[QParams] = MetaKey(
-    "torchq_compat_qparams", "node", "opaque_calls.quantized_boundary", "opaque_calls.quantized_boundary"
+    "torchq_compat_qparams", "node", "capture.opaque_calls", "capture.opaque_calls"
 )
 #: Whether the node has values on the example inputs that mean infinity.
-INFINITE: MetaKey[bool] = MetaKey(
-    "torchq_compat_infinite", "node", "capture.checked.infinite_values", "annotate.decide"
-)
+INFINITE: MetaKey[bool] = MetaKey("torchq_compat_infinite", "node", "capture.checked", "annotate.decide")
 #: The labels of the ops that FX converts to other qparams or ranges than they trained with; from convert on.
 FX_CONVERTS_OTHERWISE: MetaKey[tuple[str, ...]] = MetaKey(
-    "torchq_compat_fx_converts_otherwise", "graph", "graph.observed_graph", "pipeline.convert"
+    "torchq_compat_fx_converts_otherwise", "graph", "annotate.observed_graph", "quantize.convert"
 )
 #: The part of a cell that a node computes.
 PART: MetaKey[Part] = MetaKey(
     "torchq_compat_part",
     "node",
-    "custom_modules.parts.part_graph",
-    "custom_modules.parts, migrate.comparison",
+    "modules.parts",
+    "modules.parts, comparison",
 )
 #: Part -> the share of its calibration values outside its observer's range, from convert on.
 SATURATION: MetaKey[dict[str, float]] = MetaKey(
-    "torchq_compat_saturation", "graph", "custom_modules.parts.part_graph", "custom_modules.parts.part_graph"
+    "torchq_compat_saturation", "graph", "modules.parts", "modules.parts"
 )
 #: Part -> dB of a typical value over rounding, if its observer has a histogram; from convert on.
 OBSERVED_SQNR: MetaKey[dict[str, float]] = MetaKey(
     "torchq_compat_observed_sqnr",
     "graph",
-    "custom_modules.parts.part_graph",
-    "custom_modules.parts.part_graph",
+    "modules.parts",
+    "modules.parts",
 )
 #: Index of a state -> (scale, zero point) of its initial zeros.
 INITIAL_STATES: MetaKey[dict[int, tuple[float, int]]] = MetaKey(
     "torchq_compat_initial_state_qparams",
     "graph",
-    "custom_modules.recurrent.cell.cell_graph",
-    "custom_modules.recurrent",
+    "recurrent.cell_graph",
+    "recurrent",
 )
 #: The layouts of the calls of a standalone module.
 LAYOUTS: MetaKey[list[CallLayout]] = MetaKey(
-    "torchq_compat_opaque_layouts", "graph", "opaque_calls.insert_calls", "custom_modules.standalone"
+    "torchq_compat_opaque_layouts", "graph", "capture.opaque_calls", "modules.standalone"
 )
 #: The qparams of the inputs of a converted model that takes integers: torch.compile cannot look at its graph.
 INPUT_QPARAMS: MetaKey[tuple[QParams | None, ...]] = MetaKey(
-    "torchq_compat_input_qparams", "graph", "graph.graph_module", "graph.graph_module"
+    "torchq_compat_input_qparams", "graph", "model.graph_module", "model.graph_module"
 )
 #: Path -> cell, for the cells whose steps are written out in the graph.
 UNROLLED_CELLS: MetaKey[dict[str, GraphModule]] = MetaKey(
-    "torchq_compat_unrolled_cells", "graph", "exported_lstm.unrolled", "exported_lstm.shared_steps"
+    "torchq_compat_unrolled_cells",
+    "graph",
+    "recurrent.exported_lstm.shapes",
+    "recurrent.exported_lstm.shapes",
 )
 #: The cell, its node and the step that a node is the copy of, if steps are written out.
 COPY: MetaKey[Copy] = MetaKey(
-    "torchq_compat_copy", "node", "exported_lstm.unrolled", "exported_lstm.shared_steps"
+    "torchq_compat_copy", "node", "recurrent.exported_lstm.shapes", "recurrent.exported_lstm.shapes"
 )
 #: Whether a node only moves values between steps, layers and directions: no arithmetic to quantize.
 GLUE: MetaKey[bool] = MetaKey(
-    "torchq_compat_glue", "node", "exported_lstm.writer", "exported_lstm.shared_steps"
+    "torchq_compat_glue", "node", "recurrent.exported_lstm.aten_recurrent", "recurrent.exported_lstm.shapes"
 )
 #: The name of the node of the reference graph that a lowered node was written for.
 REFERENCE_NODE: MetaKey[str] = MetaKey(
@@ -160,36 +158,36 @@ REFERENCE_NODE: MetaKey[str] = MetaKey(
 RECORDING: MetaKey[Recording] = MetaKey(
     "torchq_compat_recording",
     "graph",
-    "migrate.comparison.measure.script_recorder",
-    "migrate.comparison.measure.script_recorder",
+    "comparison.cases",
+    "comparison.cases",
 )
 #: The number of a node whose sizes the model returns; inside torch.export's own key "custom".
 SIZES_ASKED: MetaKey[int] = MetaKey(
-    "torchq_compat_sizes_asked", "node", "sizes.size_reads", "sizes.size_reads"
+    "torchq_compat_sizes_asked", "node", "capture.sizes.size_reads", "capture.sizes.size_reads"
 )
 #: (function, index of the call) of a function under torch.fx.wrap; inside torch.export's own key "custom".
 WRAPPED_CALL: MetaKey[tuple[str, int]] = MetaKey(
-    "torchq_compat_wrapped_call", "node", "capture.wrapped_functions", "capture.origins"
+    "torchq_compat_wrapped_call", "node", "capture.unseen_python", "capture.origins"
 )
 
 #: The prepared model that a converted model was made from, under ``torchq-compat run``.
 PREPARED: MetaKey[QuantizationGraphModule] = MetaKey(
     "torchq_compat_prepared",
     "graph",
-    "migrate.running.fx_checkpoints",
-    "migrate.running.fx_checkpoints",
+    "port.running.fx_draws",
+    "port.running.fx_draws",
 )
 #: A function that converts that prepared model again.
 CONVERTED_FROM: MetaKey[Callable[[], GraphModule]] = MetaKey(
     "torchq_compat_convert",
     "graph",
-    "migrate.running.fx_checkpoints",
-    "migrate.running.fx_checkpoints",
+    "port.running.fx_draws",
+    "port.running.fx_draws",
 )
 
 #: What FX prepared beside a prepared model, under ``torchq-compat run`` and ``compare``.
 FX_MODEL: MetaKey[FxModel] = MetaKey(
-    "torchq_compat_fx_model", "graph", "migrate.running.fx_draws", "migrate.running.fx_draws"
+    "torchq_compat_fx_model", "graph", "port.running.fx_draws", "port.running.fx_draws"
 )
 
 #: All keys.

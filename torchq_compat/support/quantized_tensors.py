@@ -18,26 +18,6 @@ from torch import Tensor
 
 from torchq_compat.support.upstream import make_per_channel_quantized_tensor, make_per_tensor_quantized_tensor
 
-__all__ = [
-    "AVAILABLE",
-    "KERNELS",
-    "QUANTIZE_FUNCTION",
-    "QUANTIZE_FUNCTIONS",
-    "REPLACEMENTS",
-    "as_float",
-    "channel_qparams",
-    "has_float_qparams",
-    "integers_of",
-    "is_per_channel",
-    "is_quantized",
-    "of_integers",
-    "of_integers_per_channel",
-    "qparams_of",
-    "quantize",
-    "quantize_per_channel",
-    "spend_deprecation_warning",
-]
-
 #: Where quantized tensors are used -> what replaces them.
 REPLACEMENTS = {
     "quantized classes of a user's custom modules": "`takes_floats = True` on the class: it gets floats",

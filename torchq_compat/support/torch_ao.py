@@ -12,7 +12,6 @@ import importlib
 from types import ModuleType
 from typing import Any
 
-# BackendConfig uses this module of its package, which the package does not import.
 import torch.ao.quantization.backend_config.utils
 import torch.ao.quantization.fx._decomposed  # noqa: F401 - it registers the q-dq operators
 from torch.ao.nn import quantizable, quantized
@@ -118,6 +117,10 @@ __all__ = [
     "quantized",
     "update_bn_stats",
 ]
+
+
+# BackendConfig uses this module of its package, which the package does not import.
+
 
 # Every module that quantizes imports this one, so the warning is given once.
 warn_of_untested_pair()

@@ -16,8 +16,6 @@ from torchao.quantization.pt2e.quantizer import Quantizer
 
 from torchq_compat.support.upstream import DEVICE_CACHES
 
-__all__ = ["convert_pt2e", "prepare_pt2e", "prepare_qat_pt2e"]
-
 
 def prepare_pt2e(model: GraphModule, quantizer: Quantizer) -> GraphModule:
     """Call torchao's ``prepare_pt2e``."""

@@ -64,6 +64,7 @@ __all__ = [
     "tracing_paused",
 ]
 
+
 #: Functions that make a quantized tensor from integers and qparams; None in a torch without such tensors.
 make_per_tensor_quantized_tensor: Any = getattr(torch, "_make_per_tensor_quantized_tensor", None)
 make_per_channel_quantized_tensor: Any = getattr(torch, "_make_per_channel_quantized_tensor", None)

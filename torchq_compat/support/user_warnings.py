@@ -9,8 +9,6 @@ from pathlib import Path
 
 from torchq_compat.errors import QuantizationWarning
 
-__all__ = ["warn_user"]
-
 PACKAGE = str(Path(__file__).parents[1])
 #: Frames of an import, which ``warnings`` does not count; frames of ``importlib.import_module`` are counted.
 IMPORTING = "<frozen importlib"

@@ -9,8 +9,6 @@ import torchao
 
 from torchq_compat.support.user_warnings import warn_user
 
-__all__ = ["TESTED", "untested_pair", "warn_of_untested_pair"]
-
 #: The tested pairs of versions; torchao imports private names of torch, so they work in pairs.
 #: CONTRIBUTING.md says what of the suite each ran; the import warns about every other pair.
 TESTED = (("2.13", "0.18"), ("2.14", "0.18"), ("2.15", "0.18"))

@@ -34,8 +34,8 @@ from tests.helpers.executorch_models import (
 )
 from tests.helpers.marks import slow_but
 from tests.helpers.oracle import leaves
-from torchq_compat.lower.executorch import ExecutorchProgram, to_executorch
-from torchq_compat.lower.executorch.loop_results import size_loop_results
+from torchq_compat.lower.executorch.lowering import ExecutorchProgram, to_executorch
+from torchq_compat.lower.executorch.passes import size_loop_results
 
 RECURRENT: dict[str, Callable[[], GraphModule]] = {
     "lstm": lambda: tagger(nn.LSTM(8, 12)),

@@ -21,7 +21,7 @@ from torchq_compat.errors import (
     InputError,
     QuantizationWarning,
 )
-from torchq_compat.lower.executorch import ExecutorchProgram, to_executorch
+from torchq_compat.lower.executorch.lowering import ExecutorchProgram, to_executorch
 
 
 def rows(count: int = 16) -> Tensor:

@@ -27,8 +27,8 @@ from tests.helpers.executorch_models import (
 from tests.helpers.oracle import by_us, leaves, sqnr
 from torchq_compat.custom_config import PrepareCustomConfig
 from torchq_compat.errors import QuantizationWarning
-from torchq_compat.lower.executorch import to_executorch
-from torchq_compat.lower.executorch.int8_qparams import shift_to_int8
+from torchq_compat.lower.executorch.lowering import to_executorch
+from torchq_compat.lower.executorch.passes import shift_to_int8
 from torchq_compat.lower.export import export
 
 QUANTIZE = torch.ops.quantized_decomposed.quantize_per_tensor.default

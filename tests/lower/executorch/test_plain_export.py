@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from tests.helpers import executorch_models as plain
 from tests.helpers.oracle import leaves
-from torchq_compat.lower.executorch.runtime import executorch_module, runtime
+from torchq_compat.lower.executorch.passes import executorch_module, runtime
 
 class Norms(nn.Module):
     def __init__(self):

@@ -102,7 +102,7 @@ import sys
 import torch
 from tests.helpers import executorch_models as plain
 from tests.lower.executorch.test_recurrent_kernel import MODELS, converted, leaves
-from torchq_compat.lower.executorch.runtime import executorch_module, runtime
+from torchq_compat.lower.executorch.passes import executorch_module, runtime
 
 exir = executorch_module("exir")
 if sys.argv[1] == "lstm":

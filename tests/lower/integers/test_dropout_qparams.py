@@ -14,8 +14,8 @@ from torch.ao.quantization import get_default_qconfig_mapping
 
 import torchq_compat as tc
 from tests.helpers.oracle import sqnr
-from torchq_compat.lower.integers.dropout_qparams import hand_on_through_dropout
-from torchq_compat.qspecs.qdq import DEQUANTIZE, QUANTIZE
+from torchq_compat.lower.integers.qdq_graph import hand_on_through_dropout
+from torchq_compat.read.qdq import DEQUANTIZE, QUANTIZE
 
 
 class Head(nn.Module):

@@ -18,8 +18,8 @@ import torchq_compat as tc
 from tests.helpers.once import made_once
 from tests.helpers.oracle import calibrate, leaves, sqnr
 from torchq_compat.errors import QuantizationWarning
-from torchq_compat.graph.graph_module import ConvertedModel
 from torchq_compat.lower.integers.lowered_module import LoweredGraphModule
+from torchq_compat.model.graph_module import ConvertedModel
 from torchq_compat.support.decisions import Action
 from torchq_compat.support.quantized_tensors import is_quantized
 

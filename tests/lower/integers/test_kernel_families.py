@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from torchq_compat.lower.integers import rules
-from torchq_compat.lower.integers.rules.rule import Family
+from torchq_compat.lower.integers.lowered_graph import Family
 from torchq_compat.support.discovery import declared
 
 ROLL = """
 import torch
 
-from torchq_compat.lower.integers.rules.rule import Family, Refusal
+from torchq_compat.lower.integers.lowered_graph import Family, Refusal
 
 FAMILY = Family({torch.ops.aten.roll.default: lambda site: Refusal("a made-up kernel")})
 """

@@ -31,7 +31,7 @@ from tests.helpers.oracle import calibrate, sqnr
 from torchq_compat.errors import QuantizationWarning
 from torchq_compat.lower.integers import lowered_module
 from torchq_compat.lower.integers.operators import CONVOLUTION
-from torchq_compat.lower.integers.rules.endless_convolutions import may_never_return
+from torchq_compat.lower.integers.rules.convolutions import may_never_return
 from torchq_compat.support.decisions import Decision
 
 ENGINES = ("x86", "fbgemm", "onednn")

@@ -17,10 +17,10 @@ from torch.fx import GraphModule
 import torchq_compat as tc
 from tests.helpers.once import made_once
 from tests.helpers.oracle import CONVERT_LSTM, MAP_LSTM, calibrate, sqnr
-from torchq_compat.custom_modules.registry import handler_of
+from torchq_compat.capture.opaque_calls import OpaqueModule
 from torchq_compat.errors import ConfigError
 from torchq_compat.lower.integers.lowered_module import LoweredGraphModule
-from torchq_compat.opaque_calls.opaque_module import OpaqueModule
+from torchq_compat.modules.registry import handler_of
 
 MAPPING = get_default_qconfig_mapping("x86")
 

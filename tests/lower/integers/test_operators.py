@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchq_compat.custom_modules.recurrent.native.build import kernel_build
 from torchq_compat.lower.integers import operators
+from torchq_compat.recurrent.kernel.build import kernel_build
 
 NATIVE = torch.ops.torchq_compat_native
 SHAPES = [(), (0, 3), (7,), (130,), (3, 70), (2, 3, 5), (2, 8, 5, 6), (1, 64, 9, 9), (2, 3, 4, 5, 6)]

@@ -35,8 +35,8 @@ from tests.helpers.oracle import leaves, sqnr
 from tests.helpers.quantizers import ByHand, annotate
 from torchq_compat import recurrent_parts
 from torchq_compat.errors import ArgumentError, ExportError, OnnxError, OnnxFileError
-from torchq_compat.lower.onnx import packages
-from torchq_compat.lower.onnx.onnx_model import OnnxModel
+from torchq_compat.lower.onnx import lowering as packages
+from torchq_compat.lower.onnx.lowering import OnnxModel
 from torchq_compat.nn import quantizable
 
 X86 = get_default_qconfig_mapping("x86")

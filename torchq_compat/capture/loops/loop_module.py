@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from torch.fx import Graph, Interpreter
 from torch.fx.traceback import preserve_node_meta
 
-__all__ = ["GraphModel", "Loop", "LoopForm", "run_steps"]
-
 
 @dataclass(frozen=True)
 class _Shared:

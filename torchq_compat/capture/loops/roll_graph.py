@@ -14,11 +14,9 @@ from torch.fx import Graph, GraphModule, Node
 from torchq_compat.capture.loops.loop_module import LoopForm, Part
 from torchq_compat.capture.loops.segments import candidates, tidy_graph
 from torchq_compat.capture.loops.step_flow import Carried, Flow, Inside, NotALoopError, Read, Taken, flow_of
-from torchq_compat.opaque_calls.capture_stub import OPAQUE_OP, StubRegistry
+from torchq_compat.capture.opaque_stub import OPAQUE_OP, StubRegistry
 from torchq_compat.support.graph_nodes import SLICE_END
 from torchq_compat.support.upstream import pytree
-
-__all__ = ["RolledGraph", "RolledLoop", "roll_graph"]
 
 ATEN = torch.ops.aten
 LISTS = (ATEN.stack.default, ATEN.cat.default)

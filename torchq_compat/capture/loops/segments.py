@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from torchq_compat.opaque_calls.capture_stub import OPAQUE_OP, StubRegistry
-from torchq_compat.sizes.shape_program import ShapeProgram
+from torchq_compat.capture.opaque_stub import OPAQUE_OP, StubRegistry
+from torchq_compat.capture.sizes.shape_program import ShapeProgram
 from torchq_compat.support.graph_nodes import SLICE_END, module_path_of
 from torchq_compat.support.upstream import OpOverload, pytree
-
-__all__ = ["INDEX_ARGUMENTS", "Leaf", "Steps", "candidates", "leaves_of", "tidy_graph", "writes_in_place"]
 
 ATEN = torch.ops.aten
 #: Op -> the positions of the arguments that select the step to read or write.

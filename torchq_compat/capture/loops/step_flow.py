@@ -20,8 +20,6 @@ from torchq_compat.capture.loops.segments import INDEX_ARGUMENTS, Leaf, Steps, l
 from torchq_compat.support.graph_nodes import SLICE_END
 from torchq_compat.support.upstream import OpOverload
 
-__all__ = ["Carried", "Flow", "Inside", "NotALoopError", "Read", "Taken", "Written", "flow_of"]
-
 ATEN = torch.ops.aten
 
 

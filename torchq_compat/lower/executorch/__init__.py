@@ -3,9 +3,3 @@
 Legacy: ``convert_fx`` and PyTorch Mobile, whose runtime had the integer kernels -> ``to_executorch``.
 ExecuTorch itself is the optional extra ``executorch``, imported only when needed.
 """
-
-from torchq_compat.lower.executorch.delegation import DelegationReport
-from torchq_compat.lower.executorch.executorch_program import ExecutorchProgram
-from torchq_compat.lower.executorch.lowering import to_executorch
-
-__all__ = ["DelegationReport", "ExecutorchProgram", "to_executorch"]

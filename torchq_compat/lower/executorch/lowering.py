@@ -3,29 +3,338 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Literal
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
-from torch.export import ExportedProgram
+from torch import Tensor
+from torch.export import Dim, ExportedProgram
+from torch.fx import GraphModule, Node
 
 from torchq_compat.capture.example_inputs import asks_for_examples, read_example_inputs
+from torchq_compat.capture.sizes.input_sizes import Dimension
 from torchq_compat.errors import ExecutorchError
-from torchq_compat.lower.executorch.delegation import DelegationReport, read_delegation
-from torchq_compat.lower.executorch.executorch_program import ExecutorchProgram
-from torchq_compat.lower.executorch.inputs import bounded_by, read_inputs, unexpectedly_fixed
-from torchq_compat.lower.executorch.int8_qparams import dequantize_for_each_reader, shift_to_int8
-from torchq_compat.lower.executorch.loop_invariants import move_loop_invariants
-from torchq_compat.lower.executorch.loop_results import size_loop_results
-from torchq_compat.lower.executorch.quantized_ops import fit_quantized_ops
+from torchq_compat.lower.executorch.passes import (
+    dequantize_for_each_reader,
+    executorch_module,
+    fit_quantized_ops,
+    move_loop_invariants,
+    restore_linears,
+    runtime,
+    shift_to_int8,
+    size_loop_results,
+    xnnpack_partitioner,
+)
 from torchq_compat.lower.executorch.recurrent_kernel import load_recurrent_kernel
-from torchq_compat.lower.executorch.runtime import executorch_module, runtime
-from torchq_compat.lower.executorch.whole_linears import restore_linears
-from torchq_compat.lower.executorch.xnnpack import xnnpack_partitioner
 from torchq_compat.lower.export import export
 from torchq_compat.support.argument_checks import PATH, checked_arguments, optional
+from torchq_compat.support.atomic_files import whole_file
+from torchq_compat.support.dtypes import dtype_name
+from torchq_compat.support.upstream import pytree
 from torchq_compat.support.user_warnings import warn_user
 
-__all__ = ["to_executorch"]
+# The inputs of an ExecuTorch program, with their largest sizes, for which it plans its memory.
+
+
+class SizeRange(NamedTuple):
+    """The sizes a dimension may have, both ends included."""
+
+    low: int
+    high: int
+
+    def __str__(self) -> str:
+        return str(self.high) if self.low == self.high else f"{self.low}..{self.high}"
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """A flat input. ``dtype`` is None if it is unknown, ``sizes`` is None if the input is no tensor."""
+
+    name: str
+    dtype: torch.dtype | None
+    sizes: tuple[SizeRange, ...] | None
+
+    @classmethod
+    def up_to(cls, sizes: tuple[int, ...]) -> InputSpec:
+        return cls("", None, tuple(SizeRange(0, size) for size in sizes))
+
+    def check(self, index: int, value: Any) -> None:
+        """Raise an ExecutorchError if ``value`` does not fit this input."""
+        if self.sizes is None:
+            return
+        if not isinstance(value, Tensor) or value.dim() != len(self.sizes):
+            found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ExecutorchError.other_inputs(f"input {index} is {found}", [str(self)])
+        if self.dtype is not None and value.dtype is not self.dtype:
+            raise ExecutorchError.other_inputs(f"input {index} is {value.dtype}", [str(self)])
+        for dimension, (size, allowed) in enumerate(zip(value.shape, self.sizes, strict=True)):
+            if size > allowed.high and allowed.low != allowed.high:
+                raise ExecutorchError(
+                    f"input {index} has size {size} in dimension {dimension}, and the program was made for "
+                    f"at most {allowed.high}.",
+                    hint="call to_executorch with example_inputs as large as the largest input, or with "
+                    "dynamic_shapes= whose Dims have a larger max.",
+                )
+            if not allowed.low <= size <= allowed.high:
+                raise ExecutorchError.other_inputs(
+                    f"input {index} has size {size} in dimension {dimension}", [str(self)]
+                )
+
+    def __str__(self) -> str:
+        dtype = dtype_name(self.dtype) if self.dtype else "tensor"
+        sizes = "" if self.sizes is None else f"[{', '.join(map(str, self.sizes))}]"
+        return f"{self.name}: {dtype}{sizes}".removeprefix(": ")
+
+
+def bounded_by(example_inputs: tuple[Any, ...]) -> Any:
+    """Return ``dynamic_shapes`` with which every size that the model leaves free ranges from 1 to its value
+    in ``example_inputs``."""
+
+    def sizes(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return None
+        return {i: Dim.AUTO(min=1, max=size) for i, size in enumerate(leaf.shape) if size > 1}
+
+    return pytree.tree_map(sizes, example_inputs)
+
+
+def read_inputs(program: ExportedProgram) -> tuple[InputSpec, ...]:
+    """Return the flat inputs of ``program``.
+
+    Raises:
+        ExecutorchError: a free size without an upper bound.
+    """
+    nodes = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
+    return tuple(_input(nodes[str(name)]) for name in program.graph_signature.user_inputs)
+
+
+def unexpectedly_fixed(inputs: tuple[InputSpec, ...], sizes: list[tuple[Dimension, ...]]) -> list[str]:
+    """Return the sizes above 1 that ``inputs`` fix and that the converted model, whose inputs have ``sizes``,
+    leaves free."""
+    return [
+        f"{spec.name} in dimension {dimension.index} to {high}"
+        for spec, dimensions in zip(inputs, sizes, strict=True)
+        for dimension, (low, high) in zip(dimensions, spec.sizes or (), strict=True)
+        if not dimension.is_fixed and low == high > 1
+    ]
+
+
+def _input(placeholder: Node) -> InputSpec:
+    value = placeholder.meta.get("val")
+    if not isinstance(value, Tensor):
+        return InputSpec(placeholder.name, None, None)
+    ranges = tuple(_range(placeholder, i, size) for i, size in enumerate(value.shape))
+    return InputSpec(placeholder.name, value.dtype, ranges)
+
+
+def _range(placeholder: Node, dimension: int, size: int | torch.SymInt) -> SizeRange:
+    if not _is_free(size):
+        return SizeRange(int(size), int(size))
+    assert isinstance(size, torch.SymInt)
+    bounds = size.node.shape_env.bound_sympy(size.node.expr)
+    if not bounds.upper.is_Integer:
+        raise ExecutorchError(
+            f"dimension {dimension} of input {placeholder.name!r} has no upper bound; ExecuTorch "
+            "plans its memory before it runs.",
+            hint="give its Dim a max=, or leave dynamic_shapes out: then the sizes of example_inputs are "
+            "the largest.",
+        )
+    # torch.export assumes a free size to be at least 2, but such a program also runs with size 1.
+    low = int(bounds.lower)
+    return SizeRange(1 if low == 2 else low, int(bounds.upper))
+
+
+def _is_free(size: int | torch.SymInt) -> bool:
+    # A size that was free and then fixed is still a SymInt.
+    return isinstance(size, torch.SymInt) and not size.node.expr.is_number
+
+
+# Report for every op whether an ExecuTorch backend took it or it runs on the portable kernels.
+
+
+IN_LOOP = "in the body of a loop, where weights are arguments and a delegate wants constants"
+NO_PATTERN = "no kernel of the backend, or not in the pattern it looks for"
+
+
+@dataclass(frozen=True)
+class DelegationReport:
+    """Operators by name, each with its count; ``str()`` is a table.
+
+    Attributes:
+        backend: ``portable`` or ``xnnpack``.
+        subgraphs: the number of delegates.
+        delegated: the operators that run in the delegates.
+        left: the operators that the portable kernels run: (operator, reason) -> count.
+    """
+
+    backend: str
+    subgraphs: int = 0
+    delegated: Mapping[str, int] = field(default_factory=dict)
+    left: Mapping[tuple[str, str], int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lines = [f"{self.backend}: {sum(self.delegated.values())} operators in {self.subgraphs} delegates"]
+        lines += [f"  {count:4}  {name}" for name, count in sorted(self.delegated.items())]
+        lines.append(f"portable kernels: {sum(self.left.values())} operators")
+        lines += [
+            f"  {count:4}  {name}" + (f"  ({reason})" if reason else "")
+            for (name, reason), count in sorted(self.left.items())
+        ]
+        return "\n".join(lines)
+
+
+def read_delegation(graph_module: GraphModule, backend: str, refused: Mapping[str, str]) -> DelegationReport:
+    """Return the report for the graph of an edge program.
+
+    Args:
+        refused: name of a node -> why the backend must not have it.
+    """
+    delegated: Counter[str] = Counter()
+    left: Counter[tuple[str, str]] = Counter()
+    subgraphs = 0
+    for node, in_loop in _calls(graph_module):
+        name = _name(node)
+        if name == "executorch_call_delegate":
+            subgraphs += 1
+            lowered: Any = graph_module.get_submodule(str(node.all_input_nodes[0].target))
+            delegated.update(_name(each) for each, _ in _calls(lowered.original_module.graph_module))
+        else:
+            left[name, _reason(node, in_loop, backend, refused)] += 1
+    return DelegationReport(backend, subgraphs, dict(delegated), dict(left))
+
+
+def _calls(graph_module: GraphModule, *, in_loop: bool = False) -> Iterator[tuple[Node, bool]]:
+    """Yield the calls that compute, and whether each is in a loop."""
+    for node in graph_module.graph.nodes:
+        if node.op != "call_function":
+            continue
+        if node.target is torch.ops.higher_order.scan:
+            body = graph_module.get_submodule(str(node.args[0].target))
+            assert isinstance(body, GraphModule)
+            yield from _calls(body, in_loop=True)
+        elif isinstance(node.meta.get("val"), (torch.Tensor, tuple, list)) and _name(node) != "getitem":
+            yield node, in_loop
+
+
+def _reason(node: Node, in_loop: bool, backend: str, refused: Mapping[str, str]) -> str:
+    if backend == "portable":
+        return ""
+    return refused.get(node.name) or (IN_LOOP if in_loop else NO_PATTERN)
+
+
+def _name(node: Node) -> str:
+    name: str = getattr(node.target, "__name__", str(node.target))
+    return name.removesuffix(".default")
+
+
+# An ExecuTorch program: the bytes of a ``.pte`` file, and the signature of its inputs and results.
+
+
+METHOD = "forward"
+
+
+@dataclass(frozen=True)
+class ExecutorchProgram:
+    """A program made by ``to_executorch``; calling it with the model's arguments runs ExecuTorch's runtime.
+
+    Attributes:
+        pte: the content of a ``.pte`` file.
+        inputs: the flat inputs, with the sizes they may have.
+        report: which operators a backend took and which the portable kernels run; None for a program that was
+            read from a file.
+        structure: the structure of the results; None for a program that was read from a file, which returns a
+            flat tuple.
+    """
+
+    pte: bytes = field(repr=False)
+    inputs: tuple[InputSpec, ...]
+    report: DelegationReport | None = None
+    structure: pytree.TreeSpec | None = field(default=None, repr=False)
+
+    @classmethod
+    @checked_arguments(path=PATH)
+    def read(cls, path: str | os.PathLike[str]) -> Self:
+        """Return the program in a ``.pte`` file. The file states only the largest sizes of its inputs.
+
+        Raises:
+            ExecutorchError: the file is no program that the runtime can load, or the extra is not installed.
+        """
+        pte = Path(path).read_bytes()
+        try:
+            meta = runtime().load_program(pte).metadata(METHOD)
+        except RuntimeError as cause:
+            raise _unreadable(Path(path).name, cause) from cause
+        tensors = (meta.input_tensor_meta(index) for index in range(meta.num_inputs()))
+        return cls(pte, tuple(InputSpec.up_to(tuple(tensor.sizes())) for tensor in tensors))
+
+    def load(self) -> None:
+        """Load the program into the runtime of this process; otherwise, the first call does so.
+
+        Raises:
+            ExecutorchError: the runtime refuses the program, or the extra is not installed.
+        """
+        try:
+            self._method  # noqa: B018
+        except RuntimeError as cause:
+            raise _unreadable("the program", cause) from cause
+
+    @checked_arguments(path=PATH)
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the ``.pte`` file, whole or not at all.
+
+        Raises:
+            OSError: the file cannot be written; an existing file is left unchanged.
+        """
+        with whole_file(Path(path)) as file:
+            file.write(self.pte)
+
+    def __call__(self, *args: Any) -> Any:
+        """Run with positional ``args``, nested like the model's.
+
+        Raises:
+            ExecutorchError: the number of inputs, a dtype or a size differs from those of the program, or the
+                runtime stops with an error.
+        """
+        leaves = [self._as_input(leaf) for leaf in pytree.tree_leaves(args)]
+        if len(leaves) != len(self.inputs):
+            expected = [str(each) for each in self.inputs]
+            raise ExecutorchError.other_inputs(f"{len(leaves)} inputs were given", expected)
+        for index, (leaf, spec) in enumerate(zip(leaves, self.inputs, strict=True)):
+            spec.check(index, leaf)
+        self.load()
+        try:
+            results = tuple(self._method.execute(leaves))
+        except RuntimeError as cause:
+            raise ExecutorchError(
+                f"ExecuTorch's runtime stopped: {cause}",
+                hint="the lines printed before this error name the instruction; sizes that the model fixes "
+                "must be those of example_inputs.",
+            ) from cause
+        return results if self.structure is None else pytree.tree_unflatten(results, self.structure)
+
+    @cached_property
+    def _method(self) -> Any:
+        return runtime().load_program(self.pte).load_method(METHOD)
+
+    @staticmethod
+    def _as_input(leaf: Any) -> Any:
+        # The runtime reads memory in the order of the dimensions, without strides.
+        return leaf.detach().contiguous() if isinstance(leaf, Tensor) else leaf
+
+
+def _unreadable(name: str, cause: BaseException) -> ExecutorchError:
+    return ExecutorchError(
+        f"{name} is no ExecuTorch program this runtime can load: {cause}",
+        hint="write it with to_executorch(..., path=...) and the same version of executorch.",
+    )
+
+
+# ``to_executorch``: lower a converted model to a ``.pte`` file.
+
 
 BACKENDS = ("portable", "xnnpack")
 SHAPES = ("rolled", "opaque")

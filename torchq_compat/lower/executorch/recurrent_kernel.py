@@ -17,18 +17,18 @@ from pathlib import Path
 
 import torch
 
-import torchq_compat.custom_modules.recurrent.native.op  # noqa: F401 - has the operator
-from torchq_compat.custom_modules.recurrent.native.build import (
+import torchq_compat.recurrent.kernel.op  # noqa: F401 - has the operator
+from torchq_compat.errors import ExecutorchError
+from torchq_compat.lower.executorch.passes import executorch_module, runtime
+from torchq_compat.recurrent.kernel.build import (
     FLAGS,
     HEADERS,
     SOURCE,
     TIME_LIMIT_SECONDS,
+    cache_directory,
+    fault_of,
+    keep,
 )
-from torchq_compat.custom_modules.recurrent.native.kernel_cache import cache_directory, fault_of, keep
-from torchq_compat.errors import ExecutorchError
-from torchq_compat.lower.executorch.runtime import executorch_module, runtime
-
-__all__ = ["KERNEL", "load_recurrent_kernel"]
 
 KERNEL = Path(__file__).with_name("recurrent_kernel.cpp")
 #: The definitions that ExecuTorch was compiled with.

@@ -1,19 +1,77 @@
-"""The lowered graph while it is written: a copy of the reference graph, and its own constants."""
+"""The lowered graph while it is written, and what a rule answers about an op."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.graph import CodeGen
 
 from torchq_compat.lower.integers.operators import DEQUANTIZE, QUANTIZE
-from torchq_compat.lower.integers.tuple_codegen import without_pytree
-from torchq_compat.qspecs.qparams import PerTensorQParams
+from torchq_compat.lower.integers.qdq_graph import Site
+from torchq_compat.read.qparams import PerTensorQParams
+from torchq_compat.support.upstream import PyTreeCodeGen, pytree
 
-__all__ = ["MADE", "LoweredGraph", "Made", "is_signed", "numbers_of", "share_state", "with_modules"]
+# Codegen of a lowered graph whose inputs and results are tensors, tuples and lists, without pytree.
+#
+# To flatten the arguments and rebuild the results, pytree takes longer than a small kernel.
+
+
+def without_pytree(codegen: CodeGen) -> CodeGen:
+    """Return ``codegen``, or a codegen for the same call that writes tuples and lists out."""
+    info = getattr(codegen, "pytree_info", None)
+    if type(codegen) is not PyTreeCodeGen or info is None or info.out_spec is None:
+        return codegen
+    args, kwargs = info.in_spec.children()
+    if kwargs.num_leaves or not _is_plain(args) or not _is_plain(info.out_spec):
+        return codegen
+    return _TupleCodeGen(info)
+
+
+class _TupleCodeGen(PyTreeCodeGen):
+    def gen_var_bindings(self, fn_args: list[str], free_vars: list[str], expanded_def: bool) -> str:
+        names = (name.split(":")[0].split("#")[0].strip() for name in free_vars if name != "self")
+        arguments = [argument for argument in self.pytree_info.orig_args if argument != "self"]
+        specs = self.pytree_info.in_spec.child(0).children()
+        lines = ""
+        for argument, spec in zip(arguments, specs, strict=True):
+            written = _written(spec, names)
+            if written != argument:
+                lines += f"\n    {written} = {argument}"
+        return lines
+
+    def generate_output(
+        self,
+        output_args: Any,
+        *,
+        descs: Sequence[str] | None = None,
+        repr_fn: Callable[[object], str] | None = None,
+    ) -> str:
+        show = repr if repr_fn is None else repr_fn
+        spec = self.pytree_info.out_spec
+        assert spec is not None
+        return f"return {_written(spec, map(show, output_args))}"
+
+
+def _is_plain(spec: pytree.TreeSpec) -> bool:
+    if spec.is_leaf():
+        return True
+    return spec.type in (tuple, list) and spec.num_children > 0 and all(map(_is_plain, spec.children()))
+
+
+def _written(spec: pytree.TreeSpec, leaves: Iterator[str]) -> str:
+    if spec.is_leaf():
+        return next(leaves)
+    inside = "".join(f"{_written(child, leaves)}, " for child in spec.children())
+    return f"[{inside}]" if spec.type is list else f"({inside})"
+
+
+# The lowered graph while it is written: a copy of the reference graph, and its own constants.
+
 
 #: The attribute of a lowered module that holds what its graph reads beside the state of the reference.
 MADE = "lowered"
@@ -115,3 +173,45 @@ def with_modules(module: nn.Module, modules: Mapping[str, nn.Module]) -> dict[st
         vars(copied)["_modules"] = with_modules(own, replacements)
         made[first] = copied
     return made
+
+
+# The answers of rules: how an op runs on integers, or the reason why it does not.
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """How an op runs on integers.
+
+    Attributes:
+        name: shown to users.
+        write: write it before the op; return the node that holds the integers of ``Site.result``, or its
+            floats if they are not quantized.
+        note: shown to users after the name.
+        value: the node whose value it computes; None: ``Site.result.last``.
+        is_as_reference: whether its value is that of the reference.
+    """
+
+    name: str
+    write: Callable[[LoweredGraph], Node]
+    note: str = ""
+    value: Node | None = None
+    is_as_reference: bool = True
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why an op does not run on integers; ``warn``: whether the user would be misled without a warning."""
+
+    reason: str
+    warn: bool = False
+
+
+#: Return the answer for a site; None to leave it to other rules.
+Rule = Callable[[Site], Kernel | Refusal | None]
+
+
+@dataclass(frozen=True)
+class Family:
+    """The rules that one file of this folder declares: operator -> the rule for its calls."""
+
+    rules: Mapping[Any, Rule]

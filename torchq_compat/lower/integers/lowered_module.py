@@ -1,7 +1,4 @@
-"""The result of ``convert_fx``: one graph on plain integers, and the reference graph it was made from.
-
-Legacy: the GraphModule of ``convert_fx``, with modules of ``torch.ao.nn.quantized`` and packed weights.
-"""
+"""The result of ``convert_fx``: one graph on plain integers, and the reference graph it was made from."""
 
 from __future__ import annotations
 
@@ -10,6 +7,8 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import wraps
+from itertools import chain
+from operator import attrgetter
 from typing import Any, Self
 
 import torch
@@ -17,32 +16,114 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 from torch.fx.graph import PythonCode
 
-from torchq_compat.capture.checked.trial_runs import kept_buffers
-from torchq_compat.custom_modules.standalone.standalone_module import ConvertedStandalone, standalone
-from torchq_compat.graph.graph_module import (
+from torchq_compat.capture.opaque_calls import OpaqueModule
+from torchq_compat.capture.trial_runs import kept_buffers
+from torchq_compat.errors import ConfigError
+from torchq_compat.lower.integers.lowered_graph import MADE, Made, share_state, with_modules
+from torchq_compat.lower.integers.opaque_modules import (
+    LoweredOpaqueModule,
+    hand_over_floats,
+    lower_opaque_modules,
+)
+from torchq_compat.lower.integers.operators import forget_weights
+from torchq_compat.lower.integers.qdq_graph import hand_on_through_dropout
+from torchq_compat.lower.integers.rewrite import Rewriter
+from torchq_compat.lower.integers.side_by_side import StandsFor, faults_of, why_not_here
+from torchq_compat.model.graph_module import (
     ConvertedGraphModule,
     ConvertedModel,
     QuantizationGraphModule,
     preserved_of,
     record_of,
 )
-from torchq_compat.graph.quantized_interface import quantize_inputs, take_integers
-from torchq_compat.lower.integers.direct_code import direct_forward
-from torchq_compat.lower.integers.lowered_graph import MADE, Made, share_state, with_modules
-from torchq_compat.lower.integers.opaque_edges import hand_over_floats
-from torchq_compat.lower.integers.opaque_modules import LoweredOpaqueModule, lower_opaque_modules
-from torchq_compat.lower.integers.operators import forget_weights
-from torchq_compat.lower.integers.rewrite import Rewriter
-from torchq_compat.lower.integers.side_by_side import StandsFor, faults_of
-from torchq_compat.lower.integers.state_versions import StateVersions
-from torchq_compat.lower.integers.where import why_not_here
-from torchq_compat.opaque_calls.opaque_module import OpaqueModule
-from torchq_compat.qspecs.qparams import QParams
+from torchq_compat.model.quantized_interface import quantize_inputs, take_integers
+from torchq_compat.modules.standalone import ConvertedStandalone, standalone
+from torchq_compat.read.qparams import QParams
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.later_stages import is_captured_for_onnx
-from torchq_compat.support.upstream import pytree
+from torchq_compat.support.upstream import format_target, forward_from_src, pytree
+from torchq_compat.support.user_warnings import warn_user
 
-__all__ = ["LoweredGraphModule", "lower"]
+# The code of a lowered graph, which reads each tensor of the state from the dictionary that holds it.
+
+
+#: The prefix of names in the code.
+NAME = "_torchq_compat_home_"
+
+
+def direct_forward(code: PythonCode, graph: Graph, owner: nn.Module) -> Callable[..., Any]:
+    """Return ``forward`` of ``code``, which was generated for ``graph``, on the state of ``owner``."""
+    source, names, prefix = code.src, dict(code.globals), NAME
+    while prefix in source:
+        prefix += "_"
+    for index, node in enumerate(graph.find_nodes(op="get_attr")):
+        path, _, key = str(node.target).rpartition(".")
+        home = _home_of(owner.get_submodule(path), key)
+        line = f"    {node.name} = {format_target('self', str(node.target))}\n"
+        if home is not None and line in source:
+            names[f"{prefix}{index}"] = home
+            source = source.replace(line, f"    {node.name} = {prefix}{index}[{key!r}]\n")
+    forward: Callable[..., Any] = forward_from_src(source, names)
+    return forward
+
+
+def _home_of(module: nn.Module, key: str) -> dict[str, Any] | None:
+    """Return the dictionary of ``module`` that holds its tensor ``key``."""
+    return next((home for home in (module._parameters, module._buffers) if key in home), None)
+
+
+# Whether the state that packed weights were made from is unchanged.
+
+
+counted_writes = attrgetter("_version")
+
+
+class StateVersions:
+    """The tensors of a module and how often each was written in place, at construction.
+
+    Writes that bypass torch's version counter, through ``tensor.data`` or numpy, are not detected.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        homes = [home for each in module.modules() for home in (each._parameters, each._buffers)]
+        self._homes = [home for home in homes if home]
+        found = [value for home in self._homes for value in home.values()]
+        self._ids = list(map(id, found))
+        self._tensors = [tensor for tensor in found if tensor is not None]
+        self._versions = list(map(_version, self._tensors))
+        # Whether a tensor counts versions never changes.
+        self._counting = [tensor for tensor in self._tensors if not tensor.is_inference()]
+        self._quick = self._read_quickly()
+
+    def are_current(self) -> bool:
+        """Return whether no tensor was replaced, moved or written since."""
+        # Called before every model call, so written with loops that run in C where possible.
+        if list(map(id, chain.from_iterable([home.values() for home in self._homes]))) != self._ids:
+            return False
+        if self._quick is not None:
+            return self._read_quickly() == self._quick
+        return list(map(_version, self._tensors)) == self._versions
+
+    def _read_quickly(self) -> tuple[list[int], list[int]] | None:
+        """Return the addresses and version counts of all tensors; None if there are tensors of torch.func."""
+        try:
+            return list(map(Tensor.data_ptr, self._tensors)), list(map(counted_writes, self._counting))
+        except RuntimeError:
+            return None
+
+
+def _version(tensor: Tensor) -> tuple[int, int]:
+    """Return address and version; inference tensors count no versions, torch.func's have no storage."""
+    try:
+        return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
+    except RuntimeError:
+        return 0, 0
+
+
+# The result of ``convert_fx``: one graph on plain integers, and the reference graph it was made from.
+#
+# Legacy: the GraphModule of ``convert_fx``, with modules of ``torch.ao.nn.quantized`` and packed weights.
+
 
 #: Attribute that holds the ``_Lowering`` of a lowered model.
 LOWERING = "_torchq_compat_lowering"
@@ -307,3 +388,37 @@ def _lower_inside(
 ) -> tuple[QuantizationGraphModule, tuple[Decision, ...]]:
     lowered = lower(reference)
     return lowered, lowered.lowering
+
+
+# Lower a model that ``convert_fx`` converted.
+
+
+#: The engines that torch knows; ``none`` if it was built without any. All run on the same kernels here: their
+#: names only chose the qparams, in the QConfig.
+KNOWN_ENGINES = ("x86", "onednn", "fbgemm", "qnnpack", "none")
+
+
+def lower_to_integers(
+    reference: ConvertedGraphModule, trial_inputs: tuple[Any, ...] | None
+) -> ConvertedModel:
+    """Return ``reference`` on plain integers.
+
+    Args:
+        trial_inputs: arguments to run both on.
+
+    Raises:
+        ConfigError: an engine that torch does not have.
+    """
+    name = torch.backends.quantized.engine
+    if name not in KNOWN_ENGINES:
+        raise ConfigError(
+            f"torch.backends.quantized.engine is {name!r}, an engine convert_fx does not know.",
+            hint=f"set it to one of {', '.join(KNOWN_ENGINES)}; or call convert_to_reference_fx, which "
+            "needs none.",
+        )
+    hand_on_through_dropout(reference)
+    lowered = lower(reference, trial_inputs)
+    for decision in lowered.lowering:
+        if decision.warn:
+            warn_user(f"{decision.kind} at {decision.path!r} {decision.reason}")
+    return lowered

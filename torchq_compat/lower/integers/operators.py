@@ -13,20 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchq_compat.custom_modules.recurrent.native.build import OF_LIBRARY, kernel_build
-
-__all__ = [
-    "AFFINE",
-    "ARITHMETIC",
-    "CONVOLUTION",
-    "DEQUANTIZE",
-    "LINEAR",
-    "LOOKUP",
-    "MAX_POOL",
-    "MEAN",
-    "QUANTIZE",
-    "forget_weights",
-]
+from torchq_compat.recurrent.kernel.build import OF_LIBRARY, kernel_build
 
 NAMESPACE = "torchq_compat_native"
 OPS = getattr(torch.ops, NAMESPACE)

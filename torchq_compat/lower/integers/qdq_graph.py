@@ -1,4 +1,4 @@
-"""Read a q-dq graph: arguments by name, constants, integers behind a value, and what becomes of a result."""
+"""Read a q-dq graph: arguments by name, constants, integers behind a value, and what becomes of them."""
 
 from __future__ import annotations
 
@@ -11,24 +11,14 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from torchq_compat.qspecs.qdq import DEQUANTIZE, DEQUANTIZES, QUANTIZE
-from torchq_compat.qspecs.qparams import PerTensorQParams
+from torchq_compat.ops import preserves_values
+from torchq_compat.read.qdq import DEQUANTIZE, DEQUANTIZES, QUANTIZE
+from torchq_compat.read.qparams import PerTensorQParams
 from torchq_compat.support.dtypes import KERNEL_DTYPES
 from torchq_compat.support.upstream import OpOverload
 
-__all__ = [
-    "Integers",
-    "Place",
-    "Result",
-    "Site",
-    "arguments_of",
-    "constant_of",
-    "example_value",
-    "integers_at",
-    "only_reader",
-    "rank_of",
-    "result_of",
-]
+# Read a q-dq graph: arguments by name, constants, integers behind a value, and what becomes of a result.
+
 
 ATEN = torch.ops.aten
 SCALARS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -181,3 +171,47 @@ def within(qparams: PerTensorQParams, low: float | None, high: float | None) -> 
 def tensors_read(node: Node) -> list[Node]:
     """Return the inputs of an operator call that are tensors; the other inputs are sizes."""
     return [source for source in node.all_input_nodes if not isinstance(example_value(source), SCALARS)]
+
+
+# Keep the input's qparams behind a dropout: FX's quantized dropout returns the tensor it is given.
+#
+# In the reference graph of FX, and in ours, the output of a dropout has an observer of its own. Its integer
+# kernel has no use for it: what follows, up to the next op that computes, is on the steps of the input.
+
+
+DROPOUT = torch.ops.aten.dropout.default
+
+
+def hand_on_through_dropout(reference: GraphModule) -> None:
+    """Give what quantizes the output of a dropout the qparams of its input; changed in place."""
+    handed_on: set[Node] = set()
+    for quantize in reference.graph.nodes:
+        if quantize.target is not QUANTIZE or any(user.target is not DEQUANTIZE for user in quantize.users):
+            continue
+        qparams = _behind_dropout(quantize, handed_on)
+        if qparams is not None:
+            for node in (quantize, *quantize.users):
+                node.args = (node.args[0], qparams.scale, qparams.zero_point, *node.args[3:])
+            handed_on.update(quantize.users)
+    if handed_on:
+        reference.recompile()
+
+
+def _behind_dropout(quantize: Node, handed_on: set[Node]) -> PerTensorQParams | None:
+    """Return the qparams of the integers that a dropout, and only ops that move values, stand before."""
+    node, is_behind = quantize.args[0], False
+    while isinstance(node, Node) and node.target is not DEQUANTIZE:
+        inputs = tensors_read(node)
+        if not preserves_values(node) or len(inputs) != 1:
+            return None
+        is_behind = is_behind or node.target is DROPOUT
+        (node,) = inputs
+    if not isinstance(node, Node) or not (is_behind or node in handed_on):
+        return None
+    given, own = PerTensorQParams.of_node(node), PerTensorQParams.of_node(quantize)
+    is_same_range = (given.dtype, given.quant_min, given.quant_max) == (
+        own.dtype,
+        own.quant_min,
+        own.quant_max,
+    )
+    return given if is_same_range else None

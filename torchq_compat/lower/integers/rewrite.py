@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from torchq_compat.lower.integers import operators
-from torchq_compat.lower.integers.lowered_graph import LoweredGraph
+from torchq_compat.lower.integers.lowered_graph import Kernel, LoweredGraph, Refusal
 from torchq_compat.lower.integers.qdq_graph import (
     CLAMPS,
     Integers,
@@ -31,17 +31,14 @@ from torchq_compat.lower.integers.qdq_graph import (
 )
 from torchq_compat.lower.integers.rules import FAMILIES
 from torchq_compat.lower.integers.rules.moves import COPYING, clamp, moved_qparams, write_move
-from torchq_compat.lower.integers.rules.rule import Kernel, Refusal
 from torchq_compat.lower.integers.rules.tables import requantize, table_of_chain
-from torchq_compat.qspecs.qdq import ALL_OPS, DEQUANTIZE, QUANTIZE, is_dequantize
-from torchq_compat.qspecs.qparams import PerTensorQParams
+from torchq_compat.read.qdq import ALL_OPS, DEQUANTIZE, QUANTIZE, is_dequantize
+from torchq_compat.read.qparams import PerTensorQParams
 from torchq_compat.support import metadata
 from torchq_compat.support.decisions import FUSED, Action, Decision
 from torchq_compat.support.dtypes import KERNEL_DTYPES
 from torchq_compat.support.graph_nodes import module_path_of
 from torchq_compat.support.upstream import OpOverload
-
-__all__ = ["Rewriter"]
 
 ATEN = torch.ops.aten
 SIZE_OPS = (ATEN.sym_size.int, ATEN.sym_numel.default, ATEN.sym_stride.int)

@@ -1,9 +1,4 @@
-"""Run a lowered graph beside its reference, node by node, on the trial inputs of prepare.
-
-Every node gets the values that the reference has at its inputs, in the memory layouts of the lowered graph,
-so that each is judged by itself: a kernel is only as good as the library and the CPU it runs on, and a float
-op may read memory in another order than the reference has.
-"""
+"""Where a lowered graph may run, and its run beside its reference, node by node."""
 
 from __future__ import annotations
 
@@ -16,9 +11,16 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 
 from torchq_compat.lower.integers.qdq_graph import Place
+from torchq_compat.read.qdq import DEQUANTIZES
+from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.upstream import pytree
 
-__all__ = ["faults_of"]
+# Run a lowered graph beside its reference, node by node, on the trial inputs of prepare.
+#
+# Every node gets the values that the reference has at its inputs, in the memory layouts of the lowered
+# graph, so that each is judged by itself: a kernel is only as good as the library and the CPU it runs on,
+# and a float op may read memory in another order than the reference has.
+
 
 #: Kernels round where the q-dq op rounds, but ties may round to the other side.
 MOST_STEPS = 1.001
@@ -147,3 +149,27 @@ def _taught(found: Any, wanted: Any) -> Any:
     if found.dtype != wanted.dtype:
         return found
     return torch.empty_like(found).copy_(wanted)
+
+
+# Whether a model can run on integers where its state is, and in the dtype it computes in.
+
+
+def why_not_here(reference: GraphModule) -> Decision | None:
+    """Return the decision to run ``reference`` as it is; None if it can run on integers."""
+    elsewhere = {str(tensor.device) for tensor in (*reference.parameters(), *reference.buffers())} - {"cpu"}
+    others = _float_dtypes(reference) - {torch.float32}
+    if not elsewhere and not others:
+        return None
+    reason = f"it computes in {', '.join(sorted(map(str, others)))}; the kernels take torch.float32"
+    if elsewhere:
+        reason = f"its state is on {', '.join(sorted(elsewhere))}; the kernels run on the CPU"
+    return Decision("", "convert_fx", Action.REFERENCE, reason)
+
+
+def _float_dtypes(reference: GraphModule) -> set[torch.dtype]:
+    """Return the float dtypes of the inputs and of the dequantized values."""
+    placeholders = reference.graph.find_nodes(op="placeholder")
+    values = [node.meta.get("val") for node in placeholders]
+    given = {value.dtype for value in values if isinstance(value, torch.Tensor)}
+    found = {node.kwargs.get("out_dtype") for node in reference.graph.nodes if node.target in DEQUANTIZES}
+    return {dtype for dtype in given | found if isinstance(dtype, torch.dtype) and dtype.is_floating_point}

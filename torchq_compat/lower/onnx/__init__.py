@@ -4,7 +4,3 @@ time as Scan.
 Legacy: none. FX's converted models cannot be exported; ``torch.onnx`` supported torch.ao's eager kernels only
 for Caffe2.
 """
-
-from torchq_compat.lower.onnx.lowering import to_onnx
-
-__all__ = ["to_onnx"]

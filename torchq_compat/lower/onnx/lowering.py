@@ -3,28 +3,193 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 from torchq_compat.capture.example_inputs import asks_for_examples, read_example_inputs
-from torchq_compat.custom_modules.recurrent.loop_shape import LoopShape
-from torchq_compat.errors import OnnxError
-from torchq_compat.graph.plain_tables import look_up_rows
+from torchq_compat.errors import OnnxError, OnnxFileError
 from torchq_compat.lower.export import export
-from torchq_compat.lower.onnx.biases import keep_biases
-from torchq_compat.lower.onnx.onnx_model import OnnxModel, check_place, read_model
-from torchq_compat.lower.onnx.packages import onnx_module
+from torchq_compat.model.state import look_up_rows
+from torchq_compat.recurrent.over_time import LoopShape
 from torchq_compat.support.argument_checks import PATH, Expected, checked_arguments, optional
+from torchq_compat.support.atomic_files import whole_file
 
-__all__ = ["to_onnx"]
+# The result of ``to_onnx``: an ONNX model, its opset and its free sizes.
+
+
+@dataclass(frozen=True)
+class OnnxModel:
+    """An ONNX model.
+
+    Attributes:
+        proto: the ``onnx.ModelProto``.
+        opset: the version of ONNX's standard operators.
+        free_sizes: the sizes of inputs that may differ from call to call, as "x in dimension 0".
+    """
+
+    proto: Any = field(repr=False)
+    opset: int
+    free_sizes: tuple[str, ...]
+
+    @checked_arguments(path=PATH)
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the model to ``path``, whole or not at all.
+
+        Raises:
+            OnnxError: the model exceeds the 2 GiB limit of a file.
+            OnnxFileError: the file cannot be written; an existing file is left unchanged.
+        """
+        content = self.to_bytes()
+        try:
+            with whole_file(Path(path)) as file:
+                file.write(content)
+        except OSError as cause:
+            raise _not_written(Path(path), cause) from cause
+
+    def to_bytes(self) -> bytes:
+        """Return the content of the file, as ``onnxruntime.InferenceSession`` accepts it.
+
+        Raises:
+            OnnxError: the model exceeds the 2 GiB limit of a file.
+        """
+        try:
+            content: bytes = self.proto.SerializeToString()
+        except Exception as cause:
+            raise OnnxError(
+                f"the ONNX model cannot be written as one file: {cause}",
+                hint="a file has at most 2 GiB; save proto with onnx.save(..., save_as_external_data=True).",
+            ) from cause
+        return content
+
+
+def check_place(path: Path) -> None:
+    """Refuse a path that no file can have, before the model is translated.
+
+    Raises:
+        OnnxFileError: the folder does not exist, or the path is a folder.
+    """
+    if path.is_dir():
+        raise _not_written(path, IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR)))
+    if not path.absolute().parent.is_dir():
+        raise _not_written(path, FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)))
+
+
+def _not_written(path: Path, cause: OSError) -> OnnxFileError:
+    return OnnxFileError(
+        f"the ONNX model cannot be written to {path}: {cause.strerror or cause}.",
+        hint="give the path of a file in an existing folder with write permission; an existing file is left "
+        "unchanged.",
+    )
+
+
+def read_model(proto: Any, opset: int) -> OnnxModel:
+    """Return ``proto`` with the free sizes of its inputs; correct its fixed sizes and its opset imports."""
+    for value in (*proto.graph.input, *proto.graph.output):
+        for size in value.type.tensor_type.shape.dim:
+            if size.dim_param.isdigit():
+                # torch.onnx writes a size that turned out to be fixed as a free one named "4".
+
+                size.dim_value = int(size.dim_param)
+    free = tuple(
+        f"{value.name} in dimension {dimension}"
+        for value in proto.graph.input
+        for dimension, size in enumerate(value.type.tensor_type.shape.dim)
+        if size.HasField("dim_param")
+    )
+    imported = {each.domain for each in proto.opset_import}
+    for domain in sorted({node.domain for node in proto.graph.node} - imported - {""}):
+        proto.opset_import.add(domain=domain, version=1)
+    return OnnxModel(proto, opset, free)
+
+
+# Separate the biases of convolutions in models with loops.
+#
+# ONNX Runtime's optimizer rounds the bias of a quantized convolution to 32-bit integers
+# (``WeightBiasQuantization``), which changes some of its results by a step. In a feed-forward model that is
+# little, and worth the integer kernel; before a loop over time each such step changes everything that
+# follows: 29 to 33 dB in a DeepSpeech of GRUs. A bias that is subtracted from the result is not rounded.
+
+
+ATEN = torch.ops.aten
+SCAN = torch.ops.higher_order.scan
+CONVOLUTIONS = (
+    ATEN.conv1d.default,
+    ATEN.conv1d.padding,
+    ATEN.conv2d.default,
+    ATEN.conv2d.padding,
+    ATEN.conv3d.default,
+    ATEN.conv3d.padding,
+    ATEN.conv_transpose1d.default,
+    ATEN.conv_transpose2d.input,
+    ATEN.conv_transpose3d.input,
+)
+
+
+def with_bias_apart(convolution: Any, x: Tensor, weight: Tensor, bias: Tensor, *settings: Any) -> Tensor:
+    """Return the result of ``convolution``, with its bias applied by a subtraction."""
+    result: Tensor = convolution(x, weight, None, *settings)
+    return result - (-bias).reshape(-1, *[1] * (weight.dim() - 2))
+
+
+def keep_biases(program: ExportedProgram) -> None:
+    """Separate the biases of convolutions in a program with loops, in place."""
+    graph_module: GraphModule = program.graph_module
+    graph = graph_module.graph
+    if not graph.find_nodes(op="call_function", target=SCAN):
+        return
+    for target in CONVOLUTIONS:
+        for node in graph.find_nodes(op="call_function", target=target):
+            bias = node.args[2] if len(node.args) > 2 else None
+            if not isinstance(bias, torch.fx.Node):
+                continue
+            dimensions = node.meta["val"].dim() - 2
+            with graph.inserting_before(node):
+                negative = graph.call_function(ATEN.neg.default, (bias,))
+                negative.meta["val"] = -bias.meta["val"]
+                shaped = graph.call_function(ATEN.reshape.default, (negative, [-1, *[1] * dimensions]))
+                shaped.meta["val"] = negative.meta["val"].reshape([-1, *[1] * dimensions])
+            with graph.inserting_after(node):
+                apart = graph.call_function(ATEN.sub.Tensor, (node, shaped))
+            apart.meta = dict(node.meta)
+            node.replace_all_uses_with(apart, delete_user_cb=lambda user, apart=apart: user is not apart)
+            node.update_arg(2, None)
+    graph_module.recompile()
+
+
+# Import the optional ONNX packages when they are needed.
+
+
+def onnx_module(name: str) -> Any:
+    """Return the module ``name``, which needs the packages of the extra.
+
+    Raises:
+        OnnxError: the extra is not installed.
+    """
+    try:
+        import_module("onnx")
+        import_module("onnxscript")
+        return import_module(name)
+    except ImportError as cause:
+        raise OnnxError(
+            f"ONNX cannot be written: {cause}.",
+            hint="install the extra: pip install torchq-compat[onnx].",
+        ) from cause
+
+
+# ``to_onnx``: write a converted model as an ONNX file.
+
 
 #: The first opset with 16-bit QuantizeLinear.
 OLDEST_OPSET = 21

@@ -5,7 +5,7 @@ operators that it would write wrongly, or cannot write, by operators that it wri
 - Integers that QuantizeLinear does not have in the default opset, float zero points and dynamic qparams are
   computed in floats.
 - In a lookup in an integer table, only the rows that are looked up are dequantized.
-- The bias of a convolution is subtracted if there are loops; see ``biases.py``.
+- The bias of a convolution is subtracted if there are loops; see ``lowering.py``.
 - A linear of floats by integers is made two-dimensional, for a Gemm; the bias of a linear of integers by
   integers is subtracted; see ``translations.py``.
 
@@ -23,15 +23,13 @@ from torch.fx import Interpreter
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from torchq_compat.custom_modules.recurrent.loop_shape import LoopShape, exporting_loops_as
-from torchq_compat.graph.graph_module import ConvertedGraphModule
-from torchq_compat.graph.quantized_interface import take_integers
+from torchq_compat.capture.opaque_calls import opaque_call_nodes
 from torchq_compat.lower.export import with_size_rules
-from torchq_compat.lower.onnx.biases import CONVOLUTIONS, with_bias_apart
-from torchq_compat.opaque_calls.insert_calls import opaque_call_nodes
-from torchq_compat.qspecs import qdq
-
-__all__ = ["OnnxForms", "run_for_onnx"]
+from torchq_compat.lower.onnx.lowering import CONVOLUTIONS, with_bias_apart
+from torchq_compat.model.graph_module import ConvertedGraphModule
+from torchq_compat.model.quantized_interface import take_integers
+from torchq_compat.read import qdq
+from torchq_compat.recurrent.over_time import LoopShape, exporting_loops_as
 
 ATEN = torch.ops.aten
 SCAN = torch.ops.higher_order.scan
@@ -61,7 +59,7 @@ class OnnxForms(TorchFunctionMode):
     """Replaces operators of ``quantized_decomposed`` by operators that ONNX has, inside loops too.
 
     Args:
-        keeps_biases: whether the biases of convolutions are separated; see ``biases.py``.
+        keeps_biases: whether the biases of convolutions are separated; see ``lowering.py``.
     """
 
     def __init__(self, keeps_biases: bool = False) -> None:

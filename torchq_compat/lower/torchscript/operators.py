@@ -13,9 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchq_compat.qspecs import qdq
-
-__all__ = ["FUNCTIONS", "HELPERS", "INT_FLOAT", "TEMPLATES"]
+from torchq_compat.read import qdq
 
 ATEN = torch.ops.aten
 

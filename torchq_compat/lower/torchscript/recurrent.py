@@ -8,11 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from torchq_compat.capture.torch_export import capture_freely
-from torchq_compat.custom_modules.recurrent.loop_shape import LoopShape, exporting_loops_as
-from torchq_compat.custom_modules.recurrent.modules.contracts import RecurrentContract, SequenceContract
 from torchq_compat.lower.torchscript.scripted import compile_text, script_source, source_of_graph
-
-__all__ = ["scripted_recurrent"]
+from torchq_compat.recurrent.contracts import RecurrentContract, SequenceContract
+from torchq_compat.recurrent.over_time import LoopShape, exporting_loops_as
 
 STEPS, BATCH = 3, 2
 

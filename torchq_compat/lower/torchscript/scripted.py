@@ -17,22 +17,21 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
+from torchq_compat.capture.call_layouts import CallLayout
+from torchq_compat.capture.opaque_calls import OpaqueModule
 from torchq_compat.capture.torch_export import capture_freely
-from torchq_compat.custom_modules.recurrent.loop_shape import LoopShape, exporting_loops_as
 from torchq_compat.errors import ExportError
 from torchq_compat.lower.torchscript.operators import HELPERS
 from torchq_compat.lower.torchscript.source import FunctionSource, flat_results, write_function
-from torchq_compat.opaque_calls.layouts import CallLayout
-from torchq_compat.opaque_calls.opaque_module import OpaqueModule
-from torchq_compat.qspecs.qparams import PerTensorQParams
+from torchq_compat.read.qparams import PerTensorQParams
+from torchq_compat.recurrent.over_time import LoopShape, exporting_loops_as
 from torchq_compat.support import metadata
 from torchq_compat.support.upstream import pytree, tracing_paused
 from torchq_compat.support.user_warnings import warn_user
 
 if TYPE_CHECKING:
-    from torchq_compat.graph.graph_module import QuantizationGraphModule
+    from torchq_compat.model.graph_module import QuantizationGraphModule
 
-__all__ = ["ScriptedGraph", "compile_text", "script_source", "scripted_graph", "source_of_graph"]
 
 NAMES: dict[str, Any] = {"Dict": dict, "List": list, "Optional": Optional, "Tuple": tuple}
 _FILES = itertools.count()

@@ -18,8 +18,6 @@ from torchq_compat.lower.torchscript.operators import FUNCTIONS, INT_FLOAT, TEMP
 from torchq_compat.support.graph_nodes import module_path_of
 from torchq_compat.support.upstream import OpOverload
 
-__all__ = ["FunctionSource", "ModuleCalls", "write_function"]
-
 INDENT = "    "
 #: Ops without a result, and without a meaning where sizes are numbers.
 ASSERTIONS = (

@@ -13,11 +13,12 @@ from typing import Any
 
 from torch import nn
 
-from torchq_compat.capture.training_modes import freeze_batch_norm
-from torchq_compat.graph.graph_module import BATCH_NORM_SWITCHES, QuantizationGraphModule
+from torchq_compat.capture.training import freeze_batch_norm
+from torchq_compat.model.graph_module import BATCH_NORM_SWITCHES, QuantizationGraphModule
 from torchq_compat.support.argument_checks import checked_arguments, instance_of
 
 __all__ = ["freeze_bn_stats", "update_bn_stats"]
+
 
 LEGACY: dict[bool, Callable[[nn.Module], Any]] = {
     frozen: function for function, frozen in BATCH_NORM_SWITCHES.items()

@@ -1,7 +1,7 @@
 """``torch.ao.nn.quantizable``: observed modules for a float-to-observed mapping."""
 
-from torchq_compat.custom_modules.attention.module import ObservedMultiheadAttention
-from torchq_compat.custom_modules.recurrent.modules.families import (
+from torchq_compat.modules.attention import ObservedMultiheadAttention
+from torchq_compat.recurrent.families import (
     ObservedGRU,
     ObservedGRUCell,
     ObservedLSTM,
@@ -10,6 +10,9 @@ from torchq_compat.custom_modules.recurrent.modules.families import (
     ObservedRNNCell,
 )
 
+__all__ = ["GRU", "LSTM", "RNN", "GRUCell", "LSTMCell", "MultiheadAttention", "RNNCell"]
+
+
 GRU = ObservedGRU
 GRUCell = ObservedGRUCell
 LSTM = ObservedLSTM
@@ -17,5 +20,3 @@ LSTMCell = ObservedLSTMCell
 RNN = ObservedRNN
 RNNCell = ObservedRNNCell
 MultiheadAttention = ObservedMultiheadAttention
-
-__all__ = ["GRU", "LSTM", "RNN", "GRUCell", "LSTMCell", "MultiheadAttention", "RNNCell"]

@@ -1,7 +1,7 @@
 """``torch.ao.nn.quantized``: converted modules for an observed-to-quantized mapping."""
 
-from torchq_compat.custom_modules.attention.module import ConvertedMultiheadAttention
-from torchq_compat.custom_modules.recurrent.modules.families import (
+from torchq_compat.modules.attention import ConvertedMultiheadAttention
+from torchq_compat.recurrent.families import (
     ConvertedGRU,
     ConvertedGRUCell,
     ConvertedLSTM,
@@ -10,6 +10,9 @@ from torchq_compat.custom_modules.recurrent.modules.families import (
     ConvertedRNNCell,
 )
 
+__all__ = ["GRU", "LSTM", "RNN", "GRUCell", "LSTMCell", "MultiheadAttention", "RNNCell"]
+
+
 GRU = ConvertedGRU
 GRUCell = ConvertedGRUCell
 LSTM = ConvertedLSTM
@@ -17,5 +20,3 @@ LSTMCell = ConvertedLSTMCell
 RNN = ConvertedRNN
 RNNCell = ConvertedRNNCell
 MultiheadAttention = ConvertedMultiheadAttention
-
-__all__ = ["GRU", "LSTM", "RNN", "GRUCell", "LSTMCell", "MultiheadAttention", "RNNCell"]

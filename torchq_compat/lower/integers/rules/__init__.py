@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import sys
 
-from torchq_compat.lower.integers.rules.rule import Family
+from torchq_compat.lower.integers.lowered_graph import Family
 from torchq_compat.support.discovery import declared
-
-__all__ = ["FAMILIES"]
 
 #: Sorted by the names of their modules.
 FAMILIES = declared(sys.modules[__name__], Family)

@@ -3,20 +3,116 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
-from torchq_compat.lower.integers.lowered_graph import LoweredGraph
+from torchq_compat.lower.integers.lowered_graph import Family, Kernel, LoweredGraph, Refusal, Rule, numbers_of
 from torchq_compat.lower.integers.operators import CONVOLUTION
-from torchq_compat.lower.integers.qdq_graph import Integers, Site, integers_at, rank_of
-from torchq_compat.lower.integers.rules.endless_convolutions import may_never_return
-from torchq_compat.lower.integers.rules.rule import Family, Kernel, Refusal, Rule
-from torchq_compat.lower.integers.rules.weights import Weight, bias_fault, ends, weight_of
+from torchq_compat.lower.integers.qdq_graph import Integers, Site, constant_of, integers_at, rank_of
+from torchq_compat.read.qdq import DEQUANTIZE, is_dequantize
 
-__all__ = ["FAMILY"]
+# Convolutions on which oneDNN's kernels never return: recognized by shape, since a trial would hang as well.
+#
+# Found on one x86 CPU with torch 2.13, by running the packed op that FX calls: depthwise, 16 channels,
+# stride 1 and a window of 14 or more along the last dimension, in cases with 29 results or more. oneDNN may
+# block fewer channels at a time on other CPUs, so fewer channels and every length are included here.
+
+
+MOST_CHANNELS = 16
+LEAST_WINDOW = 14
+
+
+def may_never_return(weight: Sequence[int], settings: tuple[Any, ...]) -> bool:
+    """Return whether oneDNN may hang on a convolution.
+
+    Args:
+        weight: the shape of its weight, (output channels, input channels per group, \\*window).
+        settings: the settings it is packed with: stride, padding, dilation, groups.
+    """
+    if len(weight) < 3:
+        return False
+    stride, groups = settings[0], settings[-1]
+    is_depthwise = weight[1] == 1 and 1 < groups <= MOST_CHANNELS
+    return is_depthwise and weight[-1] >= LEAST_WINDOW and stride[-1] == 1
+
+
+# Constant int8 weights of linear layers and convolutions, and what the kernels need beside them.
+
+
+#: For a result in floats, which has no qparams.
+NO_QPARAMS = (1.0, 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A constant int8 weight, symmetric, per tensor or for each output channel.
+
+    Attributes:
+        values: the node of the int8 values.
+        tensor: the values.
+        scales: the node of the scales; None: they are ``numbers``.
+        numbers: the scales, of shape (O,).
+    """
+
+    values: Node
+    tensor: Tensor
+    scales: Node | None
+    numbers: Tensor
+
+    def write_scales(self, lowered: LoweredGraph) -> Node:
+        return lowered.constant(self.numbers) if self.scales is None else self.scales
+
+
+def weight_of(site: Site, axis: int = 0) -> Weight | Refusal | None:
+    """Return the weight of the op at ``site``; None if it is not quantized.
+
+    Args:
+        axis: the dimension of the output channels.
+    """
+    dequantize = site.arguments["weight"]
+    if not is_dequantize(dequantize):
+        return None
+    values = constant_of(site.graph_module, dequantize.args[0])
+    if values is None or values.dtype is not torch.int8:
+        return Refusal("its weight is no constant of int8")
+    channels = values.shape[axis]
+    if dequantize.target is DEQUANTIZE:
+        scale, zero_point = dequantize.args[1:3]
+        numbers, zero_points, node = torch.full((channels,), float(scale)), torch.tensor(zero_point), None
+    else:
+        scales, found = (constant_of(site.graph_module, each) for each in dequantize.args[1:3])
+        if scales is None or found is None or dequantize.args[3] != axis:
+            return Refusal("its weight has scales along another dimension than its results")
+        numbers, zero_points = scales.to(torch.float32), found
+        node = dequantize.args[1] if scales.dtype is torch.float32 else None
+    if bool(zero_points.any()):
+        return Refusal("its weight has zero points, the kernel's is symmetric")
+    return Weight(dequantize.args[0], values, node, numbers)
+
+
+def bias_fault(site: Site) -> Refusal | None:
+    bias = site.constant("bias")
+    if bias is None and site.arguments["bias"] is not None:
+        return Refusal("its bias is no constant")
+    if bias is not None and bias.dtype is not torch.float32:
+        return Refusal(f"its bias is {bias.dtype}, the kernel takes torch.float32")
+    return None
+
+
+def ends(site: Site) -> tuple[tuple[float, int, int, int], str]:
+    """Return the qparams and the kind of the result as the operators take them."""
+    qparams = site.result.qparams
+    if qparams is None:
+        return NO_QPARAMS, "float32"
+    return numbers_of(qparams), "int8" if qparams.dtype.is_signed else "uint8"
+
+
+# Convolutions with int8 weights on 8-bit activations. Legacy: ``nnq.Conv2d`` and related modules.
+
 
 ATEN = torch.ops.aten
 NEVER_RETURNS = "oneDNN's kernel was seen never to return on such a depthwise convolution"
@@ -143,4 +239,4 @@ RULES: dict[Any, Rule] = {
     **dict.fromkeys(CONVOLUTIONS, _convolution),
     **dict.fromkeys(TRANSPOSED, _transposed),
 }
-FAMILY = Family(RULES)
+CONVOLUTION_RULES = Family(RULES)

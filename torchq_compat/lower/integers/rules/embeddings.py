@@ -6,12 +6,9 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from torchq_compat.lower.integers.lowered_graph import LoweredGraph
+from torchq_compat.lower.integers.lowered_graph import Family, Kernel, LoweredGraph, Refusal
 from torchq_compat.lower.integers.qdq_graph import Site
-from torchq_compat.lower.integers.rules.rule import Family, Kernel, Refusal
-from torchq_compat.qspecs.qdq import DEQUANTIZE_PER_CHANNEL, is_dequantize
-
-__all__ = ["FAMILY"]
+from torchq_compat.read.qdq import DEQUANTIZE_PER_CHANNEL, is_dequantize
 
 ATEN = torch.ops.aten
 

@@ -1,7 +1,8 @@
-"""Ops that move values, or choose some of them: they run on the integers as they are, of any qparams."""
+"""Ops that move, join or average quantized tensors."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -9,22 +10,33 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from torchq_compat.annotate.passthrough_ops import preserves_values
-from torchq_compat.lower.integers.lowered_graph import LoweredGraph
-from torchq_compat.lower.integers.operators import MAX_POOL
+from torchq_compat.lower.integers.lowered_graph import (
+    Family,
+    Kernel,
+    LoweredGraph,
+    Refusal,
+    Rule,
+    is_signed,
+    numbers_of,
+)
+from torchq_compat.lower.integers.operators import ARITHMETIC, MAX_POOL, MEAN
 from torchq_compat.lower.integers.qdq_graph import (
     CLAMPS,
     SCALARS,
     Integers,
+    Site,
     arguments_of,
     example_value,
     integers_at,
     within,
 )
-from torchq_compat.qspecs.qparams import PerTensorQParams
+from torchq_compat.lower.integers.rules.tables import requantize
+from torchq_compat.ops import preserves_values
+from torchq_compat.read.qparams import PerTensorQParams
 from torchq_compat.support.upstream import OpOverload
 
-__all__ = ["COPYING", "clamp", "moved_qparams", "write_move"]
+# Ops that move values, or choose some of them: they run on the integers as they are, of any qparams.
+
 
 ATEN = torch.ops.aten
 POOLS = (ATEN.max_pool1d.default, ATEN.max_pool2d.default, ATEN.max_pool3d.default)
@@ -100,3 +112,104 @@ def clamp(lowered: LoweredGraph, source: Integers, low: float | None, high: floa
     """Write the integers of ``source`` between those of ``low`` and ``high``."""
     narrow = within(source.qparams, low, high)
     return lowered.call(ATEN.clamp.default, source.node, narrow.quant_min, narrow.quant_max)
+
+
+# Ops of several quantized tensors. Legacy: ``torch.ops.quantized.add``, ``mul`` and ``cat``.
+
+
+NOT_QUANTIZED = Refusal("its result is not quantized to 8 bits")
+
+
+def _pair_rule(operation: str) -> Rule:
+    def rule(site: Site) -> Kernel | Refusal | None:
+        given = site.op.args[:2]
+        if (
+            not all(isinstance(each, Node) and each.op != "get_attr" for each in given)
+            or given[0] is given[1]
+        ):
+            return None  # Of one tensor: a table.
+        left, right = map(integers_at, given)
+        if left is None or right is None:
+            return Refusal("its inputs are not both quantized per tensor to 8 bits")
+        if site.arguments.get("alpha", 1) != 1:
+            return Refusal("the kernel has no alpha")
+        qparams = site.result.qparams
+        if qparams is None:
+            return NOT_QUANTIZED
+
+        def write(lowered: LoweredGraph) -> Node:
+            x, y = ((each.node, each.qparams.scale, each.qparams.zero_point) for each in (left, right))
+            return lowered.call(ARITHMETIC, *x, *y, operation, *numbers_of(qparams), is_signed(qparams))
+
+        return Kernel(str(ARITHMETIC), write)
+
+    return rule
+
+
+def _cat(site: Site) -> Kernel | Refusal | None:
+    given = site.arguments["tensors"]
+    pieces = [integers_at(each) for each in given] if isinstance(given, (list, tuple)) else [None]
+    qparams = site.result.qparams
+    if any(piece is None for piece in pieces):
+        return Refusal("its inputs are not all quantized per tensor to 8 bits")
+    if qparams is None:
+        return None if len({piece.qparams for piece in pieces if piece}) == 1 else NOT_QUANTIZED
+
+    def write(lowered: LoweredGraph) -> Node:
+        moved = [requantize(lowered, piece, qparams) for piece in pieces if piece is not None]
+        return lowered.call(site.op.target, moved, site.arguments["dim"])
+
+    return Kernel(f"{site.op.target} on integers", write)
+
+
+RULES: dict[Any, Rule] = {
+    ATEN.add.Tensor: _pair_rule("add"),
+    ATEN.sub.Tensor: _pair_rule("sub"),
+    ATEN.mul.Tensor: _pair_rule("mul"),
+    ATEN.div.Tensor: _pair_rule("div"),
+    ATEN.maximum.default: _pair_rule("maximum"),
+    ATEN.minimum.default: _pair_rule("minimum"),
+    ATEN.cat.default: _cat,
+}
+PAIRS = Family(RULES)
+
+
+# Means over dimensions of a quantized tensor, and pools of one average. Legacy: FX calls ATen's kernels on
+# quantized tensors, which keep the qparams of the input.
+
+
+def _mean_rule(dims_of: Callable[[dict[str, Any]], Sequence[int] | None]) -> Rule:
+    def rule(site: Site) -> Kernel | Refusal | None:
+        source, qparams = integers_at(site.arguments["self"]), site.result.qparams
+        if source is None or qparams is None or site.arguments.get("dtype") is not None:
+            return Refusal("its input and its result are not both quantized per tensor to 8 bits")
+        dims = dims_of(site.arguments)
+        if dims is None:
+            return Refusal("it has no integer kernel for more than one average")
+
+        def write(lowered: LoweredGraph) -> Node:
+            x = (source.node, source.qparams.scale, source.qparams.zero_point)
+            keeps = bool(site.arguments.get("keepdim", True))
+            return lowered.call(MEAN, *x, list(dims), keeps, *numbers_of(qparams), is_signed(qparams))
+
+        return Kernel(str(MEAN), write)
+
+    return rule
+
+
+def _of_pool(arguments: dict[str, Any]) -> Sequence[int] | None:
+    sizes = arguments["output_size"]
+    return [index - len(sizes) for index in range(len(sizes))] if all(size == 1 for size in sizes) else None
+
+
+AVERAGE_POOLS: tuple[Any, ...] = (
+    ATEN.adaptive_avg_pool1d.default,
+    ATEN.adaptive_avg_pool2d.default,
+    ATEN.adaptive_avg_pool3d.default,
+)
+MEANS = Family(
+    {
+        ATEN.mean.dim: _mean_rule(lambda arguments: arguments["dim"]),
+        **dict.fromkeys(AVERAGE_POOLS, _mean_rule(_of_pool)),
+    }
+)

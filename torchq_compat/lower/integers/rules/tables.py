@@ -1,8 +1,4 @@
-"""Ops on one quantized tensor, value by value: a table of 256, which the reference's own ops compute.
-
-Legacy: ``nnq.Hardswish``, ``nnq.LeakyReLU``, ``nnq.ELU``, ``nnq.Sigmoid``, ... . Here any such op, any chain
-of them, and a number or a constant for each channel that is added or multiplied.
-"""
+"""Ops on one quantized tensor, value by value or channel by channel."""
 
 from __future__ import annotations
 
@@ -15,8 +11,15 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from torchq_compat.lower.integers.lowered_graph import LoweredGraph
-from torchq_compat.lower.integers.operators import LOOKUP
+from torchq_compat.lower.integers.lowered_graph import (
+    Family,
+    Kernel,
+    LoweredGraph,
+    Refusal,
+    is_signed,
+    numbers_of,
+)
+from torchq_compat.lower.integers.operators import AFFINE, LOOKUP
 from torchq_compat.lower.integers.qdq_graph import (
     Integers,
     Site,
@@ -27,13 +30,16 @@ from torchq_compat.lower.integers.qdq_graph import (
     only_reader,
     rank_of,
 )
-from torchq_compat.lower.integers.rules.rule import Kernel, Refusal
-from torchq_compat.qspecs.qdq import QUANTIZE
-from torchq_compat.qspecs.qparams import PerTensorQParams
+from torchq_compat.read.qdq import QUANTIZE
+from torchq_compat.read.qparams import PerTensorQParams
 from torchq_compat.support.dtypes import KERNEL_DTYPES
 from torchq_compat.support.upstream import OpOverload
 
-__all__ = ["is_by_value", "requantize", "table_of_chain"]
+# Ops on one quantized tensor, value by value: a table of 256, which the reference's own ops compute.
+#
+# Legacy: ``nnq.Hardswish``, ``nnq.LeakyReLU``, ``nnq.ELU``, ``nnq.Sigmoid``, ... . Here any such op, any
+# chain of them, and a number or a constant for each channel that is added or multiplied.
+
 
 ATEN = torch.ops.aten
 BATCH_NORM = ATEN.batch_norm.default
@@ -174,3 +180,31 @@ def requantize(lowered: LoweredGraph, source: Integers, qparams: PerTensorQParam
         return source.node
     table = qparams.quantize(source.qparams.dequantize(BYTES[source.qparams.dtype]))
     return lowered.call(LOOKUP, source.node, lowered.constant(table), 0)
+
+
+# Batch norms of a quantized tensor. Legacy: ``nnq.BatchNorm2d``, ``nniq.BNReLU2d`` and the 3d ones.
+
+
+def _batch_norm(site: Site) -> Kernel | Refusal | None:
+    source, qparams = integers_at(site.arguments["input"]), site.result.qparams
+    if site.arguments["training"]:
+        return Refusal("it normalizes by the statistics of its input")
+    if source is None or qparams is None:
+        return Refusal("its input and its result are not both quantized per tensor to 8 bits")
+    weight, bias, mean, variance = map(site.constant, ("weight", "bias", "running_mean", "running_var"))
+    if mean is None or variance is None:
+        return Refusal("its statistics are no constants")
+    # Formula: torch.nn.BatchNorm2d, as one factor and one offset for each channel.
+    factor = torch.rsqrt(variance.double() + site.arguments["eps"])
+    factor = factor if weight is None else factor * weight
+    offset = -mean * factor if bias is None else bias - mean * factor
+
+    def write(lowered: LoweredGraph) -> Node:
+        x = (source.node, source.qparams.scale, source.qparams.zero_point)
+        numbers = (lowered.constant(each.to(torch.float32)) for each in (factor, offset))
+        return lowered.call(AFFINE, *x, *numbers, 1, *numbers_of(qparams), is_signed(qparams))
+
+    return Kernel(str(AFFINE), write)
+
+
+BATCH_NORMS = Family({torch.ops.aten.batch_norm.default: _batch_norm})

@@ -1,0 +1,82 @@
+"""Generate pages, and generated blocks in pages that are written by hand."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from migration.generate.known_differences import changelog_list, guide_table, read_known_differences
+from migration.generate.pictures import pictures
+from migration.generate.results_table import results_table
+from migration.generate.support_table import support_page
+from torchq_compat.port.scanner import CONSTRUCTS
+
+#: A link in the page of contents to a page of the guide.
+PAGE = re.compile(r"\]\((guide/[\w-]+\.md)[)#]")
+#: The lines of the contents about what ``scan`` finds, one for each code.
+CODES = re.compile(r'(?:^ {4}- <a id="tq\d[^\n]*\n)+', re.MULTILINE)
+
+
+def made_pages(checkout: Path) -> Iterator[tuple[Path, str]]:
+    """Generate every page that is generated in part or whole.
+
+    Args:
+        checkout: the root of the repository.
+
+    Yields:
+        The file, and the text it should have.
+    """
+    changelog, source = checkout / "CHANGELOG.md", checkout / "migration" / "known_differences.toml"
+    differences = read_known_differences(source)
+    blocks = {
+        "constructs": _constructs(),
+        "known differences": guide_table(differences),
+        "results": results_table(checkout / "migration" / "benchmarks.json"),
+    }
+    contents, *pages = guide_pages(checkout)
+    yield contents, CODES.sub(lambda _: _codes(), contents.read_text(), count=1)
+    for page in [checkout / "README.md", *pages]:
+        text = page.read_text()
+        held = [name for name in blocks if f"<!-- begin: {name}." in text]
+        for name in held:
+            text = with_block(text, name, blocks[name])
+        if held:
+            yield page, text
+    yield changelog, with_block(changelog.read_text(), "known differences", changelog_list(differences))
+    yield checkout / "migration" / "support.md", support_page(source)
+    for name, picture in pictures().items():
+        yield checkout / "migration" / "pictures" / name, picture
+
+
+def guide_pages(checkout: Path) -> list[Path]:
+    """Return the pages of the guide in reading order: the page of contents, then those it links to."""
+    contents = checkout / "migration" / "README.md"
+    linked = dict.fromkeys(PAGE.findall(contents.read_text()))
+    return [contents, *(contents.parent / name for name in linked)]
+
+
+def _codes() -> str:
+    return "".join(
+        f'    - <a id="{each.anchor}"></a>[{each.code} {each.title}](guide/findings.md#{each.anchor})\n'
+        for each in CONSTRUCTS.values()
+    )
+
+
+def _constructs() -> str:
+    return "\n".join(construct.section for construct in CONSTRUCTS.values())
+
+
+def with_block(text: str, name: str, block: str) -> str:
+    """Put ``block`` between the comments ``<!-- begin: name. ... -->`` and ``<!-- end: name -->``.
+
+    Raises:
+        ValueError: ``text`` does not have the two comments exactly once.
+    """
+    pattern = re.compile(
+        rf"(<!-- begin: {re.escape(name)}\.[^\n]*-->\n\n).*?(\n<!-- end: {re.escape(name)} -->)", re.DOTALL
+    )
+    made, count = pattern.subn(lambda match: match[1] + block + match[2], text)
+    if count != 1:
+        raise ValueError(f"{count} blocks are named {name!r}")
+    return made

@@ -1,0 +1,59 @@
+"""``torchq-compat explain`` and ``--version``: the guide's text, offline, and without torch."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+
+from torchq_compat.cli import main
+from torchq_compat.port.explain_command import explained
+from torchq_compat.port.scanner import CONSTRUCTS, RETIRED
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.mark.parametrize("width", [80, 200])
+@pytest.mark.parametrize("code", [*CONSTRUCTS, *RETIRED])
+def test_every_code_has_its_text(code: str, width: int) -> None:
+    text = explained(code.lower(), width)
+    construct = CONSTRUCTS.get(code) or RETIRED[code]
+    assert text.startswith(f"{code} {construct.title}\n\nBecomes ")
+    words = re.sub(r"```\w*", "", construct.guide).replace("`", "").split()
+    assert len(words) >= 7
+    assert " ".join(words) in " ".join(text.split())
+    prose = [line for line in text.splitlines() if not line.startswith("    ")]
+    assert max(map(len, prose)) <= width
+
+
+def test_several_codes_and_the_list(capsys: Capture) -> None:
+    assert main(["explain", "TQ101", "TQ110"]) == 0
+    out = capsys.readouterr().out
+    assert out.index("TQ101 quantize_fx functions") < out.index("TQ110 TorchScript")
+    assert "scan does not list it any more" in out
+    assert main(["explain"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == len(CONSTRUCTS)
+
+
+def test_a_code_that_there_is_not(capsys: Capture) -> None:
+    assert main(["explain", "TQ999"]) == 2
+    assert re.match(r"torchq-compat: error: there is no code 'TQ999'. Hint: .*TQ101", capsys.readouterr().err)
+
+
+def test_without_torch() -> None:
+    code = (
+        "import sys\nfrom torchq_compat.cli import main\nmain(['explain', 'TQ105'])\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "TQ105 qconfig_dict" in done.stdout
+
+
+def test_version(capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"torchq-compat {version('torchq-compat')}\n"

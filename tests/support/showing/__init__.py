@@ -1,1 +1,0 @@
-"""Tests of how reports are shown."""

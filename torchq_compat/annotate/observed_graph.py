@@ -1,0 +1,429 @@
+"""torchao's prepare and convert of one graph, with FX's rules for its observers."""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import nullcontext
+from enum import Enum
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+from torchao.quantization.pt2e.fake_quantize import FakeQuantizeBase
+from torchao.quantization.pt2e.observer import (
+    FixedQParamsObserver,
+    NoopObserver,
+    PlaceholderObserver,
+    RecordingObserver,
+)
+from torchao.quantization.pt2e.quantizer import Quantizer
+from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
+
+from torchq_compat.annotate import batch_norm
+from torchq_compat.annotate.annotation import NodeSpecs, OuterGraphQuantizer, SpecQuantizer, op_record
+from torchq_compat.read.observer_classes import converts_otherwise, use_observer_qparams
+from torchq_compat.read.observers import (
+    DynamicQuantization,
+    LegacyFakeQuantizeAdapter,
+    WeightObserver,
+    adapted,
+    is_of_torch_ao,
+)
+from torchq_compat.read.qparams import has_loaded_qparams, qparams_of, set_loaded_observer
+from torchq_compat.support import metadata
+from torchq_compat.support.dtypes import SIXTEEN_BITS, dtype_range, is_integer, plain_dtype
+from torchq_compat.support.graph_nodes import attribute_of, module_path_of
+from torchq_compat.support.torch_ao import observer as legacy_observer
+from torchq_compat.support.torchao_flow import prepare_pt2e
+from torchq_compat.support.upstream import FakeTensor, is_activation_post_process
+
+# Observers that a script replaced or removed between prepare and convert.
+#
+# Scripts and toolkits set ``prepared.activation_post_process_0`` to another observer of torch.ao, or erase
+# the node. torchao's convert knows its own classes only, and would leave the value float without a word.
+
+
+class ObservedPlace(NamedTuple):
+    """A place that prepare observes.
+
+    Attributes:
+        target: the path of the observer.
+        op: the path of the op in its decision; empty if the value belongs to none.
+        is_weight: whether it observes a weight of the model.
+    """
+
+    target: str
+    op: str
+    is_weight: bool
+
+
+def observed_op(observer_node: Node) -> str:
+    """Return the label of the op whose result, else whose input or weight, ``observer_node`` observes."""
+    for node in (observer_node.args[0], *observer_node.users):
+        record = op_record(node) if isinstance(node, Node) else None
+        if record is not None:
+            return record.label
+    return ""
+
+
+def observed_places(prepared: GraphModule) -> Iterator[ObservedPlace]:
+    """Yield the places that ``prepared`` observes, in graph order."""
+    for node, module in _called(prepared):
+        if is_activation_post_process(module):
+            source = node.args[0]
+            is_weight = isinstance(source, Node) and source.op == "get_attr"
+            yield ObservedPlace(str(node.target), observed_op(node), is_weight)
+
+
+def adopt_observers(prepared: GraphModule) -> tuple[str, ...]:
+    """Adapt the observers of torch.ao in ``prepared``, which is changed, to torchao's convert; they keep what
+    they have observed. Return their paths."""
+    adopted: dict[int, nn.Module] = {}
+    for node, module in _called(prepared):
+        if is_of_torch_ao(module):
+            # A shared observer is one module under several names.
+            prepared.set_submodule(str(node.target), adopted.setdefault(id(module), adapted(module)))
+    return tuple(
+        dict.fromkeys(str(node.target) for node, module in _called(prepared) if module in adopted.values())
+    )
+
+
+def _called(prepared: GraphModule) -> list[tuple[Node, nn.Module]]:
+    return [
+        (node, prepared.get_submodule(str(node.target)))
+        for node in prepared.graph.nodes
+        if node.op == "call_module"
+    ]
+
+
+# torchao's prepare and convert of one graph: prepare with given specs, convert with FX's ranges.
+#
+# The outer graph and every recurrent cell go through ``prepare_graph`` or ``prepare_with``, and
+# ``convert_graph``.
+
+
+TO_DTYPE = torch.ops.aten.to.dtype
+#: Operators that call a graph module -> the position of that argument.
+BODY_OF_LOOP = {torch.ops.higher_order.scan: 0, torch.ops.higher_order.while_loop: 1}
+
+
+def prepare_graph(
+    graph_module: GraphModule,
+    decide: Callable[[GraphModule], Mapping[Node, NodeSpecs]],
+    *,
+    is_qat: bool,
+    cumulative: Collection[str] = (),
+) -> GraphModule:
+    """Put observers (or fake-quantizes) into ``graph_module`` where ``decide`` says."""
+    return prepare_with(graph_module, SpecQuantizer(decide), is_qat=is_qat, cumulative=cumulative)
+
+
+def prepare_with(
+    graph_module: GraphModule, quantizer: Quantizer, *, is_qat: bool, cumulative: Collection[str] = ()
+) -> GraphModule:
+    """Put observers (or fake-quantizes) into ``graph_module`` where ``quantizer`` says.
+
+    Args:
+        cumulative: what ``batch_norm.before_capture`` returned.
+    """
+    asked = OuterGraphQuantizer(quantizer)
+    prepared = batch_norm.prepare(graph_module, asked, is_qat=is_qat, cumulative=cumulative)
+    if is_qat:
+        _prepare_bodies(prepared, asked)
+    _call_shared_observers_by_one_name(prepared)
+    return _allow_train_eval(prepared)
+
+
+def calibrate_with_float_weights(prepared: GraphModule) -> None:
+    """Let the fake-quantizes of weights only observe, for calibration: FX has them in training only."""
+    for node, module in observer_nodes(prepared):
+        source = node.args[0]
+        assert isinstance(source, Node)
+        if _fake_quantizes_weight(source, module):
+            module.disable_fake_quant()  # type: ignore[operator]
+
+
+def convert_graph(
+    prepared: GraphModule, *, as_fx: bool = True, is_trained: bool = True, observer_qparams: bool = False
+) -> GraphModule:
+    """Replace the observers of ``prepared`` by q-dq. This changes ``prepared``: pass a copy.
+
+    Args:
+        as_fx: whether to clamp to FX's ranges and choose dynamic qparams as FX does, not as torchao does.
+        is_trained: whether to keep the ranges that fake-quantizes clamped to in training.
+        observer_qparams: whether fake-quantizes convert with their observers' qparams and the dtype's
+            range, as in FX. The metadata of the result name what this changes, or would change.
+    """
+    otherwise: list[str] = []
+    adopt_observers(prepared)
+
+    def fix_observers(folded: GraphModule) -> None:
+        _observe_weights(folded)
+        if as_fx:
+            otherwise.extend(_ops_converted_otherwise(folded, is_trained=is_trained))
+            if observer_qparams:
+                _use_observer_qparams(folded)
+            _freeze_activation_observers(folded, is_trained=is_trained and not observer_qparams)
+            _quantize_on_the_fly(folded)
+        _use_loaded_qparams(folded)
+        _cast_around_observers(folded)
+        _forget_annotations(folded)
+
+    converted = _allow_train_eval(batch_norm.convert(prepared, fix_observers))
+    metadata.FX_CONVERTS_OTHERWISE.write(converted, tuple(dict.fromkeys(otherwise)))
+    return converted
+
+
+def observer_nodes(graph_module: GraphModule) -> Iterator[tuple[Node, nn.Module]]:
+    """Yield each node that calls an observer or fake-quantize, with the module it calls."""
+    for node in graph_module.graph.nodes:
+        if node.op == "call_module":
+            module = graph_module.get_submodule(str(node.target))
+            if is_activation_post_process(module):
+                yield node, module
+
+
+class ObserverFault(Enum):
+    """The reason why the qparams of an observer would be meaningless."""
+
+    UNSEEN = "has seen no data"
+    NOT_FINITE = "has seen NaN or infinity"
+    NO_QPARAMS = "computes no qparams"
+
+
+#: Observers that only record, or only name a dtype, and never have a scale.
+WITHOUT_QPARAMS = (
+    *(NoopObserver, PlaceholderObserver, RecordingObserver),
+    *(legacy_observer.NoopObserver, legacy_observer.PlaceholderObserver, legacy_observer.RecordingObserver),
+)
+
+
+def observer_faults(graph_module: GraphModule) -> list[tuple[str, ObserverFault]]:
+    """Return the label and the fault of each observer in ``graph_module`` that cannot be converted."""
+    found = []
+    for node, module in observer_nodes(graph_module):
+        if not _quantizes_static(module):
+            continue
+        if isinstance(module, WeightObserver):
+            fault = ObserverFault.NO_QPARAMS if isinstance(module.observer, WITHOUT_QPARAMS) else None
+        else:
+            fault = _fault(module)
+        if fault is not None:
+            found.append((observer_label(node), fault))
+    return found
+
+
+def observers_without_infinity(graph_module: GraphModule) -> list[str]:
+    """Return the labels of the observers that have met infinite values and ignored them."""
+    return [
+        observer_label(node)
+        for node, module in observer_nodes(graph_module)
+        if any(getattr(part, "left_out_infinity", False) for part in module.modules())
+    ]
+
+
+def observer_label(node: Node) -> str:
+    """Return a readable label of the observer that ``node`` calls: module path, observed op, observer."""
+    source = node.args[0]
+    assert isinstance(source, Node)
+    path = module_path_of(source)
+    if not path:
+        return f"{source.name} ({node.target})"
+    name = path if path.replace(".", "_") == source.name else f"{path}/{source.name}"
+    return f"{name} ({node.target})"
+
+
+def _call_shared_observers_by_one_name(prepared: GraphModule) -> None:
+    """Call each shared observer by its first name: torchao registers it once per node, but
+    ``named_modules()`` has only the first name."""
+    first = {module: path for path, module in prepared.named_modules()}
+    again = [(node, first[m]) for node, m in observer_nodes(prepared) if node.target != first[m]]
+    for node, path in again:
+        prepared.delete_submodule(str(node.target))
+        node.target = path
+    if again:
+        prepared.recompile()
+
+
+def _prepare_bodies(prepared: GraphModule, asked: OuterGraphQuantizer) -> None:
+    """Prepare the bodies of loops: torchao's convert handles them, its prepare for training does not (torchao
+    0.18)."""
+    for node in list(prepared.graph.nodes):
+        if node.target in BODY_OF_LOOP:
+            name = str(node.args[BODY_OF_LOOP[node.target]].target)
+            body = prepared.get_submodule(name)
+            assert isinstance(body, GraphModule)
+            setattr(prepared, name, prepare_pt2e(body, asked))
+
+
+def _allow_train_eval(graph_module: GraphModule) -> GraphModule:
+    """Restore train() and eval() of the graph and of loop bodies: torchao makes them raise, but scripts call
+    them."""
+    for module in graph_module.modules():
+        if isinstance(module, GraphModule):
+            module.__dict__.pop("train", None)
+            module.__dict__.pop("eval", None)
+    return graph_module
+
+
+def _observe_weights(prepared: GraphModule) -> None:
+    """Let the observers of weights observe them, and the fake-quantizes of weights once more, as their next
+    call in evaluation would: since the last call the optimizer and the folded batch norm changed the weights.
+    """
+    for node, module in observer_nodes(prepared):
+        source = node.args[0]
+        assert isinstance(source, Node)
+        if isinstance(module, WeightObserver):
+            module.observe_attribute(prepared, str(source.target))
+        elif _fake_quantizes_weight(source, module) and not has_loaded_qparams(module):
+            if _fault(module) is ObserverFault.UNSEEN:
+                module.disable_fake_quant()  # type: ignore[operator]  # No training used its qparams.
+            module(attribute_of(prepared, source).detach())
+
+
+def _fake_quantizes_weight(source: Node, module: nn.Module) -> bool:
+    return isinstance(module, FakeQuantizeBase) and source.op == "get_attr"
+
+
+def _freeze_activation_observers(prepared: GraphModule, *, is_trained: bool) -> None:
+    """Replace each static per-tensor observer by one with its final qparams and the range FX clamps to.
+
+    A reduced-range observer has quant_max 127, and PT2E's quantize op would saturate there; FX's saturates
+    at the dtype's own 255. Inside the calibrated range both give the same integers.
+    """
+    # List all nodes first: nodes that share an observer share its name, which the frozen one replaces.
+    for node, module in list(observer_nodes(prepared)):
+        if isinstance(module, WeightObserver) or not _quantizes_static(module):
+            continue
+        with warnings.catch_warnings():
+            # The caller warns once about all observers without data, with their paths.
+            warnings.simplefilter("ignore")
+            scale, zero_point = qparams_of(module)
+        if scale.numel() != 1:
+            continue
+        dtype = plain_dtype(module.dtype)  # type: ignore[arg-type]
+        quant_min, quant_max = _range_of_quantize_op(module, dtype, is_trained=is_trained)
+        frozen = FixedQParamsObserver(
+            scale=float(scale),
+            zero_point=int(zero_point),
+            dtype=dtype,
+            quant_min=quant_min,
+            quant_max=quant_max,
+        )
+        prepared.set_submodule(str(node.target), frozen)
+
+
+def _ops_converted_otherwise(prepared: GraphModule, *, is_trained: bool) -> Iterator[str]:
+    """Yield the labels of the ops with a result, an input or a weight that FX does not convert as trained."""
+    for node, module in observer_nodes(prepared):
+        if not converts_otherwise(module, is_trained=is_trained):
+            continue
+        label = observed_op(node)
+        if label:
+            yield label
+
+
+def activations_as_observed(prepared: GraphModule) -> None:
+    """Let the fake-quantizes of activations convert with their observers' qparams, for custom modules, which
+    read them before the graph is converted."""
+    for node, module in observer_nodes(prepared):
+        source = node.args[0]
+        assert isinstance(source, Node)
+        if source.op != "get_attr":
+            use_observer_qparams(module)
+
+
+def _use_observer_qparams(prepared: GraphModule) -> None:
+    for _, module in observer_nodes(prepared):
+        use_observer_qparams(module)
+
+
+def _use_loaded_qparams(prepared: GraphModule) -> None:
+    """Put the loaded qparams where torchao's convert reads them; weight observers do this themselves."""
+    for node, module in observer_nodes(prepared):
+        if has_loaded_qparams(module) and not isinstance(module, WeightObserver):
+            set_loaded_observer(prepared, str(node.target))
+
+
+def _quantize_on_the_fly(prepared: GraphModule) -> None:
+    """Replace each dynamic observer by the dynamic quantization of FX's reference conversion."""
+    for node, module in observer_nodes(prepared):
+        if not isinstance(module, WeightObserver) and getattr(module, "is_dynamic", False):
+            prepared.set_submodule(str(node.target), DynamicQuantization.of(module))
+
+
+def _forget_annotations(prepared: GraphModule) -> None:
+    """Remove the annotations of ``prepared``, a copy: they name nodes of the original, whose q-dq torchao's
+    convert would look for."""
+    for node in prepared.graph.nodes:
+        node.meta.pop(Q_ANNOTATION_KEY, None)
+
+
+def _cast_around_observers(prepared: GraphModule) -> None:
+    """Insert casts to float32 and back around observers of other float dtypes.
+
+    quantized_decomposed's quantize accepts float32 only, so float64 is cast. For float16 and bfloat16, a
+    dynamic q-dq pair and one of dtype float16 return float32, which is cast back.
+    """
+    graph = prepared.graph
+    for node, module in list(observer_nodes(prepared)):
+        source = node.args[0]
+        assert isinstance(source, Node)
+        value = source.meta.get("val")
+        if not isinstance(value, Tensor) or not _comes_out_narrow(module, value.dtype):
+            continue
+        with graph.inserting_before(node):
+            narrow = graph.call_function(TO_DTYPE, (source, torch.float32))
+        with value.fake_mode if isinstance(value, FakeTensor) else nullcontext():
+            narrow.meta["val"] = value.float()
+        node.args = (narrow,)
+        with graph.inserting_after(node):
+            wide = graph.call_function(TO_DTYPE, (node, value.dtype))
+        wide.meta["val"] = value
+        node.replace_all_uses_with(wide, delete_user_cb=partial(operator.is_not, wide))
+
+
+def _comes_out_narrow(module: nn.Module, dtype: torch.dtype) -> bool:
+    """Return whether the q-dq pair of ``module`` would change the ``dtype`` of its input."""
+    if dtype in (torch.float16, torch.bfloat16):
+        return getattr(module, "is_dynamic", False) or getattr(module, "dtype", None) is torch.float16
+    return dtype is torch.float64
+
+
+def _range_of_quantize_op(module: nn.Module, dtype: torch.dtype, *, is_trained: bool) -> tuple[int, int]:
+    """Return the range that the quantize op of ``module`` clamps to: the dtype's range, as in FX.
+
+    The observer's own range is kept if the model was trained with it (a fake-quantize clamps to it), if it
+    was given with fixed qparams, and for dtypes that FX does not have.
+    """
+    source = getattr(module, "activation_post_process", module)
+    trained_to = is_trained and isinstance(module, FakeQuantizeBase)
+    if trained_to or isinstance(source, FixedQParamsObserver) or dtype in SIXTEEN_BITS:
+        return int(source.quant_min), int(source.quant_max)  # type: ignore[arg-type]
+    return dtype_range(dtype)
+
+
+def _quantizes_static(module: nn.Module) -> bool:
+    return is_integer(module.dtype) and not getattr(module, "is_dynamic", False)  # type: ignore[arg-type]
+
+
+def _fault(module: nn.Module) -> ObserverFault | None:
+    if has_loaded_qparams(module):
+        return None
+    if isinstance(module, LegacyFakeQuantizeAdapter) and module.learns_qparams:
+        scale, _ = module.calculate_qparams()
+        return None if bool(scale.isfinite().all()) else ObserverFault.NOT_FINITE
+    if isinstance(getattr(module, "legacy", module), WITHOUT_QPARAMS):
+        return ObserverFault.NO_QPARAMS
+    for part in module.modules():
+        low, high = getattr(part, "min_val", None), getattr(part, "max_val", None)
+        if isinstance(low, Tensor) and isinstance(high, Tensor):
+            if low.numel() == 0 or bool(((low == torch.inf) & (high == -torch.inf)).any()):
+                return ObserverFault.UNSEEN
+            if not bool(low.isfinite().all() and high.isfinite().all() and (low <= high).all()):
+                return ObserverFault.NOT_FINITE
+    return None

@@ -1,0 +1,264 @@
+"""Specs for operators with several outputs, for any torchao Quantizer.
+
+torchao's prepare silently drops the ``output_qspec`` of a node whose value is not a tensor (``chunk``,
+``topk`` ...). ``annotate_outputs`` accepts one spec per output and writes each where prepare reads it: on the
+``getitem`` node of the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+from torchao.quantization.pt2e.quantizer import QuantizationAnnotation
+from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
+from torchao.quantization.pt2e.quantizer.quantizer import QuantizationSpecBase as Spec
+
+from torchq_compat.annotate.sharing import (
+    EdgeOrNode,
+    Output,
+    Source,
+    SpecTable,
+    canonical,
+    canonical_source,
+    check_input,
+    checked_spec,
+    checked_value,
+    has_several,
+    node_at,
+    output_values,
+    shown_source,
+    with_nodes,
+)
+from torchq_compat.errors import AnnotationError
+from torchq_compat.support.argument_checks import (
+    ANYTHING,
+    FLAG,
+    checked_arguments,
+    instance_of,
+    mapping_of,
+    sequence_of,
+)
+
+# Write settled specs into the annotations, where torchao's prepare reads them.
+
+
+def write_specs(graph: Graph, specs: Mapping[EdgeOrNode, Spec]) -> None:
+    """Write ``specs`` into the annotations of ``graph``, in their order, in which torchao makes observers.
+
+    Args:
+        specs: point -> spec, for every point of the graph that has one.
+    """
+    consumers = {point[1] for point in specs if isinstance(point, tuple)}
+    left_alone = {consumer: _left_alone(consumer) for consumer in consumers}
+    # From here on getitems are made and merged: a node found earlier may have been erased.
+    spelled = {point: with_nodes(spec, node_at) for point, spec in specs.items()}
+    for consumer, sources in left_alone.items():
+        consumer.meta[Q_ANNOTATION_KEY].input_qspec_map = {node_at(source): None for source in sources}
+    for point, spec in spelled.items():
+        if isinstance(point, tuple):
+            source, consumer = point
+            consumer.meta[Q_ANNOTATION_KEY].input_qspec_map[node_at(source)] = spec
+        else:
+            annotation = node_at(point).meta.setdefault(Q_ANNOTATION_KEY, QuantizationAnnotation())
+            annotation.output_qspec, annotation._annotated = spec, True
+    for node in graph.nodes:
+        annotation = node.meta.get(Q_ANNOTATION_KEY)
+        if annotation is not None and has_several(node):
+            annotation.output_qspec = None  # Each output has its own spec now.
+
+
+def _left_alone(consumer: Node) -> list[Source]:
+    """Return the inputs that the annotation of ``consumer`` names without a spec."""
+    inputs = consumer.meta[Q_ANNOTATION_KEY].input_qspec_map
+    return [canonical_source(source) for source, spec in inputs.items() if spec is None]
+
+
+# Annotate a node with one spec per output: check the specs, and write them where torchao reads them.
+
+
+# An error about a spec names its point, so the specs are not checked here.
+@checked_arguments(
+    node=instance_of(Node, what="a torch.fx.Node"),
+    input_specs=mapping_of(instance_of(Node, Output, what="a torch.fx.Node or Output"), ANYTHING),
+    output_specs=sequence_of(ANYTHING),
+    allow_implicit_sharing=FLAG,
+)
+def annotate_outputs(
+    node: Node,
+    input_specs: Mapping[Node | Output, Spec | None],
+    output_specs: Sequence[Spec | None],
+    *,
+    allow_implicit_sharing: bool = True,
+) -> None:
+    """Annotate ``node`` with one spec per input and one per output; call it in ``Quantizer.annotate``.
+
+    Every kind of torchao spec works for an input and for an output, and may refer to an output:
+    ``SharedQuantizationSpec(Output(node, 1))``, also from a point before that output, and
+    ``DerivedQuantizationSpec(derived_from=[(x, node), Output(node, 0)], ...)``. Sharing is transitive, and
+    implicit for one tensor observed with equal settings, as in torchao's prepare. An unused output gets a
+    getitem node; several getitems of one output are merged. On an error the graph is unchanged.
+
+    Args:
+        node: a node of a graph captured by torch.export; it may also have a single output.
+        input_specs: input node or ``Output`` -> spec; None, or leaving an input out, means no spec.
+        output_specs: one spec per output, in order; None means no spec.
+        allow_implicit_sharing: as in torchao's QuantizationAnnotation, for the inputs of ``node``.
+
+    Raises:
+        AnnotationError: a spec is for something that is not an input, an output or a float tensor; torchao
+            cannot apply it, as in ``check_annotations``; its point has another spec already; references form
+            a circle, or derive from a point that comes later.
+
+    Example:
+        >>> import torch
+        >>> from torchao.quantization.pt2e.observer import MinMaxObserver
+        >>> from torchao.quantization.pt2e.quantizer import QuantizationSpec, SharedQuantizationSpec
+        >>> from torchq_compat import Output, annotate_outputs
+        >>> class Halves(torch.nn.Module):
+        ...     def forward(self, x):
+        ...         first, second = x.chunk(2)
+        ...         return first + second
+        >>> graph = torch.export.export(Halves(), (torch.randn(4, 3),)).module().graph
+        >>> (chunk,) = graph.find_nodes(op="call_function", target=torch.ops.aten.chunk.default)
+        >>> int8 = QuantizationSpec(torch.int8, MinMaxObserver, -128, 127, torch.per_tensor_affine)
+        >>> annotate_outputs(chunk, {chunk.args[0]: int8}, [int8, SharedQuantizationSpec(Output(chunk, 0))])
+    """
+    told = _told(node, input_specs, output_specs)
+    table = SpecTable(node.graph)
+    for point, spec in told.items():
+        table.tell(point, spec)
+    table.check_circles()
+    settled = table.settled()
+    annotation = node.meta.setdefault(Q_ANNOTATION_KEY, QuantizationAnnotation())
+    annotation._annotated = True
+    annotation.allow_implicit_sharing = allow_implicit_sharing
+    write_specs(node.graph, settled)
+
+
+def _told(
+    node: Node, input_specs: Mapping[Node | Output, Spec | None], output_specs: Sequence[Spec | None]
+) -> dict[EdgeOrNode, Spec]:
+    """Return the specs by point, each checked on its own."""
+    values = output_values(node)
+    if len(output_specs) != len(values):
+        raise AnnotationError(
+            f"{len(output_specs)} output specs were given for node {node.name!r} ({node.target}), "
+            f"which has {len(values)} outputs.",
+            hint="give one spec per output, in order; None leaves an output alone.",
+        )
+    told: dict[EdgeOrNode, Spec] = {}
+    spelled: dict[EdgeOrNode, Source] = {}
+    for source, spec in input_specs.items():
+        edge = canonical((source, node))
+        check_input(node, source)
+        if spec is None:
+            continue
+        if edge in told and told[edge] != _checked(edge, spec):
+            raise AnnotationError(
+                f"{shown_source(spelled[edge])} and {shown_source(source)} are the same input of node "
+                f"{node.name!r} ({node.target}), and have different specs.",
+                hint="leave one of the two out: getitems of one output carry the same tensor.",
+            )
+        told[edge] = _checked(edge, spec)
+        spelled[edge] = source
+    for index, spec in enumerate(output_specs):
+        if spec is not None:
+            point = canonical(Output(node, index))
+            told[point] = _checked(point, spec)
+    return told
+
+
+def _checked(point: EdgeOrNode, spec: Spec) -> Spec:
+    checked_value(point)
+    return checked_spec(point, spec)
+
+
+# Check every annotation of a graph, so that torchao either applies it or an error is raised.
+#
+# torchao's prepare silently drops an ``output_qspec`` on a node with several outputs, and a spec on an edge
+# it does not observe; with an observer of torch.ao it quantizes nothing. A ``ComposableQuantizer`` does not
+# call the ``validate`` of its quantizers. So the graph itself is checked, independent of the Quantizer.
+
+
+@checked_arguments(model=instance_of(GraphModule))
+def check_annotations(model: GraphModule) -> None:
+    """Check every annotation of ``model`` and rewrite it in the form that torchao applies.
+
+    Call it on an annotated graph, for example in ``Quantizer.validate``. ``prepare_fx`` and
+    ``prepare_qat_fx`` call it themselves for every Quantizer.
+
+    - An ``output_qspec`` on an operator with several outputs moves to the outputs: a single spec to every
+      float output, a sequence one by one, with None for an output without a spec.
+    - Observers and fake-quantizes of torch.ao become torchao's, with the settings of their spec.
+    - References are resolved: a spec may share with a point that is annotated later.
+
+    Args:
+        model: an annotated graph captured by torch.export; changed in place, unless there is an error.
+
+    Raises:
+        AnnotationError: torchao would drop a spec or could not apply it: it is for something that is not a
+            float tensor or a positional input, not one per output, without a qscheme, with an observer that
+            cannot be made, or the second at one point; or it refers to a point without a spec, in a circle,
+            or, if derived, to a later point.
+
+    Example:
+        >>> import torch
+        >>> from torchq_compat import check_annotations
+        >>> class Halves(torch.nn.Module):
+        ...     def forward(self, x):
+        ...         return x.chunk(2)
+        >>> graph = torch.export.export(Halves(), (torch.randn(4, 2),)).module()
+        >>> check_annotations(graph)  # nothing is annotated, so nothing is wrong
+    """
+    for node in model.graph.nodes:
+        _check_annotation(node)
+    table = SpecTable(model.graph)
+    for point in table.specs:
+        checked_value(point)
+    table.check_circles()
+    table.check_observed()
+    write_specs(model.graph, table.settled())
+
+
+#: The name of ``check_annotations`` when it checked references only.
+check_sharing = check_annotations
+
+
+def _check_annotation(node: Node) -> None:
+    """Refuse an annotation of ``node`` that no point of the graph corresponds to."""
+    annotation = node.meta.get(Q_ANNOTATION_KEY)
+    if annotation is None:
+        return
+    if not isinstance(annotation, QuantizationAnnotation):
+        raise AnnotationError(
+            f"the annotation of node {node.name!r} ({node.target}) is a {type(annotation).__name__}.",
+            hint="write a torchao QuantizationAnnotation.",
+        )
+    told = [source for source, spec in annotation.input_qspec_map.items() if spec is not None]
+    for source in told:
+        check_input(node, source)
+    _check_keywords(node, is_annotated=bool(told) or annotation.output_qspec is not None)
+    is_known = isinstance(node.meta.get("val"), Tensor) or has_several(node)
+    if annotation.output_qspec is not None and not is_known:
+        raise AnnotationError(
+            f"the output of {node.name} ({node.target}) has a spec, but is not a tensor.",
+            hint="annotate a node whose meta['val'] is a tensor, or several; torchao drops other specs.",
+        )
+
+
+def _check_keywords(node: Node, *, is_annotated: bool) -> None:
+    """Refuse an annotated node with a tensor passed by keyword, on which torchao fails with an assertion."""
+    given = [name for name, value in node.kwargs.items() if _holds_node(value)]
+    if is_annotated and node.op == "call_function" and given:
+        raise AnnotationError(
+            f"node {node.name!r} ({node.target}) is annotated and takes {', '.join(given)} by keyword.",
+            hint="torchao observes positional arguments only: call the function with positional tensors.",
+        )
+
+
+def _holds_node(value: object) -> bool:
+    if isinstance(value, (tuple, list)):
+        return any(_holds_node(item) for item in value)
+    return isinstance(value, Node)

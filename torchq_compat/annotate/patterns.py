@@ -1,0 +1,543 @@
+"""Which nodes are one op for FX and its BackendConfig: source partitions, fused patterns, supported
+dtypes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from torchq_compat.annotate.annotation import OpRecord
+from torchq_compat.capture.origins import Origin, find_origin
+from torchq_compat.errors import ConfigError
+from torchq_compat.ops import NORMALIZATIONS, parameter_nodes, parameters_of, weight_of
+from torchq_compat.read.backend_configs import BATCH_NORMS, BackendTable, Join, PatternEntry, PatternPart
+from torchq_compat.read.observers import ObserverConstructor
+from torchq_compat.read.qconfig_mappings import ObjectType, QConfigRules, Selection
+from torchq_compat.read.qspecs import OpSpecs
+from torchq_compat.support.dtypes import PACKED_DTYPES, dtype_name, plain_dtype
+from torchq_compat.support.torch_ao import DTypeConfig, DTypeWithConstraints, qconfig_equals
+
+# Source partitions: the nodes of an exported graph that would be one node in FX.
+#
+# A torch.nn module may export to several aten nodes; FX quantizes it as one op, at its inputs and output.
+
+
+@dataclass(frozen=True)
+class SourcePartition:
+    """One op as FX saw it.
+
+    Attributes:
+        nodes: its nodes in order.
+        origin: its origin.
+        inputs: (producer, consumer in the partition) of every float activation that enters.
+        weights: (producer, consumer) of the weights that a QConfig can quantize.
+        parameters: "weight", "bias" -> (producer, consumer); empty for a module.
+        tensor_count: how many positional arguments of the first node are float tensors, repeated ones
+            included.
+        output: the node whose value leaves; None if several do, or the value is no float tensor.
+        call_index: how many calls of the same type the same module made before.
+    """
+
+    nodes: tuple[Node, ...]
+    origin: Origin
+    inputs: tuple[tuple[Node, Node], ...]
+    weights: tuple[tuple[Node, Node], ...]
+    parameters: Mapping[str, tuple[Node, Node]]
+    tensor_count: int
+    output: Node | None
+    call_index: int
+
+    @property
+    def caller(self) -> str:
+        """The path of the module whose code makes the call."""
+        return _caller(self.origin)
+
+    @property
+    def label(self) -> str:
+        """The module path for a module, ``scope/node`` for a function."""
+        if self.origin.is_module_call:
+            return self.origin.module_path
+        return (
+            f"{self.origin.module_path}/{self.nodes[-1].name}"
+            if self.origin.module_path
+            else self.nodes[-1].name
+        )
+
+    @property
+    def kind(self) -> str:
+        if self.origin.is_module_call:
+            return self.origin.module_type.__name__
+        if self.origin.wrapped:
+            return self.origin.wrapped
+        target = self.nodes[-1].target
+        return target if isinstance(target, str) else getattr(target, "__name__", str(target))
+
+    def with_roles(self, input_type_to_index: Mapping[str, int]) -> SourcePartition:
+        """Return the partition with the roles that a BackendConfig gives to the arguments of a function: an
+        argument without a role is an activation. The partition of a module is unchanged."""
+        if self.origin.is_module_call:
+            return self
+        parameters = {name: edge for name, edge in self.parameters.items() if name in input_type_to_index}
+        inputs = [*self.inputs, *(edge for name, edge in self.parameters.items() if name not in parameters)]
+        node = self.nodes[0]
+        for name, index in input_type_to_index.items():
+            named = node.args[index] if index < len(node.args) else None
+            if not self.parameters and isinstance(named, Node) and (named, node) in inputs:
+                parameters[name] = (named, node)
+                inputs.remove((named, node))
+        has_weight = "weight" in parameters and node.target not in NORMALIZATIONS
+        weights = (parameters["weight"],) if has_weight else ()
+        return replace(self, inputs=tuple(inputs), weights=weights, parameters=parameters)
+
+
+def find_source_partitions(graph_module: GraphModule, model: nn.Module | None) -> list[SourcePartition]:
+    """Return the source partitions of ``graph_module`` in graph order; ``model`` is the exported module, or
+    None if only the graph is known."""
+    members: dict[str, list[Node]] = {}
+    origins: dict[str, Origin] = {}
+    for node in graph_module.graph.nodes:
+        if node.op != "call_function" or "val" not in node.meta:
+            continue
+        origin = find_origin(node, model)
+        members.setdefault(origin.call, []).append(node)
+        origins[origin.call] = origin
+    seen: Counter[tuple[str, object]] = Counter()
+    partitions = []
+    for call, nodes in members.items():
+        caller = _caller_and_type(origins[call])
+        partitions.append(_partition(tuple(nodes), origins[call], seen[caller]))
+        seen[caller] += 1
+    return partitions
+
+
+def _caller_and_type(origin: Origin) -> tuple[str, object]:
+    """Return the key by which module_name_object_type_order counts calls: the caller and the type called."""
+    return _caller(origin), next(iter(origin.object_types), None)
+
+
+def _caller(origin: Origin) -> str:
+    return origin.module_path.rpartition(".")[0] if origin.is_module_call else origin.module_path
+
+
+def is_float_tensor(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.dtype.is_floating_point
+
+
+def _is_size(node: Node) -> bool:
+    return isinstance(node.meta.get("val"), (int, float, torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def _partition(nodes: tuple[Node, ...], origin: Origin, call_index: int) -> SourcePartition:
+    inside = set(nodes)
+    inputs: list[tuple[Node, Node]] = []
+    weights: list[tuple[Node, Node]] = []
+    for node in nodes:
+        weight = weight_of(node)
+        if weight is not None:
+            weights.append((weight, node))
+        for producer in _activations(node, origin):
+            if producer not in inside and (producer, node) not in inputs:
+                inputs.append((producer, node))
+    # torch.export computes a size where it is first needed, perhaps within a module that it does not belong
+    # to.
+    leaving = [
+        node for node in nodes if not _is_size(node) and any(user not in inside for user in node.users)
+    ]
+    output = leaving[0] if len(leaving) == 1 and is_float_tensor(leaving[0]) else None
+    parameters = {} if origin.is_module_call else parameters_of(nodes[0])
+    count = sum(is_float_tensor(arg) for arg in nodes[0].args if isinstance(arg, Node))
+    return SourcePartition(
+        nodes, origin, tuple(inputs), tuple(weights), parameters, count, output, call_index
+    )
+
+
+def _activations(node: Node, origin: Origin) -> list[Node]:
+    parameters = parameter_nodes(node)
+    return [
+        producer
+        for producer in _nodes_in_order(node)
+        if producer not in parameters
+        and is_float_tensor(producer)
+        and not (origin.is_module_call and producer.op == "get_attr")
+    ]
+
+
+def _nodes_in_order(node: Node) -> list[Node]:
+    found: list[Node] = []
+    torch.fx.node.map_arg((node.args, node.kwargs), lambda n: found.append(n))
+    return found
+
+
+# Fused patterns of a BackendConfig: ops that run as one, with nothing observed between them.
+#
+# FX has two kinds. A pattern with a fuser method replaces modules by a fused one before any QConfig is
+# read: the QConfig of the first module applies, and QConfigs by object type must be the same for all of the
+# modules. A pattern without a fuser method, of functions, is matched later: the QConfig of the last op
+# applies.
+
+
+ATEN = torch.ops.aten
+TRANSPOSED = (ATEN.conv_transpose1d.default, ATEN.conv_transpose2d.input, ATEN.conv_transpose3d.input)
+#: The position of their argument of that name.
+GROUPS = 6
+
+
+@dataclass(frozen=True)
+class FusedPattern:
+    """Ops that run as one; most patterns have a single op.
+
+    Attributes:
+        ops: the ops, in the order they run.
+        entry: the backend's entry for the pattern; None if it has none.
+        input_type_to_index: the positions of weight and bias of the first op, if it is a function.
+        selection: the QConfig that applies to the whole pattern.
+        record: the op whose QConfig that is.
+        observes_inputs: False if the first op's own QConfig is None.
+    """
+
+    ops: tuple[SourcePartition, ...]
+    entry: PatternEntry | None
+    input_type_to_index: Mapping[str, int]
+    selection: Selection
+    record: OpRecord
+    observes_inputs: bool
+
+    @property
+    def first(self) -> SourcePartition:
+        return self.ops[0]
+
+    @property
+    def last(self) -> SourcePartition:
+        return self.ops[-1]
+
+    @property
+    def observed_partition(self) -> SourcePartition:
+        """The first op, with the inputs and weights of the whole pattern that are observed."""
+        partition = self.first.with_roles(self.input_type_to_index)
+        if not self.observes_inputs:
+            return replace(partition, inputs=(), weights=())
+        # Without a fused module FX observes the inputs of the first op, and no inputs of later ones.
+        if self.entry is None or not self.entry.is_fused_module:
+            return partition
+        return replace(partition, inputs=(*partition.inputs, *self._joining_inputs()))
+
+    def _joining_inputs(self) -> tuple[tuple[Node, Node], ...]:
+        """Return the (producer, consumer) edges from outside into the ops behind the first one."""
+        inside = {node for op in self.ops for node in op.nodes}
+        return tuple(edge for op in self.ops[1:] for edge in op.inputs if edge[0] not in inside)
+
+
+def match_fused_patterns(
+    partitions: list[SourcePartition],
+    rules: QConfigRules,
+    backend: BackendTable,
+    folded_into: Collection[str] = (),
+) -> list[FusedPattern]:
+    """Return the longest matches of the backend's fused patterns; an op in no match is a pattern of its own.
+
+    Args:
+        folded_into: the labels of the ops that a batch norm may have been folded into.
+
+    Raises:
+        ConfigError: modules of a fused pattern have different QConfigs by object type.
+    """
+    matcher = _Matcher({node: partition for partition in partitions for node in partition.nodes}, backend)
+    # If both inputs of an add could belong to a pattern, FX uses the left one.
+    joined_on_the_left = {
+        op.nodes[-1]
+        for ops in matcher.patterns(partitions, lambda op, side: side == 0)
+        for before, op in itertools.pairwise(ops)
+        if _side(before, op) == 0
+    }
+    patterns = matcher.patterns(
+        partitions, lambda op, side: side == 0 or op.nodes[-1] not in joined_on_the_left
+    )
+    return [_fused_pattern(ops, rules, backend, folded_into) for ops in patterns]
+
+
+MayJoin = Callable[[SourcePartition, int], bool]
+
+
+@dataclass(frozen=True)
+class _Matcher:
+    by_node: Mapping[Node, SourcePartition]
+    backend: BackendTable
+
+    def patterns(
+        self, partitions: list[SourcePartition], may_join: MayJoin
+    ) -> list[tuple[SourcePartition, ...]]:
+        found: list[tuple[SourcePartition, ...]] = []
+        absorbed: set[Node] = set()
+        for partition in partitions:
+            if partition.nodes[-1] in absorbed:
+                continue
+            ops = self._longest(partition, may_join)
+            absorbed.update(op.nodes[-1] for op in ops[1:])
+            found.append(ops)
+        return [ops for ops in found if ops[0].nodes[-1] not in absorbed]
+
+    def _longest(self, partition: SourcePartition, may_join: MayJoin) -> tuple[SourcePartition, ...]:
+        """Return the longest pattern that starts with ``partition``; its beginnings need not be patterns."""
+        longest: tuple[SourcePartition, ...] = (partition,)
+        ops = longest
+        while (follower := self._follower(ops, may_join)) is not None:
+            ops = (*ops, follower)
+            if _entry(ops, self.backend) is not None:
+                longest = ops
+        return longest
+
+    def _follower(self, ops: tuple[SourcePartition, ...], may_join: MayJoin) -> SourcePartition | None:
+        """Return the op behind ``ops`` that continues a fused pattern of the backend, or None."""
+        output = ops[-1].output
+        if output is None or len(output.users) != 1:
+            return None
+        follower = self.by_node.get(next(iter(output.users)))
+        if follower is None or not self.backend.may_start(*_pattern_parts((*ops, follower))):
+            return None
+        side = _side(ops[-1], follower)
+        return follower if side is None or may_join(follower, side) else None
+
+
+def _entry(ops: tuple[SourcePartition, ...], backend: BackendTable) -> PatternEntry | None:
+    return backend.find(*_pattern_parts(ops))
+
+
+def _pattern_parts(ops: tuple[SourcePartition, ...]) -> tuple[tuple[PatternPart, ...], ...]:
+    """List, for each of ``ops``, the object types by which a pattern may name it."""
+    parts = [_parts(before, op) for before, op in itertools.pairwise(ops)]
+    return (ops[0].origin.object_types, *parts)
+
+
+def _parts(before: SourcePartition, op: SourcePartition) -> tuple[PatternPart, ...]:
+    """List the object types by which a pattern may name ``op`` if it follows ``before``."""
+    side = _side(before, op)
+    if side is None:
+        return op.origin.object_types
+    return tuple(Join(kind, side) for kind in op.origin.object_types)
+
+
+def _side(before: SourcePartition, op: SourcePartition) -> int | None:
+    """Return the position of the output of ``before`` in the arguments of ``op``; None if ``op`` has only one
+    tensor, and -1 if the output is there twice, as in ``x + x``, which matches no pattern."""
+    if len(op.inputs) == 1 and (op.origin.is_module_call or op.tensor_count <= 1 + len(op.parameters)):
+        return None
+    sides = [side for side, argument in enumerate(op.nodes[0].args) if argument is before.output]
+    return sides[0] if len(sides) == 1 else -1
+
+
+def _fused_pattern(
+    ops: tuple[SourcePartition, ...],
+    rules: QConfigRules,
+    backend: BackendTable,
+    folded_into: Collection[str],
+) -> FusedPattern:
+    entry, own_entry = _entry(ops, backend), _entry(ops[:1], backend)
+    if entry is not None and ops[0].label in folded_into and not _fuses_batch_norm(ops, backend):
+        entry = replace(entry, is_fused_module=False)
+    if entry is not None and _is_grouped_and_transposed(ops[0]):
+        entry = replace(
+            entry, is_fused_module=False
+        )  # Its batch norm stays apart: see annotate/batch_norm.py.
+    roles = own_entry.input_type_to_index if own_entry else {}
+    first, deciding = _record(ops[0], ops[0].label), _record(ops[-1], ops[0].label)
+    if entry is not None and entry.is_fused_module:
+        _check_one_qconfig(ops, entry, rules)
+        deciding = first
+    observes_inputs = first.select(rules).qconfig is not None
+    return FusedPattern(ops, entry, roles, deciding.select(rules), deciding, observes_inputs)
+
+
+def _is_grouped_and_transposed(op: SourcePartition) -> bool:
+    node = op.nodes[-1]
+    return node.target in TRANSPOSED and len(node.args) > GROUPS and bool(node.args[GROUPS] != 1)
+
+
+def _fuses_batch_norm(ops: tuple[SourcePartition, ...], backend: BackendTable) -> bool:
+    """Return whether the backend fuses ``ops`` with a batch norm behind the first one. FX fuses modules once:
+    a linear that has taken a batch norm in is not fused with a ReLU as well."""
+    first, *rest = _pattern_parts(ops)
+    if any(kind in BATCH_NORMS for part in rest for kind in part):
+        return True  # Training keeps the batch norm, and it is one of ``ops``.
+    return backend.find(first, BATCH_NORMS, *rest) is not None
+
+
+def _record(op: SourcePartition, label: str) -> OpRecord:
+    return OpRecord(label, op.origin, op.call_index)
+
+
+def _check_one_qconfig(ops: tuple[SourcePartition, ...], entry: PatternEntry, rules: QConfigRules) -> None:
+    pattern = entry.pattern if isinstance(entry.pattern, tuple) else (entry.pattern,)
+    types = [_module_type(part) for part in pattern if not isinstance(part, Join)]
+    first, *others = (rules.object_types.get(kind) for kind in types)
+    for kind, qconfig in zip(types[1:], others, strict=True):
+        if not qconfig_equals(qconfig, first):
+            raise _conflict_in_fused_pattern(
+                ops[0].label, [getattr(part, "__name__", str(part)) for part in types], str(kind.__name__)
+            )
+
+
+def _module_type(part: ObjectType) -> type:
+    """Return ``part`` if it is a class, else nn.ReLU: FX puts an nn.ReLU into the fused module for a
+    functional relu."""
+    return part if isinstance(part, type) else nn.ReLU
+
+
+def _conflict_in_fused_pattern(path: str, types: list[str], other: str) -> ConfigError:
+    return ConfigError(
+        f"qconfig_mapping: object_type: {path!r} starts the fused pattern {' + '.join(types)}, but the "
+        f"qconfig of {other} is not that of {types[0]}.",
+        hint="set the same qconfig for all of these object types, or none for any of them; "
+        "module_name switches a single place off.",
+    )
+
+
+# Whether a backend supports an op in the dtypes and ranges of a QConfig.
+#
+# FX's rule: some DTypeConfig of the op's pattern must match the QConfig's activation dtype, its
+# ``is_dynamic``, and, for a function, the weight and bias dtypes; and the observers must satisfy the
+# constraints of the config: quantization range, smallest scale, fixed scale and zero point.
+
+
+def find_dtype_config(
+    entry: PatternEntry, specs: OpSpecs, *, has_weight: bool, has_bias: bool
+) -> DTypeConfig | None:
+    """Return the first DTypeConfig of ``entry`` that allows ``specs``; None if none does.
+
+    Args:
+        has_weight: whether the op is a function with a weight argument; ``takes_weight`` checks the weight
+            of a module.
+        has_bias: whether the op is a function with a bias argument.
+    """
+    return next((c for c in entry.dtype_configs if not _violation(c, specs, has_weight, has_bias)), None)
+
+
+def refusal(entry: PatternEntry, specs: OpSpecs, *, has_weight: bool, has_bias: bool) -> str:
+    """Return the reason, for people, why ``find_dtype_config`` found nothing."""
+    reasons = dict.fromkeys(_violation(c, specs, has_weight, has_bias) for c in entry.dtype_configs)
+    return "the backend does not support its qconfig: " + (
+        "; ".join(reasons) or "it has no dtype configs for it"
+    )
+
+
+def takes_weight(entry: PatternEntry, specs: OpSpecs) -> bool:
+    """Return whether a module's weight is quantized: FX requires one DTypeConfig that matches all four
+    dtypes."""
+    bias = torch.float16 if is_half_static(specs) else torch.float32
+    output = torch.float32 if specs.is_dynamic else specs.activation_dtype
+    wanted = (specs.activation_dtype, output, specs.declared_weight_dtype)
+    for config in entry.dtype_configs:
+        given = (config.input_dtype, config.output_dtype, config.weight_dtype)
+        same = all(_is_same(a, b) for a, b in zip(given, wanted, strict=True))
+        same_bias = bool(config.is_dynamic) or _is_same(config.bias_dtype, bias)
+        if same and same_bias and bool(config.is_dynamic) == specs.is_dynamic:
+            return True
+    return False
+
+
+def _violation(config: DTypeConfig, specs: OpSpecs, has_weight: bool, has_bias: bool) -> str:
+    """Return what in ``specs`` the DTypeConfig ``config`` does not allow, or an empty string."""
+    return (
+        _input_violation(config, specs)
+        or (_weight_violation(config, specs) if has_weight else "")
+        or (_bias_violation(config, specs) if has_bias else "")
+        or _output_violation(config, specs)
+    )
+
+
+def _input_violation(config: DTypeConfig, specs: OpSpecs) -> str:
+    if config.input_dtype is None:
+        return ""
+    if bool(config.is_dynamic) != specs.is_dynamic:
+        return f"activations have to be {'dynamic' if config.is_dynamic else 'static'}"
+    return _dtype_violation(
+        "activation", config.input_dtype, specs.activation_dtype
+    ) or _constraint_violation(
+        "activation", config.input_dtype_with_constraints, specs.activation_constructor
+    )
+
+
+def _weight_violation(config: DTypeConfig, specs: OpSpecs) -> str:
+    if config.weight_dtype is None:
+        return ""
+    return _dtype_violation(
+        "weight", config.weight_dtype, specs.declared_weight_dtype
+    ) or _constraint_violation("weight", config.weight_dtype_with_constraints, specs.weight_constructor)
+
+
+def _bias_violation(config: DTypeConfig, specs: OpSpecs) -> str:
+    if config.bias_dtype is None:
+        return ""
+    asked = torch.float16 if is_half_static(specs) else torch.float32
+    return _dtype_violation("bias", config.bias_dtype, asked)
+
+
+def _output_violation(config: DTypeConfig, specs: OpSpecs) -> str:
+    if config.output_dtype is None:
+        return ""
+    asked = torch.float32 if specs.is_dynamic else specs.activation_dtype
+    return _dtype_violation("output", config.output_dtype, asked) or _constraint_violation(
+        "activation", config.output_dtype_with_constraints, specs.activation_constructor
+    )
+
+
+def _dtype_violation(what: str, allowed: torch.dtype, asked: torch.dtype) -> str:
+    if _is_same(allowed, asked):
+        return ""
+    return f"{what} {dtype_name(asked)} where it takes {dtype_name(allowed)}"
+
+
+def _constraint_violation(what: str, allowed: DTypeWithConstraints, constructor: ObserverConstructor) -> str:
+    if allowed.dtype is None or plain_dtype(allowed.dtype) != constructor.settings.dtype:
+        return ""
+    return _range_violation(what, allowed, constructor) or _fixed_violation(what, allowed, constructor)
+
+
+def _range_violation(what: str, allowed: DTypeWithConstraints, constructor: ObserverConstructor) -> str:
+    given = constructor.settings.limits
+    low, high = allowed.quant_min_lower_bound, allowed.quant_max_upper_bound
+    if low is not None and high is not None:
+        if given.quant_min is None or given.quant_max is None:
+            return f"{what} has no quant_min and quant_max, they have to be within [{low}, {high}]"
+        if given.quant_min < low or given.quant_max > high:
+            found = f"[{given.quant_min}, {given.quant_max}]"
+            return f"{what} quant_min and quant_max are {found}, they have to be within [{low}, {high}]"
+    smallest = allowed.scale_min_lower_bound
+    if smallest is not None and (given.eps is None or given.eps < smallest):
+        return f"{what} eps is {given.eps}, it has to be at least scale_min {smallest}"
+    return ""
+
+
+def _fixed_violation(what: str, allowed: DTypeWithConstraints, constructor: ObserverConstructor) -> str:
+    scale, zero_point = allowed.scale_exact_match, allowed.zero_point_exact_match
+    if scale is None or zero_point is None:
+        return ""
+    wanted = f"fixed qparams with scale {scale:.6g} and zero point {zero_point}"
+    given = constructor.settings.limits
+    if given.fixed_scale is None:
+        return f"{what} has no fixed qparams, it takes {wanted}"
+    if (given.fixed_scale, given.fixed_zero_point) != (scale, zero_point):
+        found = f"scale {given.fixed_scale:.6g} and zero point {given.fixed_zero_point}"
+        return f"{what} has fixed qparams with {found}, it takes {wanted}"
+    return ""
+
+
+def is_half_static(specs: OpSpecs) -> bool:
+    """Return whether activations and weights are rounded to float16, with no qparams."""
+    dtypes = {specs.activation_dtype, specs.weight_dtype}
+    return dtypes == {torch.float16} and not specs.is_dynamic
+
+
+def _is_same(allowed: torch.dtype | None, asked: torch.dtype) -> bool:
+    """Return whether two dtypes are the same; quint8 and uint8 are, but quint4x2 is only equal to itself."""
+    allowed = allowed or torch.float32
+    if PACKED_DTYPES & {allowed, asked}:
+        return allowed is asked
+    return plain_dtype(allowed) == plain_dtype(asked)

@@ -1,0 +1,462 @@
+"""Quantizers: a QConfigMapping as one, and a user's own on a graph with custom modules."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from torch.fx import GraphModule, Node
+from torchao.quantization.pt2e.observer import NoopObserver, RecordingObserver
+from torchao.quantization.pt2e.quantizer import (
+    ComposableQuantizer,
+    QuantizationAnnotation,
+    QuantizationSpec,
+    Quantizer,
+    SharedQuantizationSpec,
+)
+from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY, EdgeOrNode, QuantizationSpecBase
+
+from torchq_compat.annotate.annotation import NodeSpecs, SpecQuantizer, WrappingQuantizer
+from torchq_compat.annotate.decide import decide_graph
+from torchq_compat.annotate.outputs import check_annotations
+from torchq_compat.annotate.patterns import SourcePartition, find_source_partitions, is_float_tensor
+from torchq_compat.annotate.sharing import has_several
+from torchq_compat.capture.opaque_calls import OpaqueBoundary
+from torchq_compat.capture.writes import make_out_of_place
+from torchq_compat.errors import AnnotationError, ConfigError
+from torchq_compat.read.backend_configs import read_backend_config
+from torchq_compat.read.observers import WeightConstructor
+from torchq_compat.read.qconfig_mappings import read_qconfig_mapping
+from torchq_compat.read.qspecs import make_spec
+from torchq_compat.support.decisions import Action, Decision, Report
+from torchq_compat.support.dtypes import is_integer
+from torchq_compat.support.torch_ao import BackendConfig, QConfigMapping
+from torchq_compat.support.upstream import is_activation_post_process
+from torchq_compat.support.user_warnings import warn_user
+
+# A QConfigMapping and a BackendConfig as a torchao ``Quantizer``, for the user's own ``prepare_pt2e`` call.
+#
+#     exported = torch.export.export(model, example_inputs).module()
+#     prepared = prepare_pt2e(exported, quantizer_from(get_default_qconfig_mapping("x86")))
+#
+# The Quantizer applies FX's configuration of ops, but not of custom modules, which ``prepare_fx`` swaps
+# before capture. Ranges are torchao's: a reduced range saturates at its end, while FX saturates at the end
+# of the dtype's range.
+
+
+class TranslatedQuantizer(SpecQuantizer):
+    """Annotates the ops that a QConfigMapping and a BackendConfig quantize; see ``quantizer_from``.
+
+    Nodes that an earlier quantizer in a ``ComposableQuantizer`` has annotated stay as they are.
+
+    Attributes:
+        report: the decisions about the last annotated graph, printable and machine-readable.
+    """
+
+    def __init__(self, qconfig_mapping: Any, backend_config: Any = None) -> None:
+        super().__init__(self._decide)
+        self._rules = read_qconfig_mapping(qconfig_mapping)
+        self._backend = read_backend_config(backend_config)
+        self.report = Report(())
+
+    def transform_for_annotation(self, model: GraphModule) -> GraphModule:
+        make_out_of_place(model)
+        return model
+
+    def _decide(self, model: GraphModule) -> Mapping[Node, NodeSpecs]:
+        decided = decide_graph(model, None, self._rules, self._backend, boundaries={})
+        taken = {node for node in model.graph.nodes if _is_annotated(node)}
+        names = {node.name for node in taken}
+        self.report = Report(
+            tuple(_left_alone(each) if each.node in names else each for each in decided.decisions)
+        )
+        specs = {node: _for_any_convert(each) for node, each in decided.specs.items()}
+        return {
+            node: _beside(node, each, specs, taken) if taken and each else each
+            for node, each in specs.items()
+            if node not in taken
+        }
+
+
+def quantizer_from(
+    qconfig_mapping: QConfigMapping | dict[str, Any],
+    backend_config: BackendConfig | dict[str, Any] | None = None,
+) -> TranslatedQuantizer:
+    """Return a torchao Quantizer that annotates what FX would have quantized.
+
+    In a ``ComposableQuantizer`` it annotates what the quantizers before it did not annotate.
+
+    Modules are identified by their path and class name in the exported graph; a class defined inside a
+    function cannot be found by its name, so a rule by such an object type does not apply.
+
+    Args:
+        qconfig_mapping: a QConfigMapping or its dict form.
+        backend_config: a BackendConfig or its dict form; default: torch.ao's native backend.
+
+    Raises:
+        ConfigError: a setting cannot be read; or, while annotating, QConfigs conflict in a fused pattern.
+
+    Returns:
+        The Quantizer; its ``report`` holds the decisions about the last annotated graph.
+
+    Example:
+        >>> import torch
+        >>> from torch.ao.quantization import get_default_qconfig_mapping
+        >>> from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+        >>> from torchq_compat import quantizer_from
+        >>> model, x = torch.nn.Sequential(torch.nn.Linear(4, 2)).eval(), torch.randn(3, 4)
+        >>> exported = torch.export.export(model, (x,)).module()
+        >>> prepared = prepare_pt2e(exported, quantizer_from(get_default_qconfig_mapping("x86")))
+        >>> _ = prepared(x)  # calibrate
+        >>> convert_pt2e(prepared)(x).shape
+        torch.Size([3, 2])
+    """
+    return TranslatedQuantizer(qconfig_mapping, backend_config)
+
+
+def _is_annotated(node: Node) -> bool:
+    annotation = node.meta.get(Q_ANNOTATION_KEY)
+    return annotation is not None and annotation._annotated
+
+
+def _left_alone(decision: Decision) -> Decision:
+    reason = "annotated by a quantizer before this one"
+    return replace(decision, action=Action.QUANTIZED, reason=reason, warn=False)
+
+
+def _beside(node: Node, specs: NodeSpecs, decided: Mapping[Node, NodeSpecs], taken: set[Node]) -> NodeSpecs:
+    """Return the ``specs`` of ``node`` when those of the nodes in ``taken`` are not written.
+
+    ``node`` observes itself what it would have shared with, or read from, observers of these nodes.
+    """
+
+    def present(spec: QuantizationSpecBase) -> QuantizationSpecBase:
+        while isinstance(spec, SharedQuantizationSpec):
+            point = spec.edge_or_node
+            annotated = point[1] if isinstance(point, tuple) else point
+            if annotated not in taken or _spec_of(point) is not None:
+                return spec
+            own = decided[annotated]
+            meant = own.inputs[point[0]] if isinstance(point, tuple) else own.output
+            assert meant is not None
+            spec = meant
+        return spec
+
+    inputs = {producer: present(spec) for producer, spec in specs.inputs.items()}
+    for producer in node.all_input_nodes:
+        meant = decided[producer].output if producer in taken and producer in decided else None
+        if meant is not None and producer not in inputs and _spec_of(producer) is None:
+            inputs[producer] = present(meant)
+    shared = getattr(specs.output, "edge_or_node", None)
+    if shared in taken and shared in inputs:
+        # An op that moves data: its output shares the observer of its input.
+        return NodeSpecs(inputs, SharedQuantizationSpec((shared, node)))
+    return NodeSpecs(inputs, None if specs.output is None else present(specs.output))
+
+
+def _spec_of(point: Any) -> QuantizationSpecBase | None:
+    """Return the annotated spec at ``point``."""
+    node = point[1] if isinstance(point, tuple) else point
+    annotation = node.meta[Q_ANNOTATION_KEY]
+    spec: QuantizationSpecBase | None = (
+        annotation.input_qspec_map.get(point[0]) if isinstance(point, tuple) else annotation.output_qspec
+    )
+    return spec
+
+
+def _for_any_convert(specs: NodeSpecs) -> NodeSpecs:
+    inputs = {producer: _with_ready_observer(spec) for producer, spec in specs.inputs.items()}
+    return replace(specs, inputs=inputs)
+
+
+def _with_ready_observer(spec: QuantizationSpecBase) -> QuantizationSpecBase:
+    constructor = spec.observer_or_fake_quant_ctr if isinstance(spec, QuantizationSpec) else None
+    return make_spec(constructor.for_any_convert) if isinstance(constructor, WeightConstructor) else spec
+
+
+# Checks which of a Quantizer's specs became observers in the prepared graph.
+
+
+#: A point by node names, which outlive nodes: (producer, consumer) for an edge, (node,) for an output.
+PointName = tuple[str, ...]
+WATCHING_ONLY = (NoopObserver, RecordingObserver)
+
+
+def name_of(point: EdgeOrNode) -> PointName:
+    """Return ``point`` as node names."""
+    return tuple(node.name for node in point) if isinstance(point, tuple) else (point.name,)
+
+
+def annotated_points(node: Node) -> list[PointName]:
+    """Return the points of ``node`` that its annotation has specs for."""
+    annotation = node.meta.get(Q_ANNOTATION_KEY)
+    if annotation is None:
+        return []
+    points = [name_of((source, node)) for source, spec in annotation.input_qspec_map.items() if spec]
+    return [*points, name_of(node)] if annotation.output_qspec else points
+
+
+def quantizes(observer: nn.Module) -> bool:
+    """Return whether convert replaces ``observer`` by q-dq or by a cast to a narrower float dtype."""
+    dtype = getattr(observer, "dtype", None)
+    if dtype is None or isinstance(observer, WATCHING_ONLY):
+        return False
+    return is_integer(dtype) or dtype.itemsize < 4
+
+
+def unobserved_points(
+    prepared: GraphModule, observers: Mapping[EdgeOrNode, nn.Module | None]
+) -> set[PointName]:
+    """Return the points of ``prepared`` for which torchao made an observer that it did not insert.
+
+    torchao silently does not observe a buffer that its consumer writes into.
+    """
+    called: dict[int, set[Node]] = {}
+    for node in prepared.graph.nodes:
+        if node.op == "call_module":
+            module = prepared.get_submodule(str(node.target))
+            if is_activation_post_process(module):
+                called.setdefault(id(module), set()).add(_observed(node, prepared))
+    shared = Counter(id(observer) for observer in observers.values())
+    missing = set()
+    for point, observer in observers.items():
+        places = called.get(id(observer), set())
+        source = point[0] if isinstance(point, tuple) else point
+        # If a batch norm was fused for training, its scaling is between a weight and its observer.
+        is_moved = bool(places) and shared[id(observer)] == 1
+        if observer is not None and source not in places and not is_moved:
+            missing.add(name_of(point))
+    return missing
+
+
+def unread_points(prepared: GraphModule) -> set[PointName]:
+    """Return the outputs in ``prepared`` that are observed and then read by nothing: convert drops them."""
+    return {
+        name_of(_observed(node, prepared))
+        for node in prepared.graph.nodes
+        if node.op == "call_module"
+        and not node.users
+        and is_activation_post_process(prepared.get_submodule(str(node.target)))
+    }
+
+
+def _observed(node: Node, prepared: GraphModule) -> Node:
+    """Return the node that the observer called by ``node`` observes, perhaps through other observers."""
+    source = node.args[0]
+    assert isinstance(source, Node)
+    while source.op == "call_module" and is_activation_post_process(
+        prepared.get_submodule(str(source.target))
+    ):
+        source = source.args[0]
+        assert isinstance(source, Node)
+    return source
+
+
+# A user's torchao Quantizer for a graph with custom modules, whose calls this package annotates.
+#
+# All annotations are checked and settled, independent of the Quantizer's ``validate``, and looked up again
+# in the prepared graph, so that ``explain`` reports what is actually there.
+
+
+#: The ``op`` of annotated nodes that are no ops of the model -> the kind in decisions about them.
+ENDS = {"placeholder": "input", "output": "output"}
+#: The message of torchao's ComposableQuantizer if its children annotate one node (torchao 0.18).
+OF_TWO_CHILDREN = re.compile(r"^Quantizer (\w+) has (changed|removed) annotations on node (\S+)$")
+
+
+class UserQuantizer(WrappingQuantizer):
+    """A user's ``quantizer`` for a graph with opaque calls.
+
+    Args:
+        quantizer: the user's Quantizer.
+        boundaries: the boundary of each opaque call of the graph.
+        model: the exported module.
+
+    Raises:
+        ConfigError: a ComposableQuantizer has a child that is no Quantizer.
+    """
+
+    def __init__(
+        self,
+        quantizer: Quantizer,
+        boundaries: Mapping[Node, OpaqueBoundary],
+        model: nn.Module,
+    ) -> None:
+        super().__init__(quantizer)
+        _check_children(quantizer)
+        self.boundaries = boundaries
+        self.model = model
+        self._groups: list[SourcePartition] | None = None
+        self._points: list[list[PointName]] | None = None
+        self._ends: list[Node] = []
+        self._observers: dict[Any, nn.Module] | None = None
+
+    def annotate(self, model: GraphModule) -> GraphModule:
+        """Let ``quantizer`` annotate, then annotate the calls of custom modules.
+
+        Raises:
+            AnnotationError: two children of a ComposableQuantizer annotate one node.
+        """
+        try:
+            model = super().annotate(model)
+        except RuntimeError as cause:
+            disagreed = OF_TWO_CHILDREN.search(str(cause))
+            if not isinstance(self.quantizer, ComposableQuantizer) or disagreed is None:
+                raise
+            raise _of_two_children(self.quantizer, *disagreed.groups()) from cause
+        if self._groups is None:
+            self._groups = find_source_partitions(model, self.model)
+        for call, boundary in self.boundaries.items():
+            if call.graph is not model.graph:
+                continue
+            _warn_if_annotated(call, self.quantizer)
+            call.meta[Q_ANNOTATION_KEY] = _annotation(call, boundary)
+            for getitem in call.users:
+                position = getitem.args[1]
+                assert isinstance(position, int)
+                _annotate_output(getitem, boundary.output_specs[position])
+        return model
+
+    def validate(self, model: GraphModule) -> None:
+        """Let ``quantizer`` validate, then check and settle all annotations.
+
+        Raises:
+            AnnotationError: see ``check_annotations``.
+        """
+        super().validate(model)
+        check_annotations(model)
+        if self._points is None:
+            # If there were several getitems of one output, only one is left.
+            partitions = [
+                partition for partition in self._groups or () if not all(n._erased for n in partition.nodes)
+            ]
+            self._groups, self._points = partitions, [_points_of(partition) for partition in partitions]
+            self._ends = [node for node in model.graph.nodes if node.op in ENDS and annotated_points(node)]
+
+    def prepare_obs_or_fq_callback(self, model: GraphModule, observers: dict[Any, Any]) -> None:
+        super().prepare_obs_or_fq_callback(model, observers)
+        if self._observers is None:
+            self._observers = dict(observers)
+
+    def decisions(self, prepared: GraphModule) -> tuple[Decision, ...]:
+        """Return a decision about each op and each annotated input or output of ``prepared``, torchao's
+        prepared outer graph."""
+        observers = self._observers or {}
+        missing = unobserved_points(prepared, observers)
+        idle = {name_of(point) for point, each in observers.items() if each is None or not quantizes(each)}
+        unread = unread_points(prepared)
+        name = type(self.quantizer).__name__
+        ends = [
+            Decision(end.name, ENDS[end.op], Action.QUANTIZED, f"annotated by {name}", node=end.name)
+            for end in self._ends
+            if any(point not in missing | idle for point in annotated_points(end))
+        ]
+        return *ends, *(
+            _decision(partition, points, missing, idle, unread, name)
+            for partition, points in zip(self._groups or (), self._points or (), strict=True)
+        )
+
+
+def _check_children(quantizer: Quantizer) -> None:
+    for index, child in enumerate(quantizer.quantizers if isinstance(quantizer, ComposableQuantizer) else ()):
+        if not isinstance(child, Quantizer):
+            raise ConfigError.wrong_type(f"ComposableQuantizer.quantizers[{index}]", "a Quantizer", child)
+        _check_children(child)
+
+
+def _of_two_children(quantizer: ComposableQuantizer, child: str, did: str, node: str) -> AnnotationError:
+    names = ", ".join(type(each).__name__ for each in quantizer.quantizers)
+    return AnnotationError(
+        f"{child} {did} the annotation of {node!r} that another Quantizer of the ComposableQuantizer "
+        f"({names}) wrote before it.",
+        hint="let one of them annotate it; one that comes later leaves alone what has a "
+        f"meta[{Q_ANNOTATION_KEY!r}].",
+    )
+
+
+def _points_of(partition: SourcePartition) -> list[PointName]:
+    """Return the points at which ``partition`` and its parameters are annotated; an operator with several
+    outputs has them at its getitems."""
+    several = [node for node in partition.nodes if has_several(node)]
+    read = [source for node in partition.nodes for source in node.all_input_nodes]
+    parameters = [node for node in read if node.op == "get_attr"]
+    nodes = dict.fromkeys([*partition.nodes, *parameters, *(user for node in several for user in node.users)])
+    outside = {node for node in nodes if node not in partition.nodes}
+    return [
+        point
+        for node in nodes
+        if not node._erased
+        for point in annotated_points(node)
+        if node not in outside or node in parameters or (node.target is operator.getitem and len(point) == 1)
+    ]
+
+
+def _warn_if_annotated(call: Node, quantizer: Quantizer) -> None:
+    if annotated_points(call):
+        warn_user(
+            f"what {type(quantizer).__name__} annotates the call of the custom module at {call.target!r} "
+            "with is not used: a custom module says itself what is observed around it."
+        )
+
+
+def _annotation(call: Node, boundary: OpaqueBoundary) -> QuantizationAnnotation:
+    """Return an annotation that observes each float input. An input whose producer is annotated with a dtype
+    that the opaque module accepts shares the producer's observer."""
+    specs = {}
+    for producer, spec in zip(call.args, boundary.input_specs, strict=False):
+        assert isinstance(producer, Node)
+        if spec is None or not is_float_tensor(producer):
+            continue
+        given = producer.meta.get(Q_ANNOTATION_KEY)
+        output = given.output_qspec if given is not None else None
+        shares = getattr(output, "dtype", None) in (spec.dtype, *boundary.accepted)
+        specs[producer] = SharedQuantizationSpec(producer) if shares else spec
+    return QuantizationAnnotation(input_qspec_map=specs, allow_implicit_sharing=False, _annotated=True)
+
+
+def _annotate_output(getitem: Node, spec: QuantizationSpec | None) -> None:
+    if spec is not None and is_float_tensor(getitem):
+        getitem.meta[Q_ANNOTATION_KEY] = QuantizationAnnotation(
+            output_qspec=spec, allow_implicit_sharing=False, _annotated=True
+        )
+
+
+def _decision(
+    partition: SourcePartition,
+    points: list[PointName],
+    missing: set[PointName],
+    idle: set[PointName],
+    unread: set[PointName],
+    name: str,
+) -> Decision:
+    output = partition.output.name if partition.output else ""
+    lost = [point for point in points if point in missing]
+    if any(point not in missing | idle | unread for point in points):
+        reason = f"annotated by {name}"
+        if lost:
+            reason += f", but torchao observes nothing at {_shown(lost)}"
+        return Decision(
+            partition.label, partition.kind, Action.QUANTIZED, reason, node=output, warn=bool(lost)
+        )
+    if lost:
+        reason = f"annotated by {name}, but torchao observes nothing at {_shown(lost)}"
+    elif unread.intersection(points):
+        reason = f"annotated by {name} where nothing reads it: {_shown(points)}"
+    elif points:
+        reason = f"annotated by {name} with observers that quantize nothing"
+    else:
+        reason = f"{name} does not annotate it"
+    is_misleading = bool(points) and not unread.intersection(points)
+    return Decision(partition.label, partition.kind, Action.FLOAT, reason, node=output, warn=is_misleading)
+
+
+def _shown(points: list[PointName]) -> str:
+    return ", ".join(
+        f"the edge {' -> '.join(point)}" if len(point) == 2 else f"the output of {point[0]}"
+        for point in points
+    )

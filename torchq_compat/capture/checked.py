@@ -1,0 +1,582 @@
+"""Checked capture: returns a graph that computes what the float model computes, or raises."""
+
+from __future__ import annotations
+
+import copy
+import enum
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from torchq_compat.capture.inlined_blocks import Block, inline_blocks
+from torchq_compat.capture.packed_sequences import PackingMode
+from torchq_compat.capture.row_order import check_row_order
+from torchq_compat.capture.sizes.find_sizes import Group, find_sizes, group_of, sizes_of_symbols
+from torchq_compat.capture.sizes.input_sizes import Dimension, InputSizes, Place, SizeRule, sizes_of
+from torchq_compat.capture.sizes.shape_program import ShapeProgram
+from torchq_compat.capture.sizes.size_reads import SizeReads
+from torchq_compat.capture.torch_export import EVERY_SIZE, capture, capture_flat, clean_captured
+from torchq_compat.capture.trial_runs import (
+    AS_LARGE,
+    CAPTURED,
+    CAST,
+    DOUBTFUL,
+    FOLDED,
+    LONG,
+    FloatRun,
+    GraphRunner,
+    Runs,
+    SizeGroups,
+    difference,
+    in_double,
+    resized,
+    run_prepared,
+    sqnr,
+    trial_sizes,
+    with_sizes,
+)
+from torchq_compat.capture.unseen_python import marked_functions
+from torchq_compat.capture.writes import make_out_of_place
+from torchq_compat.errors import CaptureError, TorchQCompatError
+from torchq_compat.support import metadata
+from torchq_compat.support.decisions import Action, Decision
+from torchq_compat.support.graph_nodes import SLICE_END, attribute_of
+from torchq_compat.support.upstream import BatchNormBase, is_activation_post_process, pytree
+
+# One capture, and its comparison with the float model.
+
+
+@dataclass(frozen=True)
+class CaptureCase:
+    """The model to capture and the inputs to capture it with.
+
+    Attributes:
+        model: the model, with opaque calls in the places of custom modules.
+        inputs: the leaves of ``args`` by label.
+        runs: runs the float model.
+        example: the run of the float model on ``args``.
+        packing: how sequences are packed in the graph.
+    """
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    inputs: Mapping[str, Any]
+    dynamic_shapes: Any
+    runs: Runs
+    example: FloatRun
+    packing: PackingMode = field(default_factory=lambda: PackingMode(whole=False))
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A run of the float model and of the captured graph at other sizes.
+
+    Attributes:
+        groups: the sizes.
+        run: the run of the float model.
+        problem: how the result of the graph differs; None if the results are equal.
+    """
+
+    groups: SizeGroups
+    run: FloatRun
+    problem: str | None
+
+
+@dataclass
+class Attempt:
+    """A captured graph.
+
+    Attributes:
+        problem: how its result for the example differs from the float model's; None if they are equal.
+        trials: the trials at sizes that the float model accepts.
+        unknown: the groups for which the float model accepts no other size, with its error.
+    """
+
+    graph_module: GraphModule
+    sizes: InputSizes
+    blocks: tuple[Block, ...]
+    problem: str | None
+    trials: list[Trial] = field(default_factory=list)
+    unknown: dict[Group, Exception] = field(default_factory=dict)
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the graph and the float model agree on the example and at every other size tried."""
+        return self.problem is None and all(trial.problem is None for trial in self.trials)
+
+
+class Way(enum.Enum):
+    """How sizes stay free in a capture."""
+
+    #: Sizes that Python reads are followed; see ``SizeReads``.
+    FOLLOWED = "followed"
+    #: They are symbols of torch.export, as the user's ``dynamic_shapes`` say, or all of them.
+    SYMBOLS = "symbols"
+    #: Sizes that Python reads are fixed.
+    FIXED = "fixed"
+
+
+class DependsOnValuesError(Exception):
+    """Sizes depend on values, such as lengths: torch.export has symbols for them, and computes with these and
+    the sizes of inputs together."""
+
+
+def _depends_on_values(graph_module: GraphModule) -> bool:
+    values = (leaf for node in graph_module.graph.nodes for leaf in pytree.tree_leaves(node.meta.get("val")))
+    return any(
+        isinstance(value, torch.SymInt)
+        or (isinstance(value, Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape))
+        for value in values
+    )
+
+
+def attempt(case: CaptureCase, way: Way) -> Attempt:
+    """Capture ``case`` in one ``way``, and try the graph.
+
+    Raises:
+        Exception: whatever torch.export or the model raises.
+    """
+    reads, stubs, is_static = SizeReads(follow=way is Way.FOLLOWED), case.runs.stubs, way is not Way.SYMBOLS
+    shapes = EVERY_SIZE if case.dynamic_shapes is None else case.dynamic_shapes
+    reading = reads.during(case.model) if is_static else nullcontext()
+    with stubs.capturing(case.model), marked_functions(), case.packing.during(case.model), reading:
+        graph_module, conditions = capture(case.model, case.args, None if is_static else shapes)
+        blocks = inline_blocks(graph_module)
+    if way is Way.FOLLOWED and (case.packing.packs or _depends_on_values(graph_module)):
+        raise DependsOnValuesError
+    if is_static:
+        reads.write_results(graph_module)
+        sizes = find_sizes(case.inputs, reads.read, _acceptance(case, graph_module))
+    else:
+        sizes = sizes_of_symbols(graph_module, case.inputs, conditions)
+    clean_captured(graph_module)
+    make_out_of_place(graph_module)
+    made = Attempt(graph_module, sizes, blocks, None)
+    made.problem = _compare(case, made, case.example)
+    if made.problem is None and case.packing.packs:
+        check_row_order(graph_module, case.runs, case.args)
+    if made.problem is None:
+        for groups in trial_sizes(made.sizes, are_short=bool(case.runs.modules)):
+            if not any(groups.items() <= trial.groups.items() for trial in made.trials):
+                try_sizes(case, made, groups)
+    return made
+
+
+def _acceptance(case: CaptureCase, graph_module: GraphModule) -> Callable[[Mapping[Place, int]], bool]:
+    """Return a function that tells whether the model runs at given sizes of its inputs."""
+    program = ShapeProgram.of(graph_module, case.inputs)
+
+    def runs_on_shapes(sizes: Mapping[Place, int]) -> bool:
+        try:
+            with case.runs.stubs.active():
+                program.values(sizes)
+        except Exception:
+            return False
+        return True
+
+    def runs_on_values(sizes: Mapping[Place, int]) -> bool:
+        return case.runs.of_float_model(with_sizes(case.args, case.inputs, sizes)).error is None
+
+    # Where shapes depend on values, as lengths, only values will do.
+    return runs_on_shapes if runs_on_shapes(sizes_of(case.inputs)) else runs_on_values
+
+
+def try_sizes(case: CaptureCase, made: Attempt, groups: SizeGroups) -> None:
+    """Add the trial at the sizes ``groups`` to ``made``, or, if the float model does not accept them
+    together, a trial of each size alone."""
+    run = case.runs.of_float_model(resized(case.args, case.inputs, made.sizes, groups))
+    if run.error is None:
+        made.trials.append(Trial(groups, run, _compare(case, made, run)))
+        for group in groups:
+            made.unknown.pop(group, None)
+    elif len(groups) > 1:
+        for group, size in groups.items():
+            try_sizes(case, made, {group: size})
+    elif not any(set(groups) <= set(trial.groups) for trial in made.trials):
+        made.unknown.update(dict.fromkeys(groups, run.error))
+
+
+def least_sqnr(blocks: tuple[Block, ...], least: float = CAPTURED) -> float:
+    """Return the SQNR in dB from which results count as equal for a graph with ``blocks`` inlined."""
+    return CAST if any(block.casts for block in blocks) else least
+
+
+def _compare(case: CaptureCase, made: Attempt, run: FloatRun) -> str | None:
+    return _differs(case, made.graph_module, run, least_sqnr(made.blocks))
+
+
+def _differs(case: CaptureCase, graph_module: GraphModule, run: FloatRun, least: float) -> str | None:
+    def run_again(*, double: bool) -> Any:
+        return case.runs.of_graph(graph_module, run.args, double=double)
+
+    return compare_runs(case.runs, run, run_again, least)
+
+
+def compare_runs(runs: Runs, run: FloatRun, other: Callable[..., Any], least: float) -> str | None:
+    """Return how the result of ``other`` differs from that of ``run`` on the same inputs; None if they are
+    equal. If the difference may be rounding, both run again in float64."""
+    try:
+        result = other(double=False)
+    except Exception as cause:
+        return _told(cause)
+    problem = difference(run.value, result, least)
+    if problem is None or not problem.endswith("dB"):
+        return problem
+    wide = runs.of_float_model(run.args, double=True)
+    if not _may_be_rounding(sqnr(run.value, result), run, wide):
+        return problem
+    if wide.error is not None:
+        return f"{problem}; in float64 the float model fails: {_told(wide.error)}"
+    try:
+        return difference(wide.value, other(double=True), least)
+    except Exception as cause:
+        return f"{problem}; in float64 it fails: {_told(cause)}"
+
+
+def _may_be_rounding(measured: float, run: FloatRun, wide: FloatRun) -> bool:
+    """Return whether a difference of ``measured`` dB may be rounding: it is small, or the float model's own
+    rounding error is as large. With an example of ones a batch norm in training divides zero by zero."""
+    if measured >= DOUBTFUL:
+        return True
+    # If the expected values are zeros, every difference measures as minus infinity.
+    return wide.error is None and (measured == -math.inf or sqnr(wide.value, run.value) < measured + AS_LARGE)
+
+
+def _told(cause: Exception) -> str:
+    return f"{type(cause).__name__}: {str(cause).strip().splitlines()[0] if str(cause) else ''}"
+
+
+def differs(case: CaptureCase, stage: str, problem: str) -> CaptureError:
+    """Return the error for a ``stage`` that differs from the float model, which may differ from itself."""
+    name = type(case.runs.model).__name__
+    again = case.runs.of_float_model(case.example.args)
+    failed = again.error or case.example.error
+    itself = None if failed else difference(case.example.value, again.value, CAPTURED)
+    return (
+        CaptureError.differs(name, stage, problem) if itself is None else CaptureError.is_random(name, itself)
+    )
+
+
+# Checked capture: returns a graph that computes what the float model computes, or raises.
+#
+# The captured graph runs beside the float model, at the example's sizes and at two others. A capture that
+# fails or differs is followed by one that answers the model's Python with less freedom.
+
+
+DIFFERS = "with that size free the captured graph differs from the float model"
+
+
+def capture_checked(case: CaptureCase) -> tuple[CaptureCase, Attempt]:
+    """Return the graph of ``case`` with as many free sizes as possible while it computes what the model does,
+    and the case with the packing that it took.
+
+    Raises:
+        CaptureError: every captured graph computes something else than the float model.
+        Exception: what was raised at the first attempt.
+    """
+    made: list[tuple[CaptureCase, Attempt]] = []
+    errors: list[Exception] = []
+    for changed, way in _ways(case):
+        try:
+            found = attempt(changed, way)
+        except DependsOnValuesError:
+            continue
+        except Exception as cause:
+            errors.append(cause)
+            continue
+        if found.is_right:
+            return changed, found
+        made.append((changed, found))
+    for changed, found in made:
+        if found.problem is None:
+            return changed, _fix_wrong_sizes(changed, found)
+    if errors:
+        # What this package says of a model is told rather than where torch stopped.
+        raise next((error for error in errors if isinstance(error, TorchQCompatError)), errors[0])
+    problem = str(made[0][1].problem)
+    raise differs(case, "the captured graph", problem)
+
+
+def _ways(case: CaptureCase) -> Iterator[tuple[CaptureCase, Way]]:
+    """Yield the ways to capture ``case``, one after the other until one is right."""
+    if case.dynamic_shapes is not None:
+        yield case, Way.SYMBOLS
+        return
+    yield case, Way.FOLLOWED
+    yield case, Way.SYMBOLS
+    if case.packing.packs:
+        # The number of steps depends on the data, and the model computes with it.
+        yield replace(case, packing=PackingMode(whole=True)), Way.SYMBOLS
+    yield case, Way.FIXED
+
+
+def _fix_wrong_sizes(case: CaptureCase, found: Attempt) -> Attempt:
+    """Return ``found`` with rules that exclude the sizes at which it differs from the float model."""
+    rules: dict[Group, list[SizeRule]] = {}
+    for trial in [trial for trial in found.trials if trial.problem is not None]:
+        alone = replace(found, trials=[], unknown=dict(found.unknown))
+        for group, size in trial.groups.items():
+            try_sizes(case, alone, {group: size})
+        differing = [next(iter(other.groups.items())) for other in alone.trials if other.problem is not None]
+        for group, size in differing or trial.groups.items():
+            only_one = size == 1 and group not in rules
+            rules[group] = list(_rules(found, group, only_one=only_one))
+    sizes = found.sizes.with_rules([rule for group in rules.values() for rule in group])
+    kept = [trial for trial in found.trials if trial.problem is None]
+    return replace(found, sizes=sizes, trials=kept)
+
+
+def _rules(found: Attempt, group: Group, *, only_one: bool) -> Iterator[SizeRule]:
+    for number, dimension in enumerate(found.sizes.dimensions):
+        if dimension.is_free and group_of(dimension) == group:
+            rule = SizeRule.fixing(number, dimension, DIFFERS, by_python=True)
+            if only_one:
+                rule = replace(rule, condition=f"s{number} != 1", expected="more than 1")
+            yield rule
+
+
+# Checks that a prepared model with its observers off computes what the float model does.
+
+
+def trial_runs(case: CaptureCase, found: Attempt) -> list[FloatRun]:
+    """Return the runs of the float model at the example's sizes and at all others that were tried; prepared
+    recurrent modules run step by step, so a long example is left out where short ones were tried."""
+    others = [trial.run for trial in found.trials if trial.problem is None]
+    long = any(dimension.example > LONG for dimension in found.sizes.free)
+    return others if case.runs.modules and long and others else [case.example, *others]
+
+
+def check_prepared(
+    prepared: nn.Module,
+    case: CaptureCase,
+    found: Attempt,
+    users_own: Sequence[str],
+    lost_forwards: Sequence[str],
+) -> tuple[Decision, ...]:
+    """Run ``prepared`` beside the float model in all ``trial_runs``.
+
+    Args:
+        users_own: paths of modules whose observed class the user wrote, which may compute something else.
+        lost_forwards: paths of modules with a ``forward`` of their own that is no longer called.
+
+    Returns:
+        A decision to warn about, if the results differ and the user's own classes may be the cause.
+
+    Raises:
+        CaptureError: the results differ.
+    """
+    has_batch_norm = any(isinstance(m, BatchNormBase) for m in case.runs.model.modules())
+    least = least_sqnr(found.blocks, FOLDED if has_batch_norm else CAPTURED)
+    for run in trial_runs(case, found):
+        args = run.args
+
+        def again(*, double: bool, args: tuple[Any, ...] = args) -> Any:
+            if not double:
+                return run_prepared(prepared, args, is_activation_post_process)
+            return run_prepared(copy.deepcopy(prepared).double(), in_double(args), is_activation_post_process)
+
+        problem = compare_runs(case.runs, run, again, least)
+        if problem is not None and users_own:
+            reason = f"without observers it computes something else than the float model ({problem})"
+            return (Decision(", ".join(users_own), "observed class", Action.QUANTIZED, reason, warn=True),)
+        if problem is not None and lost_forwards:
+            where = ", ".join(repr(path) for path in lost_forwards)
+            raise CaptureError.lost_forward(type(case.runs.model).__name__, where, problem)
+        if problem is not None:
+            raise differs(case, "the prepared model", problem)
+    return ()
+
+
+# Decisions about a capture, for ``explain``: about each dimension of each input, and each inlined block.
+
+
+def decide_sizes(case: CaptureCase, found: Attempt) -> Iterator[Decision]:
+    """Yield a decision about every dimension of ``found``, and every input that is a number; a warning if
+    Python code fixed a dimension that the float model accepts at other sizes too."""
+    rules: dict[tuple[str, int], list[SizeRule]] = {}
+    for rule in found.sizes.rules:
+        rules.setdefault((rule.dimension.label, rule.dimension.index), []).append(rule)
+    for dimension in found.sizes.dimensions:
+        own = rules.get((dimension.label, dimension.index), [])
+        yield _decide(case, found, dimension, own)
+    for label, value in found.sizes.constants.items():
+        if isinstance(value, (int, float)):
+            reason = f"at {value!r}, its value in example_inputs; only tensors stay free"
+            yield Decision(f"input {label}", "value", Action.FIXED, reason)
+
+
+def decide_blocks(found: Attempt, *, is_qat: bool) -> Iterator[Decision]:
+    """Yield a decision about every block under ``torch.no_grad`` or autocast."""
+    for block in found.blocks:
+        if block.casts:
+            reason = (
+                "its ops are quantized and run in the dtype they are given, as in FX, which traced through"
+            )
+            yield Decision(block.path, block.context, Action.DROPPED, reason)
+        else:
+            reason = "its ops are quantized like the others, and gradients flow through them, as in FX"
+            yield Decision(block.path, block.context, Action.DROPPED, reason, warn=is_qat)
+
+
+def _decide(case: CaptureCase, found: Attempt, dimension: Dimension, rules: list[SizeRule]) -> Decision:
+    path, kind = f"input {dimension.label}", f"dimension {dimension.index}"
+    if dimension.is_fixed:
+        rule = rules[0] if rules else None
+        at = f"at {dimension.example}"
+        line = f" by {rule.line}" if rule is not None and rule.line else ""
+        warn = rule is not None and rule.by_python and _runs_elsewhere(case, found, dimension)
+        return Decision(path, kind, Action.FIXED, f"{at}{line}", warn=warn)
+    by_python = any(rule.by_python for rule in rules)
+    warn = by_python and _runs_elsewhere(case, found, dimension)
+    constant = f"{dimension.name} == {dimension.example}"
+    is_constant = any(rule.expected in (constant, str(dimension.example)) for rule in rules)
+    action = Action.FIXED if is_constant else Action.FREE
+    return Decision(path, kind, action, _conditions(found, dimension, rules), warn=warn)
+
+
+def _conditions(found: Attempt, dimension: Dimension, rules: list[SizeRule]) -> str:
+    # The limits of operators are those of the float model too, and are not reported.
+    told = [rule for rule in rules if rule.by_python or "==" in rule.expected]
+    words = [f"it is {rule.expected}" if rule.is_computed else rule.expected for rule in told]
+    texts = [f"{each} ({rule.line})" if rule.line else each for each, rule in zip(words, told, strict=True)]
+    texts = list(dict.fromkeys(texts))
+    if group_of(dimension) in found.unknown:
+        error = str(found.unknown[group_of(dimension)]).strip().split("\n", 1)[0]
+        texts.append(f"not checked, the float model itself fails at other sizes: {error[:120]}")
+    return "as long as " + "; ".join(texts) if texts else "checked against the float model"
+
+
+def _runs_elsewhere(case: CaptureCase, found: Attempt, dimension: Dimension) -> bool:
+    """Return whether the float model accepts another size of ``dimension``, alone or together with all
+    dimensions of the same size in the example."""
+    if not dimension.is_fixed and any(group_of(dimension) in trial.groups for trial in found.trials):
+        return True
+    alike = {each.place for each in found.sizes.dimensions if each.example == dimension.example}
+    inputs: Mapping[str, Any] = case.inputs
+    for places in ({dimension.place}, alike):
+        for size in (dimension.example - 1, 2 * dimension.example + 1):
+            args = with_sizes(case.args, inputs, dict.fromkeys(places, size))
+            if size > 0 and case.runs.of_float_model(args).error is None:
+                return True
+    return False
+
+
+# Captures modules of this package once for all that have the same structure: layers, directions and models
+# whose cells differ in nothing but the values of their weights.
+
+
+#: Structures that are remembered, without weights.
+MOST = 128
+PLAIN = (bool, int, str, tuple)
+_CAPTURED: dict[Any, GraphModule] = {}
+
+
+def capture_by_structure(module: nn.Module, args: tuple[Tensor, ...]) -> GraphModule:
+    """Return the graph of ``module``, with its parameters, for inputs of any size.
+
+    Args:
+        module: a module whose Python reads no sizes: its graph is right at every size, though captured at
+            those of ``args``. Its tensors are parameters.
+        args: tensors; see ``capture_flat``.
+    """
+    key = (
+        tuple(_structure(module)),
+        tuple(map(_form, args)),
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+    )
+    captured = _CAPTURED.get(key)
+    if captured is None:
+        captured = capture_flat(module, args)
+        shapes = {name: nn.Parameter(p.to("meta"), p.requires_grad) for name, p in _parameters(captured)}
+        captured = _with_parameters(captured, shapes)
+        if len(_CAPTURED) >= MOST:
+            _CAPTURED.clear()
+        _CAPTURED[key] = captured
+    return _with_parameters(captured, dict(_parameters(module)))
+
+
+def _structure(module: nn.Module) -> Iterator[Any]:
+    for path, each in module.named_modules():
+        settings = {name: value for name, value in vars(each).items() if isinstance(value, PLAIN)}
+        yield path, type(each), tuple(sorted(settings.items())), each.extra_repr()
+    for name, parameter in _parameters(module):
+        yield name, _form(parameter)
+
+
+def _parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return module.named_parameters(remove_duplicate=False)
+
+
+def _form(tensor: Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+
+
+def _with_parameters(graph_module: GraphModule, parameters: Mapping[str, nn.Parameter]) -> GraphModule:
+    """Return a copy of ``graph_module`` with ``parameters``, by name, in place of its own."""
+    memo: dict[int, Any] = {id(own): parameters[name] for name, own in _parameters(graph_module)}
+    return copy.deepcopy(graph_module, memo)
+
+
+# Values that mean infinity, such as those of masks that are added to attention scores.
+#
+# No scale can represent them together with the other values: with a scale for -1e9, every score is 0.
+# Tensors with such values stay float.
+
+
+#: A number of at least this size may mean infinity ...
+LARGE = 1e8
+#: ... if all smaller ones are at most this fraction of it.
+APART = 1e-4
+
+
+def mark_infinite_values(graph_module: GraphModule, case: CaptureCase) -> None:
+    """Mark the nodes of a captured graph that have values which mean infinity on the example inputs.
+
+    The graph runs only if a constant or an example input is that large.
+    """
+    if _may_have_any(graph_module, case.args):
+        case.runs.of_graph(graph_module, case.args, runner=_Marking)
+
+
+class _Marking(GraphRunner):
+    def run_node(self, n: Node) -> Any:
+        result = super().run_node(n)
+        if isinstance(result, Tensor) and stands_for_infinity(result):
+            metadata.INFINITE.write(n, True)
+        return result
+
+
+def stands_for_infinity(values: Tensor) -> bool:
+    """Return whether some of ``values`` are infinite, or so much larger than the others as to mean it."""
+    if not values.is_floating_point() or not values.numel():
+        return False
+    sizes = values.detach().abs().double()
+    others = sizes[sizes < LARGE]
+    largest = float(sizes.max())
+    if not largest >= LARGE:
+        return False
+    return math.isinf(largest) or (bool(others.numel()) and float(others.max()) <= APART * largest)
+
+
+def _may_have_any(graph_module: GraphModule, args: tuple[Any, ...]) -> bool:
+    constants = [leaf for node in graph_module.graph.nodes for leaf in pytree.tree_leaves(node.args)]
+    # The largest index is the end of a slice.
+    numbers = [leaf for leaf in constants if isinstance(leaf, (int, float)) and leaf != SLICE_END]
+    if any(abs(number) >= LARGE for number in numbers):
+        return True
+    read = [attribute_of(graph_module, node) for node in graph_module.graph.find_nodes(op="get_attr")]
+    values = [*(each for each in read if not isinstance(each, nn.Parameter)), *pytree.tree_leaves(args)]
+    return any(isinstance(value, Tensor) and _has_large(value) for value in values)
+
+
+def _has_large(tensor: Tensor) -> bool:
+    if not tensor.is_floating_point() or not tensor.numel() or tensor.is_meta:
+        return False
+    return bool((tensor.detach().abs() >= LARGE).any())

@@ -1,1 +1,0 @@
-"""Checked capture: every captured graph has been run beside the float model."""

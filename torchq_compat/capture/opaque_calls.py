@@ -1,0 +1,407 @@
+"""A module as one opaque call of the outer graph, with the q-dq around it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+from torch.nn.utils.rnn import PackedSequence
+from torchao.quantization.pt2e.quantizer import QuantizationSpec
+
+from torchq_compat.capture.call_layouts import CallLayout, Field, Structure
+from torchq_compat.capture.opaque_stub import OPAQUE_OP, ORIGINAL, StubRegistry
+from torchq_compat.read.qdq import DEQUANTIZE, QUANTIZE, constants_in, insert_dequantize, integers_behind
+from torchq_compat.read.qparams import PerTensorQParams, QParams
+from torchq_compat.support import metadata
+from torchq_compat.support.torch_ao import QuantType
+from torchq_compat.support.upstream import pytree
+
+# The module behind an opaque call of the outer graph.
+
+
+class OpaqueModule(nn.Module):
+    """A custom module that can be called in two ways.
+
+    A user calls it with the arguments and results of the float module that it replaces (``opaque_call``). The
+    graph calls it with flat tensors and the index of a ``CallLayout``; at a quantized boundary the tensors
+    are integers. Names begin with ``opaque`` or ``leaf``: the class is also mixed into classes of users.
+    """
+
+    opaque_layouts: list[CallLayout]
+    opaque_quant_type = QuantType.STATIC
+    #: The class the script mapped the float module to.
+    opaque_observed_class: type[nn.Module] | None = None
+    #: Whether the results of ``opaque_call`` are already rounded to ``opaque_output_qparams``, and an
+    #: exported program shows the per-tensor qparams that they are computed with.
+    opaque_shows_result_qparams = False
+    #: Whether it accepts and returns floats rounded to the qparams of its layouts, in place of integers.
+    opaque_in_floats = False
+    #: Whether it rounds float inputs to the qparams of its layouts, and accepts integers too; a call's
+    #: ``leaf_quantized`` then gives the results to return as integers.
+    leaf_quantizes = False
+
+    def opaque_call(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute with floats, with the arguments and results of the float module."""
+        raise NotImplementedError
+
+    def opaque_output_qparams(self, results: list[Tensor]) -> tuple[QParams | None, ...]:
+        """Return the qparams of each of the flat ``results`` (of any device, also ``meta``); None: floats."""
+        return (None,) * len(results)
+
+    def forward(self, *args: Any, opaque_layout: int | None = None, **kwargs: Any) -> Any:
+        if opaque_layout is None:
+            return self.opaque_call(*args, **kwargs)
+        return self._opaque_call_flat(self.opaque_layouts[opaque_layout], args)
+
+    def opaque_call_from_graph(
+        self, layout: CallLayout, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Return the result of ``opaque_call`` for a call of the graph, whose qparams are in ``layout``."""
+        return self.opaque_call(*args, **kwargs)
+
+    def opaque_receive(self, q: Tensor, qparams: QParams) -> Tensor:
+        """Return the argument of ``opaque_call`` for the integers ``q`` with ``qparams``."""
+        return qparams.dequantize(q, self.opaque_float_dtype())
+
+    def opaque_hand_out(self, result: Tensor, qparams: QParams | None) -> Tensor:
+        """Return the value that the graph receives for a ``result`` of ``opaque_call``."""
+        return result if qparams is None else qparams.quantize(result)
+
+    def opaque_set_qparams(
+        self, index: int, inputs: tuple[QParams | None, ...], outputs: tuple[QParams | None, ...]
+    ) -> None:
+        """Set the qparams of the integers of call ``index``."""
+        layouts = list(self.opaque_layouts)
+        layouts[index] = layouts[index].with_qparams(inputs, outputs)
+        self.opaque_layouts = layouts
+
+    def opaque_check_results(self, layout: CallLayout, results: Any) -> None:
+        """Raise if ``results`` have another structure than in capture; does nothing unless overridden."""
+
+    def _opaque_call_flat(self, layout: CallLayout, flat: tuple[Any, ...]) -> tuple[Tensor, ...]:
+        count = layout.inputs.count()
+        tensors, sizes = flat[:count], flat[count:]
+        if layout.input_qparams:
+            tensors = tuple(map(self._as_floats, tensors, layout.input_qparams))
+        args, kwargs = layout.inputs.put_together(tensors, sizes)
+        nested = self.opaque_call_from_graph(layout, args, kwargs)
+        self.opaque_check_results(layout, nested)
+        _, results = Structure.take_apart(nested)
+        if self.opaque_in_floats:
+            return tuple(results)
+        output_qparams = layout.output_qparams or (None,) * len(results)
+        return tuple(self.opaque_hand_out(*pair) for pair in zip(results, output_qparams, strict=True))
+
+    def _as_floats(self, tensor: Tensor, qparams: QParams | None) -> Tensor:
+        if qparams is None or (self.opaque_in_floats and tensor.is_floating_point()):
+            return tensor
+        return self.opaque_receive(tensor, qparams)
+
+    def opaque_float_dtype(self) -> torch.dtype:
+        """Return the float dtype that the module computes in."""
+        return torch.float32
+
+
+# Replaces captured opaque ops by calls of the modules that do the work.
+
+
+ATEN = torch.ops.aten
+#: Ops that use only the dtype and device of their first argument.
+NEW_TENSOR = (ATEN.new_zeros.default, ATEN.new_ones.default, ATEN.new_empty.default, ATEN.new_full.default)
+
+
+def insert_calls(
+    graph_module: GraphModule,
+    stubs: StubRegistry,
+    modules: dict[str, nn.Module],
+    writers: Mapping[str, Callable[..., list[Node] | None]] = MappingProxyType({}),
+) -> list[str]:
+    """Replace every opaque op in ``graph_module`` by a call of ``modules[handle]``, at the path ``handle``.
+
+    A float module that is never called is added if the model reads parameters of it.
+
+    Args:
+        writers: functions that write float modules as ops instead, by path; see
+            ``CustomModuleHandler.ops_writer``.
+
+    Returns:
+        The names of the parameters of observed modules that the model itself reads, from copies.
+    """
+    copied = [name for entry in modules.items() for name in _keep_parameters_read(graph_module, *entry)]
+    for node in list(graph_module.graph.nodes):
+        if node.target is not OPAQUE_OP:
+            continue
+        tensors, sizes, handle, index = node.args
+        module = modules[handle]
+        if (
+            handle not in dict(graph_module.named_modules())
+            or graph_module.get_submodule(handle) is not module
+        ):
+            graph_module.add_submodule(handle, module)
+        layouts = stubs.layouts(handle)
+        if isinstance(module, OpaqueModule):
+            module.opaque_layouts = layouts
+            _call_flat(graph_module, node, handle, (*tensors, *sizes), index)
+        else:
+            args, kwargs = layouts[index].inputs.put_together(tensors, sizes)
+            write = writers.get(handle)
+            results = None if write is None else write(graph_module, node, handle, args, kwargs)
+            if results is not None:
+                _use(node, results)
+                continue
+            _call_nested(graph_module, node, handle, args, kwargs, layouts[index].outputs)
+    graph_module.graph.eliminate_dead_code()
+    graph_module.graph.lint()
+    graph_module.recompile()
+    return copied
+
+
+def _keep_parameters_read(graph_module: GraphModule, handle: str, module: nn.Module) -> list[str]:
+    """Keep the parameters of the float custom module at ``handle`` that the model itself reads.
+
+    If ``module`` is the float module, the graph reads its parameters. Otherwise ``module`` replaces the float
+    module, and the parameters become buffers of the graph, empty ones if only dtype and device are used.
+    Return the names of the parameters whose values were copied.
+    """
+    prefix, copied = f"{handle}.{ORIGINAL}.", []
+    for node in list(graph_module.graph.nodes):
+        if node.op != "get_attr" or not str(node.target).startswith(prefix):
+            continue
+        if not node.users:
+            graph_module.graph.erase_node(node)
+            continue
+        name = f"{handle}.{str(node.target).removeprefix(prefix)}"
+        if not isinstance(module, OpaqueModule):
+            graph_module.add_submodule(handle, module)
+            node.target = name
+            continue
+        value = operator.attrgetter(str(node.target))(graph_module).detach()
+        only_metadata = all(user.target in NEW_TENSOR for user in node.users)
+        kept = name.replace(".", "_") + ("_like" if only_metadata else "")
+        nn.Module.register_buffer(graph_module, kept, value.new_empty(0) if only_metadata else value.clone())
+        node.target = kept
+        if not only_metadata:
+            copied.append(name)
+    return copied
+
+
+def opaque_call_nodes(graph_module: GraphModule) -> list[Node]:
+    """Return the calls of opaque modules in ``graph_module``."""
+    return [
+        node
+        for node in graph_module.graph.nodes
+        if node.op == "call_module" and isinstance(graph_module.get_submodule(str(node.target)), OpaqueModule)
+    ]
+
+
+def tensor_arguments(call: Node, module: OpaqueModule) -> tuple[Node, ...]:
+    """Return the tensor arguments of an opaque call, which precede its sizes."""
+    index = call.kwargs["opaque_layout"]
+    assert isinstance(index, int)
+    tensors = call.args[: module.opaque_layouts[index].inputs.count()]
+    assert all(isinstance(tensor, Node) for tensor in tensors)
+    return tuple(tensor for tensor in tensors if isinstance(tensor, Node))
+
+
+def example_call(
+    call: Node, module: OpaqueModule, tensors: Sequence[Tensor]
+) -> tuple[list[Any], list[Tensor]]:
+    """Return the arguments of an opaque call in the example, its ``tensors`` followed by sizes, and zeros of
+    the shapes and dtypes of its results."""
+    count = len(tensor_arguments(call, module))
+    sizes = [_example_size(size) for size in call.args[count:]]
+    return [*tensors, *sizes], [_zeros(value) for value in call.meta["val"]]
+
+
+def _zeros(value: Tensor) -> Tensor:
+    shape = [_example_size(size) for size in value.shape]
+    return torch.zeros(shape, dtype=value.dtype, device=value.device)
+
+
+def _example_size(size: Any) -> int:
+    value = size.meta["val"] if isinstance(size, Node) else size
+    if not isinstance(value, torch.SymInt):
+        return int(value)
+    # The number of rows of a PackedSequence is known only at run time.
+    return value.node.hint if value.node.has_hint() else 1
+
+
+def _is_packed(value: Any) -> bool:
+    return isinstance(value, PackedSequence)
+
+
+def _call_flat(graph_module: GraphModule, node: Node, path: str, flat: tuple[Any, ...], index: int) -> None:
+    with graph_module.graph.inserting_before(node):
+        call = graph_module.graph.call_module(path, flat, {"opaque_layout": index})
+    call.meta = {**node.meta, metadata.OPAQUE_CALL.name: path}
+    node.replace_all_uses_with(call)
+    graph_module.graph.erase_node(node)
+    call._rename(path.replace(".", "_"))
+
+
+def _use(node: Node, results: Sequence[Node]) -> None:
+    """Replace the results of the opaque op ``node`` by ``results``."""
+    for getitem in list(node.users):
+        position = getitem.args[1]
+        assert isinstance(position, int)
+        getitem.replace_all_uses_with(results[position])
+        node.graph.erase_node(getitem)
+    node.graph.erase_node(node)
+
+
+def _call_nested(
+    graph_module: GraphModule,
+    node: Node,
+    path: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    outputs: Structure,
+) -> None:
+    """Replace the opaque op ``node`` by a call of a float module in the module's own form: nested arguments,
+    and a chain of lookups for each result."""
+    graph = graph_module.graph
+    with graph.inserting_before(node):
+        args, kwargs = pytree.tree_map(
+            lambda leaf: graph.call_function(PackedSequence, tuple(leaf)) if _is_packed(leaf) else leaf,
+            (args, kwargs),
+            is_leaf=_is_packed,
+        )
+        call = graph.call_module(path, args, kwargs)
+        call.meta = {key: value for key, value in node.meta.items() if key != "val"}
+        for position, keys in enumerate(outputs.tensor_keys()):
+            for getitem in [user for user in node.users if user.args[1] == position]:
+                result = call
+                for key in keys:
+                    lookup = getattr if isinstance(key, Field) else operator.getitem
+                    result = graph.call_function(lookup, (result, key))
+                result.meta = dict(getitem.meta)
+                getitem.replace_all_uses_with(result)
+                graph.erase_node(getitem)
+    graph.erase_node(node)
+
+
+# The quantized boundary of converted opaque modules, as in FX.
+#
+# Inputs: the dequantize in front of each input is bypassed, so that the module receives integers. Outputs:
+# each used result leaves as integers, followed by one dequantize, and its consumers do not quantize it
+# again. An opaque module that feeds another passes its integers on directly. The call's layout has the
+# qparams.
+
+
+TO_DTYPE = torch.ops.aten.to.dtype
+
+
+@dataclass(frozen=True)
+class _Input:
+    """An argument of an opaque call: the node to pass, and the qparams of its integers; None for floats."""
+
+    node: Node
+    qparams: QParams | None
+
+
+def quantize_boundaries(graph_module: GraphModule) -> None:
+    """Make the calls of all opaque modules in a converted graph pass and return integers."""
+    for call in opaque_call_nodes(graph_module):
+        module = graph_module.get_submodule(str(call.target))
+        assert isinstance(module, OpaqueModule)
+        inputs = [_decide_input(arg) for arg in tensor_arguments(call, module)]
+        output_qparams = module.opaque_output_qparams(call.meta["val"])
+        _apply(graph_module, call, module, inputs, output_qparams)
+    graph_module.graph.eliminate_dead_code()
+
+
+def refresh_boundaries(graph_module: GraphModule) -> None:
+    """Update the qparams of all boundaries after new qparams were loaded into the graph and its cells."""
+    for call in opaque_call_nodes(graph_module):
+        module = graph_module.get_submodule(str(call.target))
+        assert isinstance(module, OpaqueModule)
+        output_qparams = module.opaque_output_qparams(call.meta["val"])
+        index = call.kwargs["opaque_layout"]
+        assert isinstance(index, int)
+        input_qparams = tuple(qparams_of_integers(arg) for arg in tensor_arguments(call, module))
+        module.opaque_set_qparams(index, input_qparams, output_qparams)
+        for getitem in call.users:
+            position = getitem.args[1]
+            assert isinstance(position, int)
+            metadata.INTEGERS.write(getitem, output_qparams[position])
+
+
+def qparams_of_integers(arg: Node) -> QParams | None:
+    """Return the qparams of the integers that ``arg`` returns, as a quantize node or a result of an opaque
+    module; None for floats."""
+    if arg.target is QUANTIZE:
+        return PerTensorQParams.of_node(arg)
+    return metadata.INTEGERS.of(arg)
+
+
+def _decide_input(arg: Node) -> _Input:
+    if arg.target is TO_DTYPE and isinstance(arg.args[0], Node) and arg.args[0].target is DEQUANTIZE:
+        arg = arg.args[0]
+    if metadata.DEQUANTIZED.is_on(arg):
+        return _Input(integers_behind(arg), metadata.DEQUANTIZED.required(arg))
+    if arg.target is DEQUANTIZE:
+        return _Input(integers_behind(arg), PerTensorQParams.of_node(arg))
+    return _Input(arg, None)
+
+
+def _apply(
+    graph_module: GraphModule,
+    call: Node,
+    module: OpaqueModule,
+    inputs: list[_Input],
+    output_qparams: tuple[QParams | None, ...],
+) -> None:
+    call.args = (*(entry.node for entry in inputs), *call.args[len(inputs) :])
+    index = call.kwargs["opaque_layout"]
+    assert isinstance(index, int)
+    module.opaque_set_qparams(index, tuple(entry.qparams for entry in inputs), output_qparams)
+    for getitem in list(call.users):
+        position = getitem.args[1]
+        assert isinstance(position, int)
+        qparams = output_qparams[position]
+        if qparams is not None:
+            _insert_dequantize(graph_module, getitem, qparams)
+
+
+def _insert_dequantize(graph_module: GraphModule, getitem: Node, qparams: QParams) -> None:
+    graph = graph_module.graph
+    value = getitem.meta["val"]
+    with graph.inserting_before(getitem.next):
+        dequantize = insert_dequantize(graph, getitem, qparams, constants_in(graph_module), value.dtype)
+    dequantize.meta = {**getitem.meta, metadata.DEQUANTIZED.name: qparams}
+    metadata.INTEGERS.write(getitem, qparams)
+    with value.fake_mode:
+        getitem.meta["val"] = value.to(qparams.dtype)
+    getitem.replace_all_uses_with(dequantize, delete_user_cb=lambda user: user is not dequantize)
+
+
+# The specs that the outer graph has around one call of a custom module.
+
+
+@dataclass(frozen=True)
+class OpaqueBoundary:
+    """The specs at the inputs and outputs of one call of a custom module.
+
+    Attributes:
+        input_specs: the spec of each flat input that arrives as floats; None if it is not observed.
+        output_dtypes: the quantized dtype of each flat output that the module quantizes itself; None
+            for floats.
+        output_specs: the spec of each flat output that leaves as floats; None if it is not observed.
+        accepted: quantized dtypes that an input may have besides that of its spec.
+    """
+
+    input_specs: tuple[QuantizationSpec | None, ...]
+    output_dtypes: tuple[torch.dtype | None, ...]
+    output_specs: tuple[QuantizationSpec | None, ...]
+    accepted: frozenset[torch.dtype] = field(default=frozenset())
+
+    @classmethod
+    def floats(cls, inputs: int, outputs: int) -> OpaqueBoundary:
+        """Return the boundary of a call with float inputs and outputs, none of which is observed."""
+        return cls((None,) * inputs, (None,) * outputs, (None,) * outputs)

@@ -1,0 +1,521 @@
+"""Packed sequences inside a model: packing and unpacking as operators of the captured and the exported
+graph.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections import UserList
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
+from torch.overrides import TorchFunctionMode
+
+from torchq_compat.errors import InputError
+from torchq_compat.support.upstream import (
+    assume,
+    pack_padded_sequence,
+    pack_padded_sequence_backward,
+    pad_packed,
+    pytree,
+)
+
+# Packing and unpacking as two operators with data-dependent sizes.
+#
+# A captured graph keeps the packed rows of ``PackedSequence.data``, (rows, features): their number is the
+# sum of the lengths, which torch.export treats as a number known at run time. So ops on the rows, observers
+# and calibration use the real steps of each sequence and never its padding.
+#
+# Source: ``torch.nn.utils.rnn``, whose two functions end in ``torch._pack_padded_sequence`` and
+# ``torch._pad_packed_sequence``; invalid lengths are handled as these functions handle them.
+
+
+@torch.library.custom_op("torchq_compat::pack_padded_sequence", mutates_args=())
+def _pack(input: Tensor, lengths: Tensor, batch_first: bool, whole: bool) -> tuple[Tensor, Tensor]:
+    """Return the rows of the steps of padded sequences, and the number of sequences that have each step.
+
+    Args:
+        input: (T, B, ...), or (B, T, ...) with ``batch_first``.
+        lengths: (B,) int64 on the CPU, in descending order.
+        whole: whether the graph assumes that the longest sequence has T steps.
+
+    Raises:
+        InputError: a length exceeds T, or with ``whole`` no sequence has T steps.
+    """
+    rows, batch_sizes = pack_padded_sequence(input, lengths, batch_first)
+    steps = input.shape[time_and_batch(batch_first)[0]]
+    if batch_sizes.shape[0] > steps:
+        raise _too_long(batch_sizes.shape[0], steps)
+    if whole and batch_sizes.shape[0] != steps:
+        raise _not_whole(batch_sizes.shape[0], steps)
+    return rows, batch_sizes
+
+
+@_pack.register_fake
+def _fake_pack(input: Tensor, lengths: Tensor, batch_first: bool, whole: bool) -> tuple[Tensor, Tensor]:
+    time, batch = time_and_batch(batch_first)
+    assume(lengths.shape[0] == input.shape[batch])
+    context = torch.library.get_ctx()
+    rows = context.new_dynamic_size(min=1)
+    steps: Any = input.shape[time]
+    if not whole:
+        steps = context.new_dynamic_size(min=1)
+        assume(steps <= input.shape[time])
+    return input.new_empty(rows, *input.shape[2:]), lengths.new_empty(steps)
+
+
+@torch.library.custom_op("torchq_compat::pad_packed_sequence", mutates_args=())
+def _pad(
+    rows: Tensor, batch_sizes: Tensor, batch: int, batch_first: bool, padding_value: float, steps: int
+) -> tuple[Tensor, Tensor]:
+    """Return the padded sequences of packed ``rows``, and their lengths.
+
+    Args:
+        batch: the number of sequences, ``batch_sizes[0]``.
+        steps: the number of steps of the padded sequences, at least that of the longest.
+    """
+    padded, lengths = pad_packed(rows, batch_sizes, batch_first, padding_value, steps)
+    return padded, lengths
+
+
+@_pad.register_fake
+def _fake_pad(
+    rows: Tensor, batch_sizes: Tensor, batch: int, batch_first: bool, padding_value: float, steps: int
+) -> tuple[Tensor, Tensor]:
+    leading = (batch, steps) if batch_first else (steps, batch)
+    return rows.new_empty(*leading, *rows.shape[1:]), batch_sizes.new_empty(batch)
+
+
+def time_and_batch(batch_first: bool) -> tuple[int, int]:
+    """Return the dimensions of time and batch."""
+    return (1, 0) if batch_first else (0, 1)
+
+
+def _keep_for_pack(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    padded, _, ctx.batch_first, _ = inputs
+    ctx.padded_shape = padded.shape
+    ctx.save_for_backward(output[1])
+
+
+def _backward_of_pack(ctx: Any, of_rows: Tensor, _of_sizes: Tensor) -> tuple[Tensor, None, None, None]:
+    (batch_sizes,) = ctx.saved_tensors
+    gradient = pack_padded_sequence_backward(of_rows, ctx.padded_shape, batch_sizes, ctx.batch_first)
+    return gradient, None, None, None
+
+
+def _keep_for_pad(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.batch_first = inputs[3]
+    ctx.save_for_backward(output[1])
+
+
+def _backward_of_pad(ctx: Any, of_padded: Tensor, _of_lengths: Tensor) -> tuple[Any, ...]:
+    (lengths,) = ctx.saved_tensors
+    rows, _ = pack_padded_sequence(of_padded.contiguous(), lengths, ctx.batch_first)
+    return rows, None, None, None, None, None
+
+
+_pack.register_autograd(_backward_of_pack, setup_context=_keep_for_pack)
+_pad.register_autograd(_backward_of_pad, setup_context=_keep_for_pad)
+
+PACK = torch.ops.torchq_compat.pack_padded_sequence.default
+PAD = torch.ops.torchq_compat.pad_packed_sequence.default
+
+
+def _too_long(longest: int, steps: int) -> InputError:
+    return InputError(
+        f"a length of {longest} was given for sequences of {steps} steps.",
+        hint="lengths count the steps of each sequence before its padding.",
+    )
+
+
+def _not_whole(longest: int, steps: int) -> InputError:
+    return InputError(
+        f"the longest of the packed sequences has {longest} steps and the padded input {steps}, but the "
+        "model puts what it unpacks beside something as long as the input.",
+        hint="give pad_packed_sequence the length of the input, total_length=x.size(1), or cut the input to "
+        "lengths.max() steps.",
+    )
+
+
+# Packed sequences in an exported program, as all steps of all sequences, including padding.
+#
+# The number of rows of a packed sequence depends on the data, so an exported program cannot loop over the
+# rows. Its rows are those of the padded input, (T * B, features) with time first: ops that compute each row
+# by itself need no change. ``batch_sizes`` has T entries, zeros behind the longest sequence, so that it
+# shows which rows are padding. In padding, loops over time keep a state unchanged, and unpacked sequences
+# have the padding value. Rows that the program returns are only those of steps, like the model's.
+
+
+#: The keyword argument of an opaque call with the index of its layout.
+OPAQUE_LAYOUT = "opaque_layout"
+
+
+def with_padded_packs(graph_module: GraphModule) -> GraphModule:
+    """Replace packing and unpacking by their forms for padded rows, in place, and return ``graph_module``."""
+    graph = graph_module.graph
+    _return_steps_alone(graph_module)
+    for node in graph.nodes:
+        if node.target is PACK:
+            node.target = _pack_padded
+            _count_steps(graph_module, node)
+        elif node.target is PAD:
+            node.target = _pad_padded
+    graph_module.recompile()
+    return graph_module
+
+
+def _return_steps_alone(graph_module: GraphModule) -> None:
+    """Drop padding from the returned rows, and steps that no sequence has from the returned batch sizes."""
+    graph, sizes_of = graph_module.graph, dict[Node, Node]()
+    batch_sizes = set[Node]()
+    for node in list(graph.nodes):
+        if node.target in (PAD, torch.ops.aten.sym_size.int):
+            continue
+        if node.target is PACK:
+            rows, sizes = _result(graph, node, 0), _result(graph, node, 1)
+            sizes_of[rows] = sizes
+            batch_sizes.add(sizes)
+        elif OPAQUE_LAYOUT in node.kwargs:
+            for shown, shown_sizes, given in _packed_results(graph_module, node):
+                sizes_of.update(dict.fromkeys(shown, given))
+                batch_sizes.update(shown_sizes)
+        elif node.op == "call_function" and node not in batch_sizes and node not in sizes_of:
+            # Every op on rows returns rows; otherwise capture would have raised.
+            known = next((sizes_of[each] for each in node.all_input_nodes if each in sizes_of), None)
+            if known is not None:
+                sizes_of[node] = known
+    output = graph.output_node()
+    with graph.inserting_before(output):
+        for node in output.all_input_nodes:
+            if node in sizes_of:
+                output.replace_input_with(node, graph.call_function(_steps_alone, (node, sizes_of[node])))
+            elif node in batch_sizes:
+                output.replace_input_with(node, graph.call_function(_sizes_of_steps, (node,)))
+
+
+def _result(graph: Graph, call: Node, index: int) -> Node:
+    found = next((user for user in call.users if user.args[1] == index), None)
+    if found is None:
+        with graph.inserting_after(call):
+            found = graph.call_function(operator.getitem, (call, index))
+    return found
+
+
+def _packed_results(graph_module: GraphModule, call: Node) -> Iterator[tuple[list[Node], list[Node], Node]]:
+    """Yield the nodes of the rows and of the batch sizes that a custom module returns, and the batch sizes
+    that it is given."""
+    module: Any = graph_module.get_submodule(str(call.target))
+    layout = module.opaque_layouts[call.kwargs[OPAQUE_LAYOUT]]
+    given, returned = layout.inputs.holds_indices(), layout.outputs.holds_indices()
+    if True not in given or True not in returned:
+        return
+    first = returned.index(True)
+    at = {index: [user for user in call.users if user.args[1] == index] for index in (first - 1, first)}
+    sizes: Any = call.args[given.index(True)]
+    yield at[first - 1], at[first], sizes
+
+
+def is_step(batch_sizes: Tensor, batch: Any) -> Tensor:
+    """Return a (T, B) mask of the rows that are steps of their sequence, not padding."""
+    return torch.arange(batch, device=batch_sizes.device)[None] < batch_sizes[:, None]
+
+
+def _count_steps(graph_module: GraphModule, pack: Node) -> None:
+    """Replace the size of ``batch_sizes``, which was the length of the longest sequence, by a count of its
+    nonzero entries."""
+    whole = pack.args[3]
+    for getitem in list(pack.users):
+        sizes = [user for user in getitem.users if user.target is torch.ops.aten.sym_size.int]
+        if getitem.args[1] != 1 or whole or not sizes:
+            continue
+        with graph_module.graph.inserting_after(getitem):
+            longest = graph_module.graph.call_function(_longest, (getitem,))
+        for size in sizes:
+            size.replace_all_uses_with(longest)
+            graph_module.graph.erase_node(size)
+
+
+def _longest(batch_sizes: Tensor) -> Any:
+    longest = (batch_sizes > 0).sum().item()
+    assume(longest >= 1)
+    assume(longest <= batch_sizes.shape[0])
+    return longest
+
+
+def _steps_alone(rows: Tensor, batch_sizes: Tensor) -> Tensor:
+    batch = rows.shape[0] // batch_sizes.shape[0]
+    return rows[is_step(batch_sizes, batch).reshape(-1)]
+
+
+def _sizes_of_steps(batch_sizes: Tensor) -> Tensor:
+    return batch_sizes[batch_sizes > 0]
+
+
+def _pack_padded(input: Tensor, lengths: Tensor, batch_first: bool, whole: bool) -> tuple[Tensor, Tensor]:
+    steps_first = input.transpose(0, 1) if batch_first else input
+    steps, batch = steps_first.shape[:2]
+    batch_sizes = (lengths[None] > torch.arange(steps, device=lengths.device)[:, None]).sum(1)
+    return steps_first.reshape(steps * batch, *steps_first.shape[2:]), batch_sizes
+
+
+def _pad_padded(
+    rows: Tensor, batch_sizes: Tensor, batch: int, batch_first: bool, padding_value: float, steps: int
+) -> tuple[Tensor, Tensor]:
+    given = batch_sizes.shape[0]
+    mask = is_step(batch_sizes, batch)
+    padded = rows.reshape(given, batch, *rows.shape[1:])
+    shown = mask.reshape(given, batch, *[1] * (rows.dim() - 1))
+    padded = torch.where(shown, padded, padded.new_full((), padding_value))
+    if steps is not given:
+        padded = _to_length(padded, steps, padding_value)
+    return (padded.transpose(0, 1) if batch_first else padded), mask.sum(0)
+
+
+def _to_length(padded: Tensor, steps: Any, padding_value: float) -> Tensor:
+    """Return ``padded`` with its first dimension cut or padded to ``steps``."""
+    if isinstance(steps, int):
+        more = padded.new_full((steps, *padded.shape[1:]), padding_value)
+        padded = torch.cat([padded, more])
+    return padded[:steps]
+
+
+# Lengths that a model converts to a list, with ``lengths.tolist()``, and passes on as a whole.
+#
+# Each number of a plain list would be a separate value that torch.export knows only at run time, and their
+# count would fix the batch. ``ListOfTensor`` passed to ``pack_padded_sequence`` is the tensor it came from;
+# a single number of it is the ``item()`` of an element.
+
+
+class ListOfTensor(UserList[Any]):
+    """The list of the numbers in ``tensor``, which is converted to numbers only when they are read.
+
+    Args:
+        numbers: the tensor, or a plain list of numbers computed from a ListOfTensor.
+        take_apart: computes the list of numbers; required for a tensor.
+    """
+
+    def __init__(
+        self, numbers: Tensor | list[Any], take_apart: Callable[[], list[Any]] | None = None
+    ) -> None:
+        self.tensor = numbers if isinstance(numbers, Tensor) else None
+        self._numbers = None if isinstance(numbers, Tensor) else list(numbers)
+        self._take_apart = take_apart
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.data)
+
+    def __getitem__(self, index: Any) -> Any:
+        if self.tensor is not None and isinstance(index, int):
+            return self.tensor[index].item()
+        return self.data[index]
+
+    @property
+    def data(self) -> list[Any]:  # type: ignore[override]
+        """The numbers as a plain list."""
+        if self._numbers is None:
+            assert self._take_apart is not None
+            self._numbers = self._take_apart()
+        return self._numbers
+
+
+# Replaces packing and unpacking of ``torch.nn.utils.rnn`` by our operators during capture.
+#
+# ``pack_padded_sequence`` and ``pad_packed_sequence`` are Python that ends in functions of torch's C++
+# module. A ``TorchFunctionMode`` intercepts these, also if a user imported ``pack_padded_sequence`` by
+# name.
+
+
+#: Functions that make a tensor from a list.
+PUT_TOGETHER = (torch.as_tensor, torch.tensor)
+TORCH = str(Path(torch.__file__).parent)
+_BATCH_IN_CALL: ContextVar[Any] = ContextVar("torchq_compat_packed_batch", default=None)
+_MODE: ContextVar[PackingMode | None] = ContextVar("torchq_compat_packing", default=None)
+
+
+class PackingMode(TorchFunctionMode):
+    """Replaces packing and unpacking while it is active.
+
+    Args:
+        whole: assume that the longest sequence has as many steps as the padded input, which the operator
+            checks at run time. Otherwise the number of steps depends on the data.
+
+    Attributes:
+        packs: whether the model has used a packed sequence.
+    """
+
+    def __init__(self, *, whole: bool) -> None:
+        super().__init__()
+        self.whole = whole
+        self.packs = False
+        self._batches: list[tuple[Tensor, Any]] = []
+
+    @contextmanager
+    def during(self, model: nn.Module) -> Iterator[None]:
+        """Be active while ``model`` runs, inside of torch.export's own modes, which decompose ``tolist``."""
+        entered = ExitStack()
+
+        def enter(_model: nn.Module, args: Any) -> None:
+            for leaf in pytree.tree_leaves(args):
+                _keep_whole(leaf)
+            entered.enter_context(self)
+
+        def leave(_model: nn.Module, _args: Any, _result: Any) -> None:
+            entered.close()
+
+        hooks = model.register_forward_pre_hook(enter), model.register_forward_hook(leave, always_call=True)
+        token = _MODE.set(self)
+        try:
+            yield
+        finally:
+            _MODE.reset(token)
+            entered.close()
+            for hook in hooks:
+                hook.remove()
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function is pack_padded_sequence:
+            return self._pack(*args)
+        # Each read of ``__get__`` gives a new object, so compare by equality.
+        if function == torch.Tensor.data.__get__ and get_proxy_mode() is not None:  # type: ignore[attr-defined]
+            return _keep_whole(args[0].detach())
+        if function is pad_packed:
+            return self._pad(*args)
+        if function is torch.Tensor.size and self._is_known(args[0]):
+            _bound_by_total_length(args[0], sys._getframe(1))
+        given: Any = args[0] if args else None
+        if function is torch.Tensor.numpy and _may_be_lengths(given):
+            return ListOfTensor(given, partial(function, *args))
+        if function in PUT_TOGETHER and isinstance(given, ListOfTensor) and given.tensor is not None:
+            return torch.as_tensor(given.tensor, **(kwargs or {}))
+        if function in PUT_TOGETHER and _holds_numbers(given):
+            return torch.stack([*map(_as_number, given)]).to(**(kwargs or {}))
+        named = {name: _plain(value) for name, value in (kwargs or {}).items()}
+        return _keep_whole(function(*map(_plain, args), **named))
+
+    def batch_of(self, batch_sizes: Tensor) -> Any:
+        """Return the number of sequences in a packed sequence with ``batch_sizes``: the batch of the input if
+        it was packed here, else the first of ``batch_sizes``."""
+        self.packs = True
+        known = next((batch for each, batch in self._batches if each is batch_sizes), None)
+        if known is None:
+            known = batch_sizes[0].item()
+            assume(known >= 1)
+            self._batches.append((batch_sizes, known))
+        return known
+
+    def _is_known(self, tensor: Any) -> bool:
+        return any(each is tensor for each, _ in self._batches)
+
+    def _pack(self, input: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+        self.packs = True
+        rows, batch_sizes = PACK(input, lengths, batch_first, self.whole)
+        self._batches.append((batch_sizes, input.shape[time_and_batch(batch_first)[1]]))
+        return rows, batch_sizes
+
+    def _pad(
+        self, rows: Tensor, batch_sizes: Tensor, batch_first: bool, padding_value: float, steps: Any
+    ) -> tuple[Tensor, Tensor]:
+        self.packs = True
+        padded: tuple[Tensor, Tensor] = PAD(
+            rows, batch_sizes, self.batch_of(batch_sizes), batch_first, padding_value, steps
+        )
+        return padded
+
+
+def _bound_by_total_length(batch_sizes: Tensor, frame: FrameType | None) -> None:
+    """Assume that ``total_length`` suffices if ``pad_packed_sequence`` compares it with the size of
+    ``batch_sizes``; the graph checks this at run time."""
+    asking = pad_packed_sequence.__code__
+    while frame is not None and frame.f_code is not asking and _is_of_torch(frame):
+        frame = frame.f_back
+    if frame is not None and frame.f_code is asking:
+        total_length = frame.f_locals.get("total_length")
+        if total_length is not None:
+            assume(batch_sizes.shape[0] <= total_length)
+
+
+def _may_be_lengths(tensor: Any) -> bool:
+    return isinstance(tensor, Tensor) and tensor.dim() == 1 and tensor.dtype in (torch.int32, torch.int64)
+
+
+def _keep_whole(result: Any) -> Any:
+    """Return ``result`` after giving each of its tensors that may be lengths a ``tolist`` that returns a
+    ``ListOfTensor``. No mode intercepts ``tolist`` of a capture's tensors."""
+    tensors: Any = result if isinstance(result, (tuple, list)) else (result,)
+    for tensor in tensors:
+        if _may_be_lengths(tensor):
+            vars(tensor)["tolist"] = partial(_to_list, tensor)
+    return result
+
+
+def _holds_numbers(value: Any) -> bool:
+    """Return whether ``value`` is a list of lengths that were taken apart: symbols or tensors of one integer,
+    where ``torch.tensor`` requires integers."""
+    if not isinstance(value, (list, tuple, ListOfTensor)):
+        return False
+    return any(isinstance(each, torch.SymInt) or _is_number(each) for each in value) and all(
+        isinstance(each, (int, torch.SymInt)) or _is_number(each) for each in value
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 0 and value.dtype in (torch.int32, torch.int64)
+
+
+def _as_number(value: Any) -> Tensor:
+    return value.long() if isinstance(value, Tensor) else torch.full((), value, dtype=torch.int64)
+
+
+def _to_list(tensor: Tensor) -> ListOfTensor:
+    return ListOfTensor(tensor, partial(type(tensor).tolist, tensor))
+
+
+def _plain(value: Any) -> Any:
+    """Return the plain list of a ``ListOfTensor``, for functions of torch that do not know it."""
+    return value.data if isinstance(value, ListOfTensor) else value
+
+
+def _is_of_torch(frame: FrameType) -> bool:
+    """Return whether ``frame`` belongs to torch or to the handler of a mode."""
+    return frame.f_code.co_name == "__torch_function__" or frame.f_code.co_filename.startswith(TORCH)
+
+
+def batch_of_arguments(arguments: Any) -> Any:
+    """Return the number of sequences of the PackedSequence in ``arguments``; None if there is none, or
+    outside of a capture."""
+    mode = _MODE.get()
+    if mode is None:
+        return None
+    leaves = pytree.tree_leaves(arguments, is_leaf=lambda leaf: isinstance(leaf, PackedSequence))
+    packed = next((leaf for leaf in leaves if isinstance(leaf, PackedSequence)), None)
+    return None if packed is None else mode.batch_of(packed.batch_sizes)
+
+
+@contextmanager
+def call_with_batch(batch: Any) -> Iterator[None]:
+    """Make ``batch_in_call`` return ``batch`` while the context is active."""
+    token = _BATCH_IN_CALL.set(batch)
+    try:
+        yield
+    finally:
+        _BATCH_IN_CALL.reset(token)
+
+
+def batch_in_call() -> Any:
+    """Return the number of sequences of the PackedSequence in the call whose shapes are being computed; None
+    if there is none."""
+    # Dynamo cannot read a ContextVar; none of our captures is its.
+    return None if torch.compiler.is_dynamo_compiling() else _BATCH_IN_CALL.get()

@@ -1,0 +1,134 @@
+"""Checks that ops on the rows of a PackedSequence compute each row by itself.
+
+A PackedSequence stores the rows of all sequences one behind the other. An op that mixes rows, such as a mean
+over them, computes across steps and sequences, and has no meaning in a program of padded sequences. Such ops
+are found by running each op on a part of the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from torchq_compat.capture.opaque_stub import OPAQUE_OP
+from torchq_compat.capture.packed_sequences import PACK, PAD
+from torchq_compat.capture.trial_runs import GraphRunner, Runs, run_graph
+from torchq_compat.errors import CaptureError
+from torchq_compat.support.graph_nodes import module_path_of, user_line_of
+from torchq_compat.support.upstream import OpOverload, pytree
+
+#: Tolerances for results of fewer rows, whose sums may be computed in another order.
+TOLERANCE = {"rtol": 1e-3, "atol": 1e-4}
+
+
+def check_row_order(graph_module: GraphModule, runs: Runs, args: tuple[Any, ...]) -> None:
+    """Run a captured graph on ``args``, and every op on packed rows once more on each half of them.
+
+    Raises:
+        CaptureError: the results of an op differ.
+    """
+    run_graph(graph_module, args, runs.stubs, runs.modules, runner=_RowOrderRunner)
+
+
+class _RowOrderRunner(GraphRunner):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._nodes = args[0].graph.nodes
+        self.extra_traceback = False
+        self._counts = set(self._symbols())
+
+    def run_node(self, n: Node) -> Any:
+        result = super().run_node(n)
+        if self._is_to_try(n):
+            rows = [each for each in n.all_input_nodes if self._holds_rows(each)]
+            if rows and not self._is_by_rows(n, rows[0], result):
+                raise _mixes_rows(n)
+        return result
+
+    def _symbols(self) -> Iterator[Any]:
+        """Yield the graph's symbol of the number of rows of every packed sequence."""
+        for node in self._nodes:
+            if node.target is PACK:
+                yield from (_leading(user) for user in node.users if user.args[1] == 0)
+            elif self._takes_packed(node):
+                indices = self._layout(node).inputs.holds_indices()
+                first = indices.index(True) - 1
+                yield _leading(node.args[0][first])
+
+    def _layout(self, node: Node) -> Any:
+        _, _, handle, index = node.args
+        return self.stubs.layouts(str(handle))[index]  # type: ignore[index]
+
+    def _takes_packed(self, node: Node) -> bool:
+        return node.target is OPAQUE_OP and any(self._layout(node).inputs.holds_indices())
+
+    def _holds_rows(self, node: Node) -> bool:
+        count = _leading(node)
+        return count is not None and count in self._counts
+
+    def _is_to_try(self, node: Node) -> bool:
+        target = node.target
+        if not isinstance(target, OpOverload) or target in (PACK, PAD, torch.ops.aten.sym_size.int):
+            return False
+        return torch.Tag.nondeterministic_seeded not in target.tags and not self._takes_packed(node)
+
+    def _is_by_rows(self, node: Node, rows: Node, result: Any) -> bool:
+        count = self.env[rows].shape[0]
+        half = count // 2
+        for part in (slice(0, half), slice(half, count)) if count > 1 else ():
+            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), partial(self._part, rows, part))
+            try:
+                found = self.call_function(node.target, args, kwargs)
+            except (RuntimeError, IndexError):
+                return False
+            if not _are_rows(result, found, part, count):
+                return False
+        return True
+
+    def _part(self, rows: Node, part: slice, node: Node) -> Any:
+        """Return the value of ``node`` restricted to the rows in ``part``."""
+        value, symbol = self.env[node], _leading(rows)
+        if isinstance(value, Tensor):
+            return value[part] if _leading(node) == symbol else value
+        size = node.meta.get("val")
+        if isinstance(size, torch.SymInt) and symbol in size.node.expr.free_symbols:
+            return int(size.node.expr.subs(symbol, part.stop - part.start))
+        return value
+
+
+def _leading(node: Any) -> Any:
+    """Return the symbol of the first size of the value of ``node``; None if the size is no symbol."""
+    value = node.meta.get("val") if isinstance(node, Node) else None
+    if not isinstance(value, Tensor) or value.dim() == 0 or not isinstance(value.shape[0], torch.SymInt):
+        return None
+    return value.shape[0].node.expr
+
+
+def _are_rows(whole: Any, found: Any, part: slice, count: int) -> bool:
+    """Return whether ``found`` equals the rows ``part`` of ``whole``, which has ``count`` rows."""
+    pairs = list(zip(pytree.tree_leaves(whole), pytree.tree_leaves(found), strict=True))
+    for each, other in pairs:
+        if not isinstance(each, Tensor):
+            continue
+        if each.dim() == 0 or each.shape[0] != count or other.shape != each[part].shape:
+            return False
+        same = torch.allclose(each[part].double(), other.double(), **TOLERANCE, equal_nan=True)
+        if not same:
+            return False
+    return True
+
+
+def _mixes_rows(node: Node) -> CaptureError:
+    path, line = module_path_of(node), user_line_of(node)
+    where = f" in {path!r}" if path else ""
+    at = f" at {line}" if line else ""
+    return CaptureError(
+        f"{node.target}{where}{at} mixes the rows of a PackedSequence: the steps of all sequences lie in "
+        ".data one behind the other, and each has to be computed by itself.",
+        hint="unpack with pad_packed_sequence first and use the lengths, or do it outside of the model.",
+    )

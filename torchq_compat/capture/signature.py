@@ -1,0 +1,146 @@
+"""The arguments that a captured model accepts, and their sizes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchq_compat.capture.sizes.input_sizes import InputSizes, is_same_value
+from torchq_compat.errors import InputError
+from torchq_compat.support.upstream import pytree
+
+
+@dataclass(frozen=True)
+class CallSignature:
+    """The arguments that a captured model accepts.
+
+    Attributes:
+        names: the names of the arguments, in order; None if the float model takes ``*args``.
+        defaults: the arguments of the float model that the example left at their defaults, with these.
+        sizes: the conditions on the sizes of the inputs.
+        positional: names of the arguments before ``*args``, and of ``*args`` itself.
+    """
+
+    names: tuple[str, ...] | None
+    defaults: Mapping[str, Any]
+    sizes: InputSizes = field(default_factory=InputSizes)
+    positional: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, model: nn.Module, args: tuple[Any, ...]) -> CallSignature:
+        parameters = list(inspect.signature(model.forward).parameters.values())
+        if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+            kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
+            return cls(None, {}, positional=tuple(p.name for p in parameters if p.kind not in kinds))
+        given, left = parameters[: len(args)], parameters[len(args) :]
+        return cls(
+            tuple(p.name for p in given),
+            {p.name: p.default for p in left if p.kind is not p.VAR_KEYWORD},
+        )
+
+    def with_sizes(self, sizes: InputSizes) -> CallSignature:
+        return replace(self, sizes=sizes.made_ready())
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """Return ``args`` and ``kwargs`` as the positional arguments of the captured model.
+
+        Raises:
+            InputError: missing or unexpected arguments, or sizes that the captured model does not accept.
+        """
+        bound = self._bind(args, kwargs)
+        # Under torch.jit.trace sizes are tensors, on which conditions cannot be checked.
+        if torch.compiler.is_compiling() or not torch._C._is_tracing():
+            self.sizes.check(self.labelled(bound))
+        return bound
+
+    def knows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Return whether a call with the same shapes and dtypes was accepted before: no check is needed.
+        Do not call this while tracing."""
+        if kwargs or (self.names is not None and len(args) != len(self.names)):
+            return False
+        forms = _forms(args)
+        return forms is not None and self.sizes.were_accepted(forms)
+
+    def accept(self, bound: tuple[Any, ...]) -> None:
+        """Remember that a call with the shapes and dtypes of ``bound``, which ``bind`` returned, is valid."""
+        forms = _forms(bound)
+        if forms is not None:
+            self.sizes.accept(forms)
+
+    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        if self.names is None:
+            if kwargs:
+                unexpected = f"unexpected argument {next(iter(kwargs))!r}"
+                raise _call_does_not_match(unexpected, self.positional)
+            return args
+        if len(args) == len(self.names) and not kwargs:
+            return args
+        order = (*self.names, *self.defaults)
+        if len(args) > len(order):
+            raise _call_does_not_match(f"{len(args)} arguments were given", self.names)
+        given = dict(zip(order, args, strict=False))
+        for name, value in kwargs.items():
+            if name in given or name not in order:
+                raise _call_does_not_match(f"unexpected or repeated argument {name!r}", self.names)
+            given[name] = value
+        for name, default in self.defaults.items():
+            if name in given and not _is_default(given[name], default):
+                raise _call_does_not_match(
+                    f"{name!r} was not in example_inputs, so it is fixed to {default!r}", self.names
+                )
+        missing = [name for name in self.names if name not in given]
+        if missing:
+            raise _call_does_not_match(f"missing argument {missing[0]!r}", self.names)
+        return tuple(given[name] for name in self.names)
+
+    def labelled(self, args: tuple[Any, ...]) -> dict[str, Any]:
+        """Return the leaves of ``args`` by label, in the graph's order: ``x``, ``state[0]``,
+        ``batch['mask']``."""
+        labels = self._labels(len(args))
+        if all(isinstance(arg, Tensor) for arg in args):
+            return dict(zip(labels, args, strict=True))
+        found: dict[str, Any] = {}
+        for label, arg in zip(labels, args, strict=True):
+            for path, leaf in pytree.tree_flatten_with_path(arg)[0]:
+                found[f"{label}{pytree.keystr(path)}"] = leaf
+        return found
+
+    def _labels(self, count: int) -> tuple[str, ...]:
+        if self.names is not None:
+            more = (f"argument {index}" for index in range(len(self.names), count))
+            return (*self.names[:count], *more)
+        *before, rest = self.positional
+        rests = (f"{rest}[{index}]" for index in range(count - len(before)))
+        return (*before[:count], *rests)
+
+
+def _forms(args: Any) -> tuple[Any, ...] | None:
+    """Return the shapes and dtypes of plain tensors in tuples and lists; None if there is anything else."""
+    found: list[Any] = []
+    for arg in args:
+        if type(arg) is Tensor and not arg.is_nested:
+            found.append((arg.shape, arg.dtype))
+        elif type(arg) in (tuple, list):
+            inside = _forms(arg)
+            if inside is None:
+                return None
+            found.append(("inside", inside))
+        else:
+            return None
+    return tuple(found)
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    return value is default or (not isinstance(value, Tensor) and is_same_value(value, default))
+
+
+def _call_does_not_match(reason: str, names: tuple[str, ...]) -> InputError:
+    return InputError(
+        f"the captured model cannot be called like this: {reason}.",
+        hint=f"it takes the arguments of the example it was prepared with: ({', '.join(names)}).",
+    )

@@ -1,0 +1,309 @@
+"""Finds what sizes a captured graph accepts: by its guards, by running it on shapes, or from
+``dynamic_shapes``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import SymInt, Tensor
+from torch.fx import GraphModule, Node
+
+from torchq_compat.capture.sizes.input_sizes import (
+    Dimension,
+    InputSizes,
+    Place,
+    SizeRule,
+    accepted_range,
+    sizes_of,
+)
+from torchq_compat.capture.sizes.numbers import Size, condition_of, sizes_in
+from torchq_compat.capture.sizes.shape_program import ShapeProgram, is_computable
+from torchq_compat.capture.sizes.size_reads import ReadSizes
+
+# Finds what sizes a captured graph accepts: by its guards, and by running it on shapes at other sizes.
+
+
+#: (size in the example, dimension for a size of 1, else -1). Sizes of 1 are mostly equal by chance, so they
+#: belong together only if they have the same dimension index.
+Group = tuple[int, int]
+Sizes = Mapping[Place, int]
+
+
+def group_of(dimension: Dimension) -> Group:
+    """Return the group of dimensions that change together with ``dimension``: in the example they have the
+    same size, because they are the batch of all inputs, or the length of all sequences."""
+    return dimension.example, dimension.index if dimension.example == 1 else -1
+
+
+def find_sizes(inputs: Mapping[str, Any], read: ReadSizes, accepts: Callable[[Sizes], bool]) -> InputSizes:
+    """Return the sizes that a graph, which was captured with ``inputs`` by label, accepts.
+
+    Args:
+        read: what the model's Python asked of sizes.
+        accepts: returns whether the graph, or the float model, runs at given sizes of the inputs.
+    """
+    example = sizes_of(inputs)
+    dimensions = tuple(Dimension(*place, int(size)) for place, size in example.items())
+    constants = {label: value for label, value in inputs.items() if not isinstance(value, Tensor)}
+    program, rules = _rules_of_guards(inputs, read, dimensions)
+    sizes = InputSizes(dimensions, constants, rules, program)
+    search = _Search(sizes, example, accepts)
+    own = search.own_sizes()
+    operators = tuple(search.rules_of_operators(own, rules))
+    made = replace(sizes, dimensions=tuple(own), rules=(*rules, *operators))
+    return accepted_range(made, example) if program is not None else made
+
+
+def _rules_of_guards(
+    inputs: Mapping[str, Any], read: ReadSizes, dimensions: Sequence[Dimension]
+) -> tuple[ShapeProgram | None, tuple[SizeRule, ...]]:
+    """Return the rules that follow from guards, and the program of the sizes that no input has."""
+    labels = dict(zip(read.inputs, inputs, strict=False))
+    by_place = {dimension.place: dimension for dimension in dimensions}
+    asked: dict[tuple[Node, int], int] = {}
+    rules: dict[str, SizeRule] = {}
+    for guard in read.guards:
+        if not all(is_computable(size.node, read) for size in sizes_in(guard.expression)):
+            for number, each in enumerate(dimensions):
+                rule = SizeRule.fixing(number, each, guard.place.line, by_python=guard.place.by_user)
+                rules[rule.condition] = rule
+            continue
+        names: dict[Size, str] = {}
+        places: dict[str, Place] = {}
+        for size in sizes_in(guard.expression):
+            if size.node in labels:
+                place = labels[size.node], size.dim
+            else:
+                place = "", asked.setdefault((size.node, size.dim), len(asked))
+            names[size] = f"s{list(by_place).index(place)}" if place[0] else f"t{place[1]}"
+            places[names[size]] = place
+        condition = condition_of(guard.expression, guard.value, names)
+        named = [by_place[place] for place in places.values() if place in by_place]
+        dimension = named[0] if named else dimensions[0]
+        rule = SizeRule(condition, places, dimension, "", guard.place.line, guard.place.by_user)
+        rules[condition] = replace(rule, expected=_words(rule, by_place))
+    program = ShapeProgram.of_sizes(list(asked), read, inputs) if asked else None
+    return program, tuple(rules.values())
+
+
+def _words(rule: SizeRule, dimensions: Mapping[Place, Dimension]) -> str:
+    """Return the condition of ``rule`` for people, with sizes such as ``x.size(0)``."""
+    fixed = f"{next(iter(rule.places))} == {rule.dimension.example}"
+    if rule.condition == fixed and not rule.is_computed:
+        return str(rule.dimension.example)
+    text = rule.condition
+    for name, place in sorted(rule.places.items(), key=lambda item: -len(item[0])):
+        if place in dimensions:
+            text = text.replace(name, dimensions[place].name)
+    return text
+
+
+@dataclass
+class _Search:
+    """Tries which dimensions have a size of their own."""
+
+    sizes: InputSizes
+    example: dict[Place, int]
+    accepts: Callable[[Sizes], bool]
+    _known: dict[tuple[int, ...], bool] = field(default_factory=dict)
+
+    def own_sizes(self) -> list[Dimension]:
+        """Return the dimensions, each with its root, or fixed, or free."""
+        found: dict[Place, Dimension] = {}
+        groups: dict[Group, list[Dimension]] = {}
+        for dimension in self.sizes.dimensions:
+            groups.setdefault(group_of(dimension), []).append(dimension)
+        for members in groups.values():
+            free = [each for each in members if self._may_change([each])]
+            found.update((each.place, each) for each in free)
+            for each in members:
+                if each.place not in found:
+                    found.update(self._related(each, members, free))
+        stuck = [each for each in self.sizes.dimensions if each.place not in found]
+        # A guard relates it to others, as the batch times the number of heads: the guard says what fits.
+        related = {p for rule in self.sizes.rules if len(rule.places) > 1 for p in rule.places.values()}
+        for each in stuck:
+            is_fixed = each.place not in related and not self._may_change_with_any(each)
+            found[each.place] = replace(each, is_fixed=is_fixed)
+        return [found[dimension.place] for dimension in self.sizes.dimensions]
+
+    def _related(
+        self, anchor: Dimension, members: Sequence[Dimension], free: Sequence[Dimension]
+    ) -> dict[Place, Dimension]:
+        """Return ``anchor`` and the dimensions without which it cannot change, each with its root; nothing if
+        it cannot change together with others of its group."""
+        together = next((each for each in self._sets(anchor, members) if self._may_change(each)), None)
+        if together is None:
+            return {}
+        needed = list(together)
+        for each in together:
+            fewer = [other for other in needed if other is not each]
+            if each is not anchor and len(fewer) > 1 and self._may_change(fewer):
+                needed = fewer
+        root = next((each for each in needed if each in free), needed[0])
+        own = (each for each in needed if each not in free)
+        return {each.place: each if each is root else replace(each, root=root.place) for each in own}
+
+    def _sets(self, anchor: Dimension, members: Sequence[Dimension]) -> Iterator[list[Dimension]]:
+        """Yield sets of ``members`` that may be one size, ``anchor`` among them: those that guards say are
+        equal, all, those at the same index, all but those at another index, pairs, and all but one."""
+        equal = {anchor.place}
+        for rule in (*self.sizes.rules, *reversed(self.sizes.rules)):
+            places = set(rule.places.values())
+            if " == " in rule.condition and len(places) == 2 and places & equal:
+                equal |= places
+        indices = dict.fromkeys(each.index for each in members)
+        sets = [
+            [each for each in members if each.place in equal],
+            list(members),
+            [each for each in members if each.index == anchor.index],
+            *(
+                [each for each in members if each.index != index]
+                for index in indices
+                if index != anchor.index
+            ),
+            *([anchor, other] for other in members if other is not anchor),
+            *([each for each in members if each is not other] for other in members if other is not anchor),
+        ]
+        for number, found in enumerate(sets):
+            if len(found) > 1 and found not in sets[:number]:
+                yield found
+
+    def _may_change_with_any(self, one: Dimension) -> bool:
+        """Return whether ``one`` may change if a dimension of another size does, as in ``x + y[::2]``."""
+        changes = ((2, 0, 2, 0), (1, 1, 1, 1), (1, 1, 1, 2), (1, 2, 1, 1))
+        for other in self.sizes.dimensions:
+            for times, more, other_times, other_more in changes if other.label != one.label else ():
+                changed = {
+                    one.place: times * one.example + more,
+                    other.place: other_times * other.example + other_more,
+                }
+                if self._runs(changed):
+                    return True
+        return False
+
+    def _may_change(self, members: Sequence[Dimension], to: Sequence[int] = ()) -> bool:
+        size = members[0].example
+        if not size:
+            return True
+        others = to or [other for other in (size + 1, 2 * size, size - 1) if other > 1 or size == 1]
+        return any(self._runs({each.place: other for each in members}) for other in others)
+
+    def _runs(self, changed: Sizes) -> bool:
+        values = {**self.example, **changed}
+        key = tuple(values.values())
+        if key not in self._known:
+            self._known[key] = self.sizes.broken_rule(values) is None and self.accepts(values)
+        return self._known[key]
+
+    def rules_of_operators(
+        self, dimensions: Sequence[Dimension], known: Sequence[SizeRule]
+    ) -> Iterator[SizeRule]:
+        """Yield a rule for each dimension that operators fix, or relate to another one; 1 may do as well."""
+        free = {each.place for each in dimensions if each.is_free and self._may_change([each])}
+        for number, dimension in enumerate(dimensions):
+            if dimension.is_free or any(_is_about(rule, dimension) for rule in known):
+                continue
+            own, size = f"s{number}", dimension.example
+            may_be_one = size != 1 and self._may_change([dimension], [1])
+            or_one = f" or {own} == 1" if may_be_one else ""
+            if dimension.root in free:
+                or_one = f" or {own} == {size}"
+            places = {own: dimension.place}
+            if dimension.is_fixed:
+                words = f"{size} or 1" if may_be_one else str(size)
+                yield SizeRule(f"{own} == {size}{or_one}", places, dimension, words)
+                continue
+            at = next(index for index, each in enumerate(dimensions) if each.place == dimension.root)
+            root = dimensions[at]
+            places[f"s{at}"] = root.place
+            if size != 1 and self._may_change([root], [1]):
+                or_one += f" or s{at} == 1"
+            words = f"{dimension.name} == {root.name}{', or ' + or_one.split()[-1] if or_one else ''}"
+            yield SizeRule(f"{own} == s{at}{or_one}", places, dimension, words)
+
+
+def _is_about(rule: SizeRule, dimension: Dimension) -> bool:
+    """Return whether ``rule`` says which size ``dimension`` has, or which size it is equal to."""
+    if " == " not in rule.condition or dimension.place not in rule.places.values():
+        return False
+    return rule.expected == str(dimension.example) or (
+        dimension.root is not None and set(rule.places.values()) == {dimension.place, dimension.root}
+    )
+
+
+# The sizes of a graph that torch.export captured with the user's ``dynamic_shapes``.
+
+
+#: ``L['x'].size()[0]``, as a guard of torch.export names a size.
+SIZE = re.compile(r"L\['(?P<name>\w+)'\](?P<path>(?:\[[^\]]+\]|\.\w+)*)\.size\(\)\[(?P<dim>\d+)\]")
+
+
+def sizes_of_symbols(
+    graph_module: GraphModule, inputs: Mapping[str, Any], conditions: Sequence[str]
+) -> InputSizes:
+    """Return the sizes of the placeholders of ``graph_module``.
+
+    Args:
+        inputs: the example inputs by label.
+        conditions: what torch.export assumes of the sizes, as Python code.
+    """
+    dimensions: list[Dimension] = []
+    roots: dict[str, Place] = {}
+    specialized: set[Place] = set()
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    for node, (label, example) in zip(placeholders, inputs.items(), strict=True):
+        value = node.meta.get("val")
+        for index, size in enumerate(value.shape if isinstance(value, Tensor) else ()):
+            known = int(example.shape[index])
+            if not isinstance(size, SymInt) or size.node.maybe_as_int() is not None:
+                dimensions.append(Dimension(label, index, known, is_fixed=True))
+                if isinstance(size, SymInt):
+                    specialized.add((label, index))
+                continue
+            root = roots.setdefault(str(size), (label, index))
+            dimensions.append(Dimension(label, index, known, None if root == (label, index) else root))
+    constants = {label: value for label, value in inputs.items() if not isinstance(value, Tensor)}
+    rules = (*_rules_of_dimensions(dimensions, specialized), *_rules_of_conditions(dimensions, conditions))
+    return InputSizes(tuple(dimensions), constants, rules)
+
+
+def _rules_of_dimensions(
+    dimensions: Sequence[Dimension], specialized: Collection[Place]
+) -> Iterator[SizeRule]:
+    numbers = {dimension.place: number for number, dimension in enumerate(dimensions)}
+    for number, dimension in enumerate(dimensions):
+        if dimension.is_fixed:
+            yield SizeRule.fixing(number, dimension, by_python=dimension.place in specialized)
+        elif dimension.root is not None:
+            other = numbers[dimension.root]
+            places = {f"s{number}": dimension.place, f"s{other}": dimension.root}
+            words = f"{dimension.name} == {dimensions[other].name}"
+            yield SizeRule(f"s{number} == s{other}", places, dimension, words)
+
+
+def _rules_of_conditions(dimensions: Sequence[Dimension], conditions: Sequence[str]) -> Iterator[SizeRule]:
+    numbers = {dimension.place: number for number, dimension in enumerate(dimensions)}
+    for condition in conditions:
+        found = {
+            match[0]: (f"{match['name']}{match['path']}", int(match["dim"]))
+            for match in SIZE.finditer(condition)
+        }
+        if not found or any(place not in numbers for place in found.values()):
+            continue
+        code, words = condition, condition
+        for text, place in found.items():
+            code = code.replace(text, f"s{numbers[place]}")
+            words = words.replace(text, dimensions[numbers[place]].name)
+        places = {f"s{numbers[place]}": place for place in found.values()}
+        # torch.export takes sizes to be neither 0 nor 1; its graphs run at these all the same.
+        if re.fullmatch(r"s\d+ (?:!= [01]|>= 2|> 1|>= 1|> 0)", code):
+            continue
+        dimension = dimensions[numbers[next(iter(found.values()))]]
+        if dimension.is_fixed and len(found) == 1:
+            continue
+        yield SizeRule(code, places, dimension, words)

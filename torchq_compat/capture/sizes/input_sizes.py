@@ -1,0 +1,382 @@
+"""The sizes a captured model may be called with: free, fixed, or related to each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import SymInt, Tensor
+from torch.fx import Graph
+
+from torchq_compat.capture.sizes.shape_program import ShapeProgram
+from torchq_compat.errors import InputError
+from torchq_compat.support.argument_checks import shown
+
+# The sizes a captured model may be called with: free, fixed, or related to each other.
+
+
+#: The most forms of calls that are remembered.
+MOST_ACCEPTED = 512
+#: The label of an input, such as ``x`` or ``states[0]``, and a dimension; or an empty label and the number of
+#: a size that a ``ShapeProgram`` computes.
+Place = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """One dimension of an input.
+
+    Attributes:
+        label: the label of the input, such as ``x`` or ``states[0]``.
+        index: the index of the dimension.
+        example: its size in the example inputs.
+        root: the place of the dimension whose size it always has; None if it has a size of its own.
+        is_fixed: whether the model accepts no other size than that of the example, or 1.
+    """
+
+    label: str
+    index: int
+    example: int
+    root: Place | None = None
+    is_fixed: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.label}.size({self.index})"
+
+    @property
+    def place(self) -> Place:
+        return self.label, self.index
+
+    @property
+    def is_free(self) -> bool:
+        return self.root is None and not self.is_fixed
+
+
+@dataclass(frozen=True)
+class SizeRule:
+    """A condition on the sizes of a call.
+
+    Attributes:
+        condition: Python code that computes whether the rule holds, from the names in ``places``.
+        places: name in ``condition`` -> the size that it stands for.
+        dimension: the dimension to name if the condition does not hold.
+        expected: the required size, or the condition, as text for people.
+        line: the line of the user's code that the rule comes from; None if it is unknown.
+        by_python: whether Python decided something by the sizes, and not an operator that needs them.
+        alone: of a rule about computed sizes, what it says of ``dimension`` where all others are as in the
+            example; None if it is not known.
+    """
+
+    condition: str
+    places: Mapping[str, Place]
+    dimension: Dimension
+    expected: str
+    line: str | None = None
+    by_python: bool = False
+    alone: SizeRule | None = None
+
+    @classmethod
+    def fixing(
+        cls, number: int, dimension: Dimension, line: str | None = None, *, by_python: bool = False
+    ) -> SizeRule:
+        """Return the rule that ``dimension``, the one of that ``number``, has its size in the example."""
+        name, size = f"s{number}", str(dimension.example)
+        return cls(f"{name} == {size}", {name: dimension.place}, dimension, size, line, by_python)
+
+    def as_plain(self) -> SizeRule | None:
+        """Return the rule, if it is about computed sizes as what it says of one dimension; None if that is
+        not known. Compilers do not run the program that computes sizes."""
+        return self.alone if self.is_computed else self
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether the rule is about sizes of tensors that the model computes."""
+        return any(not label for label, _ in self.places.values())
+
+    @cached_property
+    def _test(self) -> Callable[..., Any]:
+        test: Callable[..., Any] = eval(f"lambda {', '.join(self.places)}: {self.condition}", {"math": math})
+        return test
+
+    def holds(self, sizes: Mapping[Place, Any]) -> bool:
+        """Return whether the rule holds for ``sizes``; a rule about an unknown size holds."""
+        if any(place not in sizes for place in self.places.values()):
+            return True
+        try:
+            return bool(self._test(*[sizes[place] for place in self.places.values()]))
+        except (ArithmeticError, ValueError):
+            return True  # A division by the size of an empty batch: the rule means nothing there.
+
+
+@dataclass(frozen=True)
+class InputSizes:
+    """The sizes of the inputs of a captured model.
+
+    Attributes:
+        dimensions: the dimensions of every input tensor, in order.
+        constants: label -> value of the inputs that are no tensors, which capture fixed.
+        rules: the conditions on the sizes.
+        program: computes the sizes that rules are about and inputs do not have.
+    """
+
+    dimensions: tuple[Dimension, ...] = ()
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    rules: tuple[SizeRule, ...] = ()
+    program: ShapeProgram | None = None
+
+    @property
+    def free(self) -> tuple[Dimension, ...]:
+        """The dimensions that have a size of their own."""
+        return tuple(dimension for dimension in self.dimensions if dimension.is_free)
+
+    def of_placeholders(self, graph: Graph) -> list[tuple[Dimension, ...]]:
+        """Return the dimensions of each input of ``graph``, the captured graph or one made from it."""
+        by_label: dict[str, list[Dimension]] = {}
+        for dimension in self.dimensions:
+            by_label.setdefault(dimension.label, []).append(dimension)
+        waiting = iter(by_label.values())
+        values = (node.meta.get("val") for node in graph.find_nodes(op="placeholder"))
+        return [tuple(next(waiting, ())) if isinstance(v, Tensor) and v.dim() else () for v in values]
+
+    @cached_property
+    def _ranks(self) -> dict[str, int]:
+        ranks: dict[str, int] = {}
+        for dimension in self.dimensions:
+            ranks[dimension.label] = dimension.index + 1
+        return ranks
+
+    def with_rules(self, rules: Sequence[SizeRule]) -> InputSizes:
+        return replace(self, rules=(*self.rules, *rules))
+
+    def broken_rule(self, sizes: Mapping[Place, Any]) -> SizeRule | None:
+        """Return the first rule that ``sizes`` break; None if they break none."""
+        known = dict(sizes)
+        broken = _first_broken((rule for rule in self.rules if not rule.is_computed), known)
+        if broken is not None or self.program is None:
+            return broken
+        if torch.compiler.is_dynamo_compiling():
+            return _first_broken(self._plain_rules, known)
+        return _first_broken(self.rules, known | self.program.sizes(known))
+
+    @cached_property
+    def _plain_rules(self) -> tuple[SizeRule, ...]:
+        return tuple(plain for rule in self.rules if (plain := rule.as_plain()) is not None)
+
+    def made_ready(self) -> InputSizes:
+        """Return the sizes after computing what is kept: Dynamo enters no lock of a cached property."""
+        _ = self._ranks, [rule._test for rule in (*self.rules, *self._plain_rules)]
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> InputSizes:
+        """Return the sizes themselves, which nothing changes."""
+        return self
+
+    @cached_property
+    def _accepted(self) -> set[tuple[Any, ...]]:
+        return set()
+
+    def were_accepted(self, forms: tuple[Any, ...]) -> bool:
+        """Return whether a call with tensors of these ``forms``, shapes and dtypes, was checked before."""
+        return forms in self._accepted
+
+    def accept(self, forms: tuple[Any, ...]) -> None:
+        """Remember that ``check`` accepts calls with tensors of these ``forms``."""
+        if len(self._accepted) >= MOST_ACCEPTED:
+            self._accepted.clear()
+        self._accepted.add(forms)
+
+    def check(self, inputs: Mapping[str, Any]) -> None:
+        """Raise if the captured model would compute a wrong result for ``inputs``, by label.
+
+        Raises:
+            InputError: a size, rank or constant does not fit the captured model, or a tensor has no sizes.
+        """
+        for label, value in inputs.items():
+            if isinstance(value, Tensor) and value.is_nested:
+                raise InputError(
+                    f"argument {label!r} is a nested tensor, whose rows have no common size.",
+                    hint="pass a dense tensor: torch.nested.to_padded_tensor makes one.",
+                )
+        for label, rank in self._ranks.items():
+            value = inputs.get(label)
+            if isinstance(value, Tensor) and value.dim() != rank and self.rules:
+                raise InputError(
+                    f"argument {label!r} has {value.dim()} dimensions, and {rank} in the example it was "
+                    "captured with.",
+                    hint="capture the model with an example of that rank.",
+                )
+        for label, constant in self.constants.items():
+            given = inputs.get(label, constant)
+            if type(given) is not type(constant) or isinstance(constant, (int, float, str)):
+                if isinstance(given, SymInt) or is_same_value(given, constant):
+                    continue
+                raise InputError(
+                    f"argument {label!r} is {shown(given)}, but the captured model is fixed to {constant!r}, "
+                    "its value in example_inputs.",
+                    hint="capture the model once for each value; only tensors stay free.",
+                )
+        if not self.rules or any(not isinstance(inputs.get(label), Tensor) for label in self._ranks):
+            return
+        rule = self.broken_rule(sizes_of(inputs))
+        if rule is not None:
+            place = rule.dimension
+            found = inputs[place.label].shape[place.index]
+            raise _fixed_size(place.label, place.index, rule.expected, found, rule.line)
+
+
+def sizes_of(inputs: Mapping[str, Any]) -> dict[Place, Any]:
+    """Return the sizes of the tensors among ``inputs``, by label."""
+    tensors = {label: value for label, value in inputs.items() if isinstance(value, Tensor)}
+    return {(label, dim): size for label, value in tensors.items() for dim, size in enumerate(value.shape)}
+
+
+def _first_broken(rules: Iterable[SizeRule], sizes: Mapping[Place, Any]) -> SizeRule | None:
+    return next((rule for rule in rules if not rule.holds(sizes)), None)
+
+
+def is_same_value(given: Any, fixed: Any) -> bool:
+    """Return whether a call's value is the ``fixed`` one; one that cannot be compared with it, such as an
+    array, is not."""
+    try:
+        return given is fixed or bool(given == fixed)
+    except Exception:  # whatever the class of ``given`` raises
+        return False
+
+
+def _fixed_size(
+    name: str, dimension: int, expected: str, found: object, line: str | None = None
+) -> InputError:
+    where = f", because of {line}" if line else ""
+    needs = f"is fixed to {expected} there" if expected.isdigit() else f"needs {expected}"
+    return InputError(
+        f"argument {name!r} has size {found} in dimension {dimension}, "
+        f"but the captured model {needs}{where}.",
+        hint="the model's own code depends on that size; capture it with the size you need, "
+        "or pass dynamic_shapes= to prepare_fx.",
+    )
+
+
+# Says which sizes of an input the rules about computed sizes accept, in numbers: "209 to 224".
+
+
+#: Beyond this multiple of the example's size, a rule counts as one without a limit.
+FARTHEST = 4
+#: How many sizes next to the example's are tried one by one.
+NEAR = 16
+#: What is told of a rule that no dimension breaks alone.
+AS_IN_EXAMPLE = "sizes at which the model decides as in the example"
+
+
+def accepted_range(sizes: InputSizes, example: Mapping[Place, int]) -> InputSizes:
+    """Return ``sizes`` with each rule about computed sizes told of the dimension that may break it; rules
+    that no size breaks are dropped."""
+    tries = _Tries(sizes, dict(example))
+    told: dict[str, SizeRule] = {}
+    for dimension in (each for each in sizes.dimensions if each.root is None):
+        broken = tries.broken_by(dimension)
+        if not broken:
+            continue
+        own = f"s{sizes.dimensions.index(dimension)}"
+        words, alone = tries.words(dimension, own)
+        for rule in broken:
+            of_one = replace(rule, dimension=dimension, expected=words)
+            plain = replace(of_one, condition=alone, places={own: dimension.place})
+            told.setdefault(rule.condition, replace(of_one, alone=plain))
+    # What a line of the model fixes is told with that line, not once more as an operator's rule.
+    fixed = {rule.dimension.place for rule in told.values() if rule.expected == str(rule.dimension.example)}
+    rules = tuple(
+        told.get(rule.condition, replace(rule, expected=AS_IN_EXAMPLE)) if rule.is_computed else rule
+        for rule in sizes.rules
+        if rule.condition in told
+        or (tries.may_break(rule) if rule.is_computed else rule.line or rule.dimension.place not in fixed)
+    )
+    needs_program = any(rule.is_computed for rule in rules)
+    return replace(sizes, rules=rules, program=sizes.program if needs_program else None)
+
+
+@dataclass
+class _Tries:
+    """Which sizes of one dimension, all others as in the example, break which rules."""
+
+    sizes: InputSizes
+    example: dict[Place, int]
+    _shapes: dict[Any, Any] = field(default_factory=dict)
+    _refused: set[tuple[Place, int]] = field(default_factory=set)
+    _values: dict[Place, set[int]] = field(default_factory=dict)
+    _known: dict[tuple[Place, int], tuple[SizeRule, ...]] = field(default_factory=dict)
+
+    def broken_by(self, dimension: Dimension) -> list[SizeRule]:
+        size = dimension.example
+        near = {1, size + 1, size + 2, 2 * size, FARTHEST * size, -(-size // 2), size - 1} - {0, -1, size}
+        found: dict[str, SizeRule] = {}
+        for other in sorted(near):
+            for rule in self._broken_at(dimension, other):
+                found[rule.condition] = rule
+        return list(found.values())
+
+    def may_break(self, rule: SizeRule) -> bool:
+        """Return whether a size that ``rule`` is about was another one in some try."""
+        return any(len(self._values.get(place, ())) > 1 for place in rule.places.values())
+
+    def words(self, dimension: Dimension, own: str) -> tuple[str, str]:
+        """Return the sizes of ``dimension`` around the example's that break no rule, as text for people, and
+        as Python code about ``own``."""
+        size = dimension.example
+        if not any(self._is_accepted(dimension, other) for other in (size - 1, size + 1) if other):
+            step = next((step for step in range(2, size + 1) if self._is_step(dimension, step)), None)
+            if step is None:
+                return str(size), f"{own} == {size}"
+            return f"a multiple of {step}", f"{own} % {step} == 0"
+        low = self._last_accepted(dimension, size, 0)
+        high = self._last_accepted(dimension, size, FARTHEST * size + 1)
+        if high == FARTHEST * size:
+            return f"at least {low}", f"{own} >= {low}"
+        return f"{low} to {high}", f"{low} <= {own} <= {high}"
+
+    def _is_step(self, dimension: Dimension, step: int) -> bool:
+        size = dimension.example
+        return size % step == 0 and all(self._is_accepted(dimension, size + k * step) for k in (1, 2))
+
+    def _last_accepted(self, dimension: Dimension, good: int, bad: int) -> int:
+        """Return the last size from ``good`` to ``bad`` that breaks no rule: one by one at first, as what
+        repeats does so soon, then by bisection."""
+        step = 1 if bad > good else -1
+        for _ in range(NEAR):
+            if good + step == bad or not self._is_accepted(dimension, good + step):
+                return good
+            good += step
+        while abs(good - bad) > 1:
+            middle = (good + bad) // 2
+            if self._is_accepted(dimension, middle):
+                good = middle
+            else:
+                bad = middle
+        return good
+
+    def _is_accepted(self, dimension: Dimension, size: int) -> bool:
+        return not self._broken_at(dimension, size) and (dimension.place, size) not in self._refused
+
+    def _broken_at(self, dimension: Dimension, size: int) -> Sequence[SizeRule]:
+        key = dimension.place, size
+        if key not in self._known:
+            changed = {
+                each.place: size
+                for each in self.sizes.dimensions
+                if dimension.place in (each.place, each.root)
+            }
+            known = {**self.example, **changed}
+            program = self.sizes.program
+            assert program is not None
+            computed = program.sizes(known, self._shapes)
+            known.update(computed)
+            for place, value in known.items():
+                self._values.setdefault(place, set()).add(value)
+            if len(computed) < len(program.asked):
+                self._refused.add(key)
+            self._known[key] = tuple(r for r in self.sizes.rules if r.is_computed and not r.holds(known))
+        return self._known[key]

@@ -1,0 +1,408 @@
+"""Numbers that know which sizes they were computed from, and on which line of the user."""
+
+from __future__ import annotations
+
+import linecache
+import math
+import operator
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import SymBool, SymFloat, SymInt, Tensor
+from torch.fx import Node
+
+from torchq_compat.support.upstream import pytree
+
+# Numbers that know which sizes they were computed from.
+#
+# While a model is captured, a size that its Python reads is a ``torch.SymInt`` around a ``Followed``: it
+# has the value of the example, and the expression of sizes that it was computed by. Arithmetic makes
+# others. Where Python asks for the value itself, for a branch, a loop or an index, that is recorded as a
+# guard: from there on the graph is right only at sizes for which the expression has that value.
+
+
+NUMBERS = (SymInt, SymFloat, SymBool)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A function of numbers.
+
+    Attributes:
+        function: the function, which takes plain numbers and runs in a graph.
+        words: its call as Python code, with ``{}`` for each operand.
+    """
+
+    function: Callable[..., Any]
+    words: str
+
+
+#: The methods that torch calls on the node of a number -> what they compute.
+OPERATIONS = {
+    "add": Operation(operator.add, "({} + {})"),
+    "sub": Operation(operator.sub, "({} - {})"),
+    "mul": Operation(operator.mul, "({} * {})"),
+    **{name: Operation(operator.floordiv, "({} // {})") for name in ("floordiv", "int_floordiv")},
+    **{
+        name: Operation(operator.truediv, "({} / {})") for name in ("truediv", "int_truediv", "float_truediv")
+    },
+    **{name: Operation(operator.pow, "({} ** {})") for name in ("pow", "pow_by_natural", "float_pow")},
+    "mod": Operation(operator.mod, "({} % {})"),
+    "neg": Operation(operator.neg, "(-{})"),
+    "pos": Operation(operator.pos, "{}"),
+    "lshift": Operation(operator.lshift, "({} << {})"),
+    "rshift": Operation(operator.rshift, "({} >> {})"),
+    "and_": Operation(operator.and_, "({} & {})"),
+    "or_": Operation(operator.or_, "({} | {})"),
+    "bitwise_and": Operation(operator.and_, "({} & {})"),
+    "bitwise_or": Operation(operator.or_, "({} | {})"),
+    "bitwise_xor": Operation(operator.xor, "({} ^ {})"),
+    "eq": Operation(operator.eq, "({} == {})"),
+    "ne": Operation(operator.ne, "({} != {})"),
+    "lt": Operation(operator.lt, "({} < {})"),
+    "le": Operation(operator.le, "({} <= {})"),
+    "gt": Operation(operator.gt, "({} > {})"),
+    "ge": Operation(operator.ge, "({} >= {})"),
+    "sym_not": Operation(operator.not_, "(not {})"),
+    "sym_min": Operation(torch.sym_min, "min({}, {})"),
+    "sym_max": Operation(torch.sym_max, "max({}, {})"),
+    "ceil": Operation(math.ceil, "math.ceil({})"),
+    "floor": Operation(math.floor, "math.floor({})"),
+    "trunc": Operation(math.trunc, "math.trunc({})"),
+    "round": Operation(round, "round({}, {})"),
+    "abs": Operation(abs, "abs({})"),
+    "sym_float": Operation(torch.sym_float, "float({})"),
+    "sym_ite": Operation(torch.sym_ite, "({1} if {0} else {2})"),
+    "sqrt": Operation(torch._sym_sqrt, "math.sqrt({})"),  # type: ignore[attr-defined]
+}
+
+
+@dataclass(frozen=True)
+class Size:
+    """The size of dimension ``dim`` of the tensor that ``node`` of a graph computes; None if no node does."""
+
+    node: Any
+    dim: int
+
+
+@dataclass(frozen=True)
+class Computed:
+    """A number computed from others, each a ``Size``, a ``Computed`` or a plain number."""
+
+    operation: Operation
+    operands: tuple[Any, ...]
+
+
+def sizes_in(expression: Any) -> Iterator[Size]:
+    """Yield the sizes that ``expression`` is computed from."""
+    if isinstance(expression, Size):
+        yield expression
+    elif isinstance(expression, Computed):
+        for operand in expression.operands:
+            yield from sizes_in(operand)
+
+
+def in_terms_of(expression: Any, nodes: Mapping[Any, Any]) -> Any:
+    """Return ``expression`` with the sizes of other ``nodes``."""
+    if isinstance(expression, Size):
+        return Size(nodes[expression.node], expression.dim)
+    if isinstance(expression, Computed):
+        return Computed(expression.operation, tuple(in_terms_of(each, nodes) for each in expression.operands))
+    return expression
+
+
+def as_code(expression: Any, names: Mapping[Size, str]) -> str:
+    """Return ``expression`` as Python code in which each size is called as in ``names``."""
+    if isinstance(expression, Size):
+        return names[expression]
+    if not isinstance(expression, Computed):
+        return repr(expression)
+    return expression.operation.words.format(*(as_code(operand, names) for operand in expression.operands))
+
+
+#: What is true if the comparison is false.
+OPPOSITES = {"eq": "ne", "ne": "eq", "lt": "ge", "ge": "lt", "gt": "le", "le": "gt"}
+
+
+def condition_of(expression: Any, value: Any, names: Mapping[Size, str]) -> str:
+    """Return Python code that is true where ``expression`` has ``value``."""
+    code = as_code(expression, names)
+    if not isinstance(value, bool):
+        return f"{code} == {value!r}"
+    if not value and isinstance(expression, Computed):
+        other = next(
+            (o for o, each in OPERATIONS.items() if each == expression.operation and o in OPPOSITES), None
+        )
+        if other is None:
+            return f"not {code}"
+        code = as_code(Computed(OPERATIONS[OPPOSITES[other]], expression.operands), names)
+    is_comparison = isinstance(expression, Computed) and expression.operation.words.startswith("({} ")
+    return code[1:-1] if is_comparison else code
+
+
+class Followed:
+    """The node of a ``torch.SymInt``, ``SymFloat`` or ``SymBool``; see the module.
+
+    The names of its methods are those that torch calls.
+    """
+
+    constant: ClassVar[None] = None
+    _hint = property(lambda self: self.value)
+    hint = property(lambda self: self.value)
+
+    def __init__(self, guards: Guards, value: Any, expression: Any) -> None:
+        self.guards, self.value, self.expression = guards, value, expression
+
+    def guard(self, *_: Any) -> Any:
+        """Return the value, which Python asks for."""
+        self.guards(self.expression, self.value)
+        return self.value
+
+    guard_int = guard_bool = guard_float = guard_size_oblivious = guard_or_false = guard_or_true = guard
+    expect_true = bool_ = int_ = float_ = statically_known_true = guard
+
+    def require_hint(self, *_: Any) -> Any:
+        return self.value
+
+    def expect_size(self, *_: Any) -> bool:
+        return True
+
+    def clone(self) -> Followed:
+        return self
+
+    def is_int(self) -> bool:
+        return type(self.value) is int
+
+    def is_float(self) -> bool:
+        return type(self.value) is float
+
+    def is_bool(self) -> bool:
+        return type(self.value) is bool
+
+    def is_nested_int(self) -> bool:
+        return False
+
+    is_constant = is_nested_int
+
+    def is_symbolic(self) -> bool:
+        return True
+
+    has_hint = is_symbolic
+
+    def maybe_as_int(self) -> None:
+        return None
+
+    maybe_as_float = maybe_as_bool = maybe_as_int
+
+    def wrap_int(self, value: Any) -> Followed:
+        return Followed(self.guards, value, value)
+
+    wrap_float = wrap_bool = wrap_int
+
+    def __str__(self) -> str:
+        return f"{self.value}~"
+
+    _graph_repr = __str__
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "str":
+            return self.__str__
+        operation = OPERATIONS.get(name)
+        if operation is None:
+            raise AttributeError(name)
+
+        def compute(*others: Any) -> Any:
+            values = [_value(other) for other in others]
+            expressions = [_expression(other) for other in others]
+            made = Computed(operation, (self.expression, *expressions))
+            return Followed(self.guards, operation.function(self.value, *values), made)
+
+        return compute
+
+
+#: Is told each expression, with its value, that Python asks for.
+Guards = Callable[[Any, Any], None]
+
+
+def _value(operand: Any) -> Any:
+    return operand.value if isinstance(operand, Followed) else operand
+
+
+def _expression(operand: Any) -> Any:
+    return operand.expression if isinstance(operand, Followed) else operand
+
+
+class FollowedInt(SymInt):
+    """A size as it is read. Unlike other numbers of torch it can be a key of a dict."""
+
+    def __init__(self, node: Followed) -> None:
+        super().__init__(node)  # type: ignore[no-untyped-call]
+
+    def __hash__(self) -> int:
+        return hash(int(self))
+
+
+def followed(guards: Guards, value: int, node: Node, dim: int) -> SymInt:
+    """Return the size ``value`` of dimension ``dim`` of the tensor that ``node`` computes."""
+    return FollowedInt(Followed(guards, value, Size(node, dim)))
+
+
+def is_followed(value: Any) -> bool:
+    """Return whether ``value`` is a number that knows its sizes, not one of torch's own symbols."""
+    return isinstance(value, NUMBERS) and isinstance(value.node, Followed)
+
+
+def plain(leaf: Any) -> Any:
+    """Return the plain number of a followed one, and anything else as it is."""
+    return leaf.node.value if is_followed(leaf) else leaf
+
+
+# The user's line that runs: the place in code that a guard on sizes is told with.
+
+
+TORCH = Path(torch.__file__).parent
+PACKAGE = Path(__file__).parents[2]
+STANDARD, PACKAGES = Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("purelib"))
+#: Code that evaluates numbers, and does not decide by them.
+EVALUATING = (
+    str(TORCH / "fx" / "experimental"),
+    str(TORCH / "__init__.py"),
+    str(TORCH / "_tensor.py"),
+    str(TORCH / "overrides.py"),
+    str(Path(__file__).parent),
+    str(PACKAGE / "capture" / "unseen_python.py"),
+    str(PACKAGE / "capture" / "packed_sequences.py"),
+)
+#: Beginnings of the file names of generated code.
+GENERATED = ("<frozen", "<eval_with_key", "<string>")
+#: The frame that captures: what called it is not the model's code.
+EXPORT = str(PACKAGE / "capture" / "torch_export.py")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A place in code.
+
+    Attributes:
+        line: file, line and text of the user's code; None if it is unknown.
+        by_user: whether the user's own Python asked, and not a module or function of torch or this package,
+            which checks its arguments.
+    """
+
+    line: str | None = None
+    by_user: bool = False
+
+
+def place_in_code() -> Place:
+    """Return the innermost line that runs and belongs neither to torch, nor to this package or Python."""
+    frame: FrameType | None = sys._getframe(1)
+    by_user: bool | None = None
+    while frame is not None and frame.f_code.co_filename != EXPORT:
+        path = frame.f_code.co_filename
+        is_library = _is_of_libraries(path)
+        if by_user is None and not path.startswith(EVALUATING):
+            by_user = not is_library
+        if not is_library and not path.startswith(GENERATED):
+            text = linecache.getline(path, frame.f_lineno).strip()
+            return Place(f"{Path(path).name}:{frame.f_lineno} ({text})", bool(by_user))
+        frame = frame.f_back
+    return Place()
+
+
+def _is_of_libraries(path: str) -> bool:
+    is_python = _is_inside(path, STANDARD) and not _is_inside(path, PACKAGES)
+    return is_python or _is_inside(path, TORCH) or _is_inside(path, PACKAGE)
+
+
+def _is_inside(path: str, root: Path) -> bool:
+    return path.startswith(f"{root}/")
+
+
+# Finds where sizes come from that are computed outside of the trace, as those of a custom module's results.
+#
+# A function is called once more with a followed size replaced by a prime that no model has by chance: what
+# becomes the prime in its results is that size, and what does not change is a constant.
+
+
+PRIME = 9973
+#: A size that a function outside of the trace computes in another way.
+UNKNOWN = Size(None, 0)
+
+
+class KnowsSizes(Protocol):
+    """What answers reads of sizes."""
+
+    def sizes(self, tensor: Tensor) -> tuple[Any, ...]: ...
+
+    def remember(self, tensor: Tensor, sizes: tuple[Any, ...]) -> None: ...
+
+    def guard(self, expression: Any, value: Any) -> None: ...
+
+
+def called_aside(reads: KnowsSizes, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call ``function`` on plain numbers, and let ``reads`` remember the sizes of what it makes."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    plain_args, plain_kwargs = pytree.tree_unflatten([plain(leaf) for leaf in leaves], spec)
+    result = function(*plain_args, **plain_kwargs)
+    made, sizes = _tensors(result), _followed_in(reads, leaves)
+    if not sizes or not made or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None:
+        return result
+    found = [list[Any](tensor.shape) for tensor in made]
+    for size in sizes.values():
+        # A function may want equal sizes to stay equal.
+        alike = [each for each, other in sizes.items() if other.node.value == size.node.value]
+        for changed in ([size.node.expression], alike):
+            marked = pytree.tree_unflatten([_marked(reads, leaf, changed) for leaf in leaves], spec)
+            try:
+                others = _tensors(function(*marked[0], **marked[1]))
+            except Exception:  # It wants these sizes to be as they are.
+                continue
+            for place, dim, before, after in _changes(made, others):
+                if not is_followed(found[place][dim]):
+                    unknown = FollowedInt(Followed(reads.guard, before, UNKNOWN))
+                    found[place][dim] = size if after == PRIME else unknown
+            break
+    for tensor, own in zip(made, found, strict=True):
+        reads.remember(tensor, tuple(own))
+    return result
+
+
+def _tensors(nested: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(nested) if isinstance(leaf, Tensor)]
+
+
+def _followed_in(reads: KnowsSizes, leaves: Sequence[Any]) -> dict[Any, Any]:
+    """Return expression -> size, for the sizes among ``leaves`` and of the tensors among them."""
+    sizes: list[Any] = []
+    for leaf in leaves:
+        sizes.extend(reads.sizes(leaf) if isinstance(leaf, Tensor) else [leaf])
+    return {size.node.expression: size for size in sizes if is_followed(size)}
+
+
+def _marked(reads: KnowsSizes, leaf: Any, changed: Sequence[Any]) -> Any:
+    """Return ``leaf`` with the prime in place of the sizes whose expression is one of ``changed``."""
+
+    def marked(size: Any) -> Any:
+        return PRIME if is_followed(size) and size.node.expression in changed else plain(size)
+
+    if not isinstance(leaf, Tensor):
+        return marked(leaf)
+    shape = [marked(size) for size in reads.sizes(leaf)]
+    if not any(type(size) is int and size == PRIME for size in shape):
+        return leaf
+    return torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
+
+
+def _changes(made: Sequence[Tensor], others: Sequence[Tensor]) -> Iterator[tuple[int, int, int, int]]:
+    """Yield the number of the tensor, the dimension and both sizes, of each size that is another one."""
+    for place, (tensor, other) in enumerate(zip(made, others, strict=False)):
+        for dim, (before, after) in enumerate(zip(tensor.shape, other.shape, strict=False)):
+            # A size that depends on values is a symbol of torch.
+            if type(before) is type(after) is int and before != after:
+                yield place, dim, before, after

@@ -1,0 +1,233 @@
+"""Computes the shapes inside a captured graph at other sizes of its inputs, without computing any values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+
+from torchq_compat.capture.sizes.numbers import Computed, Size, sizes_in
+from torchq_compat.capture.sizes.size_reads import ReadSizes
+
+#: The operator that stands for a custom module in a trace.
+OPAQUE = "torchq_compat.custom_module.default"
+
+
+#: A node, and the shapes and numbers that it is given -> its result.
+Shapes = dict[tuple[Any, ...], Any]
+
+
+@dataclass(frozen=True)
+class ShapeProgram:
+    """A graph that runs on shapes.
+
+    Attributes:
+        graph_module: the graph; its results are the tensors whose sizes are asked for.
+        inputs: for each input its label, and its dtype and rank if it is a tensor, else its value.
+        asked: for each size that is asked for, the index of the result and the dimension.
+    """
+
+    graph_module: GraphModule
+    inputs: tuple[tuple[str, Any, int], ...]
+    asked: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def of(cls, graph_module: GraphModule, inputs: Mapping[str, Any]) -> ShapeProgram:
+        """Return the program of the whole of ``graph_module``, which takes ``inputs``, by label."""
+        forms = (
+            (label, value.dtype, value.dim()) if isinstance(value, Tensor) else (label, value, -1)
+            for label, value in inputs.items()
+        )
+        return cls(graph_module, tuple(forms))
+
+    @classmethod
+    def of_sizes(
+        cls, asked: Sequence[tuple[Node, int]], read: ReadSizes, inputs: Mapping[str, Any]
+    ) -> ShapeProgram:
+        """Return the program that computes sizes of nodes of a trace.
+
+        Args:
+            asked: nodes and dimensions.
+            read: the trace.
+            inputs: the inputs of the model, by label.
+        """
+        graph, twins = Graph(), dict[Node, Any]()
+        for traced in read.inputs:
+            placeholder = graph.placeholder(f"input_{len(twins)}")
+            if traced is not None:
+                twins[traced] = placeholder
+        results = list(dict.fromkeys(node for node, _ in asked))
+        writer = _Writer(graph, twins, read)
+        graph.output(tuple(writer.written(node) for node in results))
+        whole = cls.of(GraphModule(writer.owner, graph), inputs)
+        return replace(whole, asked=tuple((results.index(node), dim) for node, dim in asked))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShapeProgram:
+        """Return the program itself, which nothing changes."""
+        return self
+
+    def sizes(
+        self, known: Mapping[tuple[str, int], Any], shapes: Shapes | None = None
+    ) -> dict[tuple[str, int], Any]:
+        """Return the sizes that are asked for, by ``("", number)``, where the inputs have the ``known`` ones;
+        those in front of the first operator that refuses its arguments, if one does.
+
+        Args:
+            shapes: what nodes gave in other runs; this run adds what it computes.
+        """
+        interpreter = _OnShapes(self.graph_module, shapes)
+        with suppress(Exception):
+            interpreter.run_at(self.inputs, known)
+        tensors = [interpreter.env.get(node) for node in self._results]
+        return {
+            ("", number): tensor.shape[dim]
+            for number, (index, dim) in enumerate(self.asked)
+            if (tensor := tensors[index]) is not None
+        }
+
+    @property
+    def _results(self) -> tuple[Node, ...]:
+        results: Any = self.graph_module.graph.output_node().args[0]
+        return tuple(results)
+
+    def values(self, known: Mapping[tuple[str, int], Any]) -> dict[Node, Any]:
+        """Return the value of every node of the graph, each a tensor without values, or a number.
+
+        Raises:
+            Exception: what an operator raises at these sizes.
+        """
+        interpreter = _OnShapes(self.graph_module)
+        interpreter.run_at(self.inputs, known)
+        return interpreter.env
+
+
+class _OnShapes(Interpreter):
+    """Runs a graph with every tensor on the meta device."""
+
+    def __init__(self, graph_module: GraphModule, shapes: Shapes | None = None) -> None:
+        super().__init__(graph_module, garbage_collect_values=False)
+        self.extra_traceback = False
+        self.shapes = shapes
+
+    def run_at(self, inputs: Sequence[tuple[str, Any, int]], known: Mapping[tuple[str, int], Any]) -> None:
+        """Run on tensors of the ``known`` sizes."""
+        with torch.no_grad(), disable_proxy_modes_tracing(), torch._C.DisableTorchFunction():
+            leaves = [
+                torch.empty([known[label, dim] for dim in range(rank)], dtype=form, device="meta")
+                if rank >= 0
+                else form
+                for label, form, rank in inputs
+            ]
+            self.run(*leaves, enable_io_processing=False)
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        value = super().get_attr(target, args, kwargs)
+        return value.to("meta") if isinstance(value, Tensor) else value
+
+    def run_node(self, n: Node) -> Any:
+        if self.shapes is None or n.op != "call_function":
+            return self._computed(n)
+        key = n, *(_form(self.env[source]) for source in n.all_input_nodes)
+        if key not in self.shapes:
+            self.shapes[key] = self._computed(n)
+        return self.shapes[key]
+
+    def _computed(self, n: Node) -> Any:
+        values = [self.env[source] for source in n.all_input_nodes]
+        given = [value for value in values if isinstance(value, Tensor)]
+        if given and n.op == "call_function" and torch.Tag.pointwise in getattr(n.target, "tags", ()):
+            # torch computes many such shapes in Python, at milliseconds each.
+            shapes = {tensor.shape for tensor in given}
+            shape = given[0].shape if len(shapes) == 1 else torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
+            return given[0].new_empty(shape, dtype=getattr(n.meta.get("val"), "dtype", None))
+        return super().run_node(n)
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": torch.device("meta")}
+        return super().call_function(target, args, kwargs)
+
+
+def _form(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.shape, value.stride()
+    return tuple(map(_form, value)) if isinstance(value, (tuple, list)) else value
+
+
+def is_computable(node: Node | None, read: ReadSizes) -> bool:
+    """Return whether the shape of ``node`` can be computed: not if a custom module does it by itself."""
+    seen, waiting = set[Node](), [node]
+    while waiting:
+        node = waiting.pop()
+        if node is None or str(node.target) == OPAQUE:
+            return False
+        if node in seen:
+            continue
+        seen.add(node)
+        waiting.extend(_read_by(node, read))
+    return True
+
+
+def _read_by(node: Node, read: ReadSizes) -> list[Node]:
+    known = read.known.get(node)
+    if known is None:
+        return node.all_input_nodes
+    return [size.node for expression in known for size in sizes_in(expression)]
+
+
+@dataclass
+class _Writer:
+    """Writes the part of a trace that computes some of its tensors."""
+
+    graph: Graph
+    twins: dict[Node, Any]
+    read: ReadSizes
+    owner: nn.Module = field(default_factory=nn.Module)
+
+    def written(self, wanted: Node) -> Node:
+        """Return the twin of ``wanted``, written after those that it reads."""
+        waiting = [wanted]
+        while waiting:
+            node = waiting[-1]
+            needed = [each for each in _read_by(node, self.read) if each not in self.twins]
+            if node not in self.twins and needed:
+                waiting.extend(needed)
+                continue
+            waiting.pop()
+            if node not in self.twins:
+                self.twins[node] = self._twin(node)
+        made: Node = self.twins[wanted]
+        return made
+
+    def _twin(self, node: Node) -> Node:
+        if node in self.read.known:
+            sizes = [self._number(expression) for expression in self.read.known[node]]
+            options = {"dtype": node.meta["val"].dtype, "device": torch.device("meta")}
+            return self.graph.call_function(torch.ops.aten.empty.memory_format, (sizes,), options)
+        if node.op in ("placeholder", "get_attr"):
+            return self._constant(node)
+        value = node.meta.get("val")
+        made = self.graph.node_copy(node, self.twins.__getitem__)
+        made.meta = {"val": torch.empty(0, dtype=value.dtype)} if isinstance(value, Tensor) else {}
+        return made
+
+    def _constant(self, node: Node) -> Node:
+        name, value = f"of_{len(self.twins)}", node.meta["val"]
+        made = torch.empty_strided(tuple(value.shape), value.stride(), dtype=value.dtype, device="meta")
+        self.owner.register_buffer(name, made, persistent=False)
+        return self.graph.get_attr(name)
+
+    def _number(self, expression: Any) -> Any:
+        if isinstance(expression, Size):
+            place = (self.twins[expression.node], expression.dim)
+            return self.graph.call_function(torch.ops.aten.sym_size.int, place)
+        if isinstance(expression, Computed):
+            parts = tuple(self._number(each) for each in expression.operands)
+            return self.graph.call_function(expression.operation.function, parts)
+        return expression

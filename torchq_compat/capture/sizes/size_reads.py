@@ -1,0 +1,527 @@
+"""Lets a model's Python read sizes that stay free in the captured graph."""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.overrides import TorchFunctionMode
+
+from torchq_compat.capture.sizes.numbers import (
+    UNKNOWN,
+    Computed,
+    Operation,
+    Place,
+    Size,
+    called_aside,
+    followed,
+    in_terms_of,
+    is_followed,
+    place_in_code,
+    plain,
+    sizes_in,
+)
+from torchq_compat.support import metadata
+from torchq_compat.support.metadata import CUSTOM
+from torchq_compat.support.upstream import pytree
+
+# Indices with slices, part by part: torch drops a slice that keeps the whole of the example.
+
+
+ATEN = torch.ops.aten
+
+
+def has_slices(index: Any) -> bool:
+    """Return whether ``index`` cuts a dimension, or holds a number that was computed from sizes."""
+    parts = index if isinstance(index, tuple) else (index,)
+    slices = [part for part in parts if isinstance(part, slice)]
+    bounds = [bound for part in slices for bound in (part.start, part.stop, part.step)]
+    if any(isinstance(bound, (Tensor, torch.SymInt)) and not is_followed(bound) for bound in bounds):
+        return False  # It depends on values; torch keeps such a cut.
+    return any(bound is not None for bound in bounds) or any(map(is_followed, parts))
+
+
+def sliced(tensor: Tensor, index: Any) -> tuple[Tensor, tuple[Any, ...] | None]:
+    """Return the part of ``tensor`` that the slices and integers of ``index`` select, one operator for each,
+    as torch does, and the index of tensors that is left; None if none is."""
+    parts = _without_ellipsis(list(index) if isinstance(index, tuple) else [index], tensor.dim())
+    dim, rest, is_plain = 0, list[Any](), True
+    for part in parts:
+        if _is_number(part):
+            tensor = ATEN.select.int(tensor, dim, part)
+            continue
+        if part is None:
+            tensor = ATEN.unsqueeze.default(tensor, dim)
+        elif isinstance(part, slice) and part != slice(None):
+            step = () if part.step is None else (part.step,)
+            tensor = ATEN.slice.Tensor(tensor, dim, part.start, part.stop, *step)
+        is_plain = is_plain and (part is None or isinstance(part, slice))
+        rest.append(slice(None) if part is None or isinstance(part, slice) else part)
+        dim += _rank_of(rest[-1])
+    return tensor, None if is_plain else tuple(rest)
+
+
+def _is_number(part: Any) -> bool:
+    return isinstance(part, (int, torch.SymInt)) and not isinstance(part, bool)
+
+
+def _without_ellipsis(parts: list[Any], rank: int) -> list[Any]:
+    at = next((index for index, part in enumerate(parts) if part is Ellipsis), None)
+    if at is None:
+        return parts
+    taken = sum(_rank_of(part) for part in parts if part is not None and part is not Ellipsis)
+    return [*parts[:at], *[slice(None)] * (rank - taken), *parts[at + 1 :]]
+
+
+def _rank_of(part: Any) -> int:
+    is_mask = isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8)
+    return part.dim() if is_mask else 1
+
+
+# Lets a model's Python read sizes that stay free in the captured graph.
+#
+# ``torch.export`` captures the model with static sizes. While its ``forward`` runs, ``SizeReads`` answers
+# each read of a size with a number that knows where it comes from (``followed_numbers``). Where such a
+# number is an argument of an operator, its computation is written into the graph in place of the example's
+# value; what Python decides by it becomes a guard. Operators run on plain integers, so no size is ever a
+# symbol.
+
+
+#: Functions of torch whose Python only checks sizes: the operator behind it checks them again.
+ONLY_CHECK = (F.batch_norm, F.instance_norm, F.group_norm)
+ASKS_FOR_OVERRIDES = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+#: How many parts an operator splits a size into: given the size, and the operator's argument.
+PARTS_OF_SIZE = Operation(lambda size, each: max(1, -(-size // each)), "max(1, -(-{} // {}))")
+PARTS = Operation(
+    lambda size, count: max(1, -(-size // max(1, -(-size // count)))),
+    "max(1, -(-{0} // max(1, -(-{0} // {1}))))",
+)
+_CURRENT: ContextVar[SizeReads | None] = ContextVar("torchq_compat_size_reads", default=None)
+
+
+@dataclass(frozen=True)
+class ReadSizes:
+    """What a model's Python asked of sizes, in terms of the nodes of a copy of the trace.
+
+    Attributes:
+        inputs: the placeholder of each input of the model; None for one that is no tensor.
+        guards: what it decided by sizes.
+        known: node -> the expressions of its sizes, for results of custom modules.
+    """
+
+    inputs: tuple[Node | None, ...] = ()
+    guards: tuple[Guard, ...] = ()
+    known: Mapping[Node, tuple[Any, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Guard:
+    """What Python asked for: from there on the graph is right only where ``expression`` has ``value``.
+
+    Attributes:
+        place: the user's line that asked.
+    """
+
+    expression: Any
+    value: Any
+    place: Place
+
+
+def current_reads() -> SizeReads | None:
+    """Return the mode that answers reads of sizes during this capture; None outside of one."""
+    return _CURRENT.get()
+
+
+class SizeReads(TorchFunctionMode):
+    """Answers reads of sizes while a model is captured.
+
+    Args:
+        follow: if False, each read is answered with a plain integer, and fixes that size.
+
+    Attributes:
+        guards: the guards, by expression and value.
+        read: the guards after the trace.
+    """
+
+    def __init__(self, *, follow: bool = True) -> None:
+        super().__init__()
+        self.follow = follow
+        self.guards: dict[Any, Guard] = {}
+        self.read = ReadSizes()
+        self._known: dict[int, tuple[Tensor, tuple[Any, ...]]] = {}
+        self._made: dict[Any, Node] = {}
+        self._results: dict[int, Any] = {}
+        self._inside: list[Callable[..., Any]] = []
+        self._inputs: tuple[Node | None, ...] = ()
+        self._tracer: Any = None
+
+    @contextmanager
+    def during(self, model: nn.Module) -> Iterator[None]:
+        """Be active while ``model`` runs: torch.export hides the calls of the model from a mode around it."""
+        entered = ExitStack()
+
+        def enter(_model: nn.Module, args: Any, kwargs: Any) -> None:
+            entered.enter_context(self._tracing(pytree.tree_leaves((args, kwargs))))
+
+        def leave(_model: nn.Module, _args: Any, result: Any) -> Any:
+            result = self._with_plain_results(result)
+            entered.close()
+            return result
+
+        hooks = (
+            model.register_forward_pre_hook(enter, with_kwargs=True, prepend=True),
+            model.register_forward_hook(leave, always_call=True),
+        )
+        try:
+            yield
+        finally:
+            entered.close()
+            for hook in hooks:
+                hook.remove()
+
+    @contextmanager
+    def _tracing(self, inputs: Sequence[Any]) -> Iterator[None]:
+        """Read sizes of ``inputs`` and of what is computed from them, in the trace that runs."""
+        mode: Any = get_proxy_mode()
+        if mode is None:
+            yield
+            return
+        for state in (self.guards, self._known, self._made, self._inside, self._results):
+            state.clear()
+        self._tracer = mode.tracer
+        self._inputs = tuple(self._slot(leaf) if isinstance(leaf, Tensor) else None for leaf in inputs)
+        dispatch = mode.__torch_dispatch__
+
+        def dispatch_with_plain_numbers(func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return self._dispatched(dispatch, func, kinds, args, kwargs or {})
+
+        # The tracing mode of this one export: no function of torch itself is replaced.
+        vars(mode)["__torch_dispatch__"] = dispatch_with_plain_numbers
+        token = _CURRENT.set(self)
+        try:
+            with self:
+                yield
+        finally:
+            _CURRENT.reset(token)
+            del vars(mode)["__torch_dispatch__"]
+            # A trace that failed before this one may have had guards.
+            self.read = self._snapshot() if self.guards else ReadSizes()
+            for number, node in enumerate(self._nodes_returned()):
+                node.meta[CUSTOM] = {**(node.meta.get(CUSTOM) or {}), metadata.SIZES_ASKED.name: number}
+
+    def _with_plain_results(self, result: Any) -> Any:
+        """Return the model's ``result`` with plain numbers, and remember those that were computed."""
+        leaves, spec = pytree.tree_flatten(result)
+        self._results = {i: leaf.node.expression for i, leaf in enumerate(leaves) if is_followed(leaf)}
+        if not self._results:
+            return result
+        return pytree.tree_unflatten([plain(leaf) for leaf in leaves], spec)
+
+    def write_results(self, captured: GraphModule) -> None:
+        """Compute the numbers that the model returns in the ``captured`` graph."""
+        if not self._results:
+            return
+        by_number = {
+            custom[metadata.SIZES_ASKED.name]: node
+            for node in captured.graph.nodes
+            if metadata.SIZES_ASKED.name in (custom := node.meta.get(CUSTOM) or {})
+        }
+        nodes = {traced: by_number[number] for number, traced in enumerate(self._nodes_returned())}
+        output = captured.graph.output_node()
+        results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+        self._made = {}
+        with captured.graph.inserting_before(output):
+            for index, expression in self._results.items():
+                results[index] = self._node_of(in_terms_of(expression, nodes), output)
+        output.args = (tuple(results),)
+        captured.recompile()
+
+    def _nodes_returned(self) -> list[Node]:
+        sizes = (size for expression in self._results.values() for size in sizes_in(expression))
+        return list(dict.fromkeys(size.node for size in sizes))
+
+    def _snapshot(self) -> ReadSizes:
+        """Return a copy of the trace, dead code included, with what was asked of it."""
+        graph, twins = Graph(), dict[Any, Any]({None: None})
+        for node in self._tracer.graph.nodes:
+            twins[node] = graph.node_copy(node, twins.__getitem__)
+        known = {}
+        for tensor, sizes in self._known.values():
+            is_of_values = any(isinstance(size, torch.SymInt) and not is_followed(size) for size in sizes)
+            if (node := self._slot(tensor)) is not None and not is_of_values:
+                expressions = (size.node.expression if is_followed(size) else int(size) for size in sizes)
+                known[twins[node]] = tuple(in_terms_of(each, twins) for each in expressions)
+        guards = (replace(g, expression=in_terms_of(g.expression, twins)) for g in self.guards.values())
+        return ReadSizes(tuple(None if n is None else twins[n] for n in self._inputs), tuple(guards), known)
+
+    def __torch_function__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        handler = READS.get(function)
+        if handler is not None:
+            return handler(self, function, *args, **kwargs)
+        if self._is_written_in_python(function):
+            return self._seen_inside(function, args, kwargs)
+        if get_proxy_mode() is None:
+            return called_aside(self, function, args, kwargs)
+        return function(*args, **kwargs)
+
+    # Reads.
+
+    def sizes(self, tensor: Tensor) -> tuple[Any, ...]:
+        """Return the sizes of ``tensor``; those of a parameter or buffer are plain."""
+        known = self._known.get(id(tensor))
+        if known is not None:
+            return known[1]
+        values = tuple(torch.Tensor.shape.__get__(tensor))  # type: ignore[attr-defined]
+        node = self._slot(tensor)
+        if node is None or (node.op in ("placeholder", "get_attr") and node not in self._inputs):
+            return values
+        return tuple(
+            size if isinstance(size, torch.SymInt) else followed(self.guard, int(size), node, dim)
+            for dim, size in enumerate(values)
+        )
+
+    def _shape(self, _function: Any, tensor: Tensor) -> torch.Size:
+        return torch.Size(map(self._answer, self.sizes(tensor)))
+
+    def _size(self, _function: Any, tensor: Tensor, dim: Any = None) -> Any:
+        return self._shape(_function, tensor) if dim is None else self._answer(self.sizes(tensor)[dim])
+
+    def _answer(self, number: Any) -> Any:
+        return number if self.follow or not is_followed(number) else number.node.guard()
+
+    def _numel(self, _function: Any, tensor: Tensor) -> Any:
+        return self._answer(math.prod(self.sizes(tensor)))
+
+    def _len(self, function: Any, tensor: Tensor) -> int:
+        return int(self.sizes(tensor)[0]) if tensor.dim() else function(tensor)
+
+    def _stride(self, function: Any, tensor: Tensor, *dim: Any, **named: Any) -> Any:
+        strides, sizes = tensor.stride(), self.sizes(tensor)
+        if tensor.is_contiguous():
+            found = tuple(math.prod(sizes[index + 1 :]) for index in range(len(sizes)))
+        else:
+            found = tuple(strides)
+            for size in sizes:
+                int(size)
+        given = (*dim, *named.values())
+        return found[given[0]] if given else found
+
+    def _data(self, function: Any, tensor: Tensor) -> Tensor:
+        """``detach()`` is the same tensor in a graph, where ``data`` becomes a constant without values."""
+        data: Tensor = function(tensor) if get_proxy_mode() is None else tensor.detach()
+        return data
+
+    def _iter(self, _function: Any, tensor: Tensor) -> Iterator[Any]:
+        return iter(self._unbind(torch.Tensor.unbind, tensor))
+
+    def _contiguous(self, function: Any, tensor: Tensor, **named: Any) -> Tensor:
+        """Keep the call: torch drops it if the example happens to be contiguous."""
+        if self._slot(tensor) is None or get_proxy_mode() is None:
+            kept: Tensor = function(tensor, **named)
+            return kept
+        made: Tensor = self._called_as(function, lambda: ATEN.contiguous.default(tensor, **named))
+        return made
+
+    def _squeeze(self, function: Any, tensor: Tensor, *dim: Any, **named: Any) -> Any:
+        """The rank of the result is decided by whether sizes are 1."""
+        sizes = self.sizes(tensor)
+        given = (*dim, *named.values())
+        dims = given[0] if given else range(len(sizes))
+        for each in (dims,) if isinstance(dims, int) else dims:
+            if isinstance(each, int) and -len(sizes) <= each < len(sizes):
+                bool(sizes[each] == 1)
+        return function(tensor, *dim, **named)
+
+    def _split(self, function: Any, tensor: Tensor, each: Any, *dim: Any, **named: Any) -> Any:
+        return self._counted(function, PARTS_OF_SIZE, tensor, each, *dim, **named)
+
+    def _chunk(self, function: Any, tensor: Tensor, count: Any, *dim: Any, **named: Any) -> Any:
+        return self._counted(function, PARTS, tensor, count, *dim, **named)
+
+    def _counted(
+        self, function: Any, parts: Operation, tensor: Tensor, each: Any, *dim: Any, **named: Any
+    ) -> Any:
+        """Split a tensor: Python sees how many parts there are."""
+        found, sizes = function(tensor, each, *dim, **named), self.sizes(tensor)
+        size = sizes[next(iter((*dim, *named.values())), 0)]
+        if is_followed(size) and not isinstance(each, (list, tuple)):
+            given = each.node.expression if is_followed(each) else each
+            self.guard(Computed(parts, (size.node.expression, given)), len(found))
+        return found
+
+    def _unbind(self, function: Any, tensor: Tensor, *dim: Any, **named: Any) -> Any:
+        int(self.sizes(tensor)[next(iter((*dim, *named.values())), 0)])
+        return function(tensor, *dim, **named)
+
+    # Indices.
+
+    def _getitem(self, function: Any, tensor: Tensor, index: Any) -> Any:
+        if self._slot(tensor) is None or get_proxy_mode() is None or not has_slices(index):
+            return function(tensor, index)
+
+        def read() -> Tensor:
+            view, rest = sliced(tensor, index)
+            return view if rest is None else view[rest]
+
+        return self._called_as(function, read)
+
+    def _setitem(self, function: Any, tensor: Tensor, index: Any, value: Any) -> None:
+        if self._slot(tensor) is None or get_proxy_mode() is None or not has_slices(index):
+            function(tensor, index, value)
+            return
+        view, rest = sliced(tensor, index)
+        function(view, ... if rest is None else rest, value)
+
+    # Calls.
+
+    def _called_as(self, function: Any, call: Callable[[], Any]) -> Any:
+        """Return ``call()``, whose nodes count as made by ``function``."""
+        is_outermost = not self._inside
+        self._inside.append(function)
+        if is_outermost:
+            counts = self._tracer.torch_fn_counts
+            counts[function] = counts.get(function, 0) + 1
+        try:
+            return call()
+        finally:
+            self._inside.pop()
+
+    def _is_written_in_python(self, function: Any) -> bool:
+        return (
+            isinstance(function, types.FunctionType)
+            and function.__module__.partition(".")[0] == "torch"
+            and function not in self._inside
+            and function not in ONLY_CHECK
+            and any(name in function.__code__.co_names for name in ASKS_FOR_OVERRIDES)
+        )
+
+    def _seen_inside(self, function: types.FunctionType, args: Any, kwargs: Any) -> Any:
+        """Run the function's own code under this mode, which is switched off inside of what it is handed."""
+        answers_no = dict.fromkeys(ASKS_FOR_OVERRIDES, lambda *_: False)
+        names = {**function.__globals__, **answers_no}
+        code = types.FunctionType(
+            function.__code__, names, function.__name__, function.__defaults__, function.__closure__
+        )
+        code.__kwdefaults__ = function.__kwdefaults__
+        with self:
+            return self._called_as(function, lambda: code(*args, **kwargs))
+
+    def remember(self, tensor: Tensor, sizes: tuple[Any, ...]) -> None:
+        """Answer reads of the sizes of ``tensor`` with ``sizes``, if any is computed from others."""
+        if any(map(is_followed, sizes)):
+            self._known[id(tensor)] = (tensor, sizes)
+
+    def hand_on_sizes(self, tensor: Tensor, like: Tensor) -> None:
+        """Answer reads of the sizes of ``tensor`` with those of ``like``, if it is known how these are
+        computed."""
+        sizes = self.sizes(like)
+        if not any(UNKNOWN in sizes_in(size.node.expression) for size in sizes if is_followed(size)):
+            self.remember(tensor, sizes)
+
+    # The trace.
+
+    def _slot(self, tensor: Any) -> Node | None:
+        slot: Any = get_proxy_slot(tensor, self._tracer, None)
+        return None if slot is None else slot.proxy.node
+
+    def guard(self, expression: Any, value: Any) -> None:
+        key = (expression, value)
+        if key not in self.guards and any(sizes_in(expression)):
+            self.guards[key] = Guard(expression, value, place_in_code())
+
+    def _dispatched(self, dispatch: Any, func: Any, kinds: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator on plain numbers, and write their expressions into the node that it made."""
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        numbers = {index: leaf for index, leaf in enumerate(leaves) if is_followed(leaf)}
+        graph: Graph = self._tracer.graph
+        last = next(iter(reversed(graph.nodes)), None)
+        if numbers:
+            args, kwargs = pytree.tree_unflatten([plain(leaf) for leaf in leaves], spec)
+        result = dispatch(func, kinds, args, kwargs)
+        made = graph.nodes if last is None else _after(last, graph)
+        node = None
+        for each in made:
+            if self._inside and each.op == "call_function":
+                each.meta["torch_fn"] = self._name_of_call()
+            if node is None and each.target is func:
+                node = each
+        if numbers:
+            self._write(node, numbers)
+        return result
+
+    def _name_of_call(self) -> tuple[str, str]:
+        function = self._inside[0]
+        count = self._tracer.torch_fn_counts[function]
+        return f"{function.__name__}_{count}", f"{type(function).__name__}.{function.__name__}"
+
+    def _write(self, node: Node | None, numbers: dict[int, Any]) -> None:
+        leaves, spec = pytree.tree_flatten(() if node is None else (node.args, node.kwargs))
+        if node is None or any(leaves[index : index + 1] != [plain(n)] for index, n in numbers.items()):
+            for number in numbers.values():
+                number.node.guard()
+            return
+        with node.graph.inserting_before(node):
+            for index, number in numbers.items():
+                leaves[index] = self._node_of(number.node.expression, node)
+        node.args, node.kwargs = pytree.tree_unflatten(leaves, spec)
+
+    def _node_of(self, expression: Any, like: Node) -> Any:
+        """Return the node that computes ``expression``, made in front of ``like`` if it is new."""
+        if expression in self._made:
+            return self._made[expression]
+        if isinstance(expression, Size):
+            made = like.graph.call_function(ATEN.sym_size.int, (expression.node, expression.dim))
+            value: Any = int(expression.node.meta["val"].shape[expression.dim])
+        elif isinstance(expression, Computed):
+            parts = [self._node_of(operand, like) for operand in expression.operands]
+            made = like.graph.call_function(expression.operation.function, tuple(parts))
+            value = expression.operation.function(
+                *(part.meta["val"] if isinstance(part, Node) else part for part in parts)
+            )
+        else:
+            return expression
+        kept = ("nn_module_stack", "stack_trace", "torch_fn")
+        made.meta.update({key: like.meta[key] for key in kept if key in like.meta}, val=value)
+        self._made[expression] = made
+        return made
+
+
+def _after(last: Node, graph: Graph) -> Iterator[Node]:
+    node = last.next
+    while node.op != "root":
+        yield node
+        node = node.next
+
+
+#: The functions by which Python reads sizes.
+READS: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.shape.__get__: SizeReads._shape,  # type: ignore[attr-defined]
+    **dict.fromkeys((torch.Tensor.size, ATEN.sym_size, ATEN.sym_size.int), SizeReads._size),
+    torch.Tensor.data.__get__: SizeReads._data,  # type: ignore[attr-defined]
+    torch.Tensor.numel: SizeReads._numel,
+    torch.Tensor.nelement: SizeReads._numel,
+    torch.numel: SizeReads._numel,
+    torch.Tensor.__len__: SizeReads._len,
+    torch.Tensor.stride: SizeReads._stride,
+    torch.Tensor.__iter__: SizeReads._iter,
+    torch.Tensor.contiguous: SizeReads._contiguous,
+    **dict.fromkeys((torch.squeeze, torch.Tensor.squeeze, torch.Tensor.squeeze_), SizeReads._squeeze),
+    **dict.fromkeys((torch.split, torch.Tensor.split), SizeReads._split),
+    **dict.fromkeys((torch.chunk, torch.Tensor.chunk), SizeReads._chunk),
+    **dict.fromkeys((torch.unsafe_split, torch.Tensor.unsafe_split), SizeReads._split),
+    **dict.fromkeys((torch.unsafe_chunk, torch.Tensor.unsafe_chunk), SizeReads._chunk),
+    **dict.fromkeys((torch.unbind, torch.Tensor.unbind), SizeReads._unbind),
+    torch.Tensor.__getitem__: SizeReads._getitem,
+    torch.Tensor.__setitem__: SizeReads._setitem,
+}

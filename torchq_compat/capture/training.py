@@ -1,0 +1,333 @@
+"""Training and evaluation: of the float model, of a captured graph, and of ops that follow neither."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node
+from torch.overrides import TorchFunctionMode
+
+from torchq_compat.capture.torch_export import copied_inputs
+from torchq_compat.support import metadata
+from torchq_compat.support.decisions import Action, Decision
+from torchq_compat.support.graph_nodes import copied_model, module_path_of
+from torchq_compat.support.upstream import BatchNormBase, DropoutBase
+
+# The float model's training flags: they do not decide that prepare_fx calibrates and prepare_qat_fx trains.
+#
+# In FX the flag of an LSTM, not the function called, chose between observers and fake-quantizes.
+
+
+TRAINS = (
+    "prepare_qat_fx trains every module; batch norms freeze with "
+    "prepared.apply(torch.ao.nn.intrinsic.qat.freeze_bn_stats)"
+)
+KEPT = (
+    "it was set apart in a model in evaluation: it trains in every mode of the prepared and converted model"
+)
+CALIBRATES = "prepare_fx calibrates in evaluation mode; prepare_qat_fx is for training"
+
+
+def decide_training_flags(model: nn.Module, *, is_qat: bool) -> Iterator[Decision]:
+    """Yield a decision about each outermost module of ``model``, itself included, whose flag is overridden.
+
+    If ``model`` itself has the right flag, a submodule with the other one was set apart on purpose, so its
+    decision is a warning.
+    """
+    kept = set(_trained_on_purpose(model, is_qat=is_qat))
+    found, reason = ("evaluation", TRAINS) if is_qat else ("training", CALIBRATES)
+    reported: list[str] = []
+    for path, module in model.named_modules():
+        # torch.fx.symbolic_trace makes plain modules as containers, whose flags nobody set.
+        is_container = type(module) is nn.Module
+        if module.training == is_qat or is_container or any(_is_inside(path, outer) for outer in reported):
+            continue
+        if module in kept:
+            yield Decision(path, f"training mode of {type(module).__name__}", Action.FLOAT, KEPT)
+            continue
+        reported.append(path)
+        kind = f"{found} mode of {type(module).__name__}"
+        yield Decision(path, kind, Action.DROPPED, reason, warn=bool(path))
+
+
+def set_training_flags(working: nn.Module, *, is_qat: bool) -> None:
+    """Put ``working``, the package's own copy, into the mode it is captured in.
+
+    A dropout or batch norm in training in a model in evaluation, such as Monte Carlo dropout, was set on
+    purpose, and keeps its flag.
+    """
+    kept = _trained_on_purpose(working, is_qat=is_qat)
+    working.train(is_qat)
+    for module in kept:
+        module.training = True
+
+
+def _trained_on_purpose(model: nn.Module, *, is_qat: bool) -> list[nn.Module]:
+    if is_qat or model.training:
+        return []
+    return [m for m in model.modules() if m.training and isinstance(m, (DropoutBase, BatchNormBase))]
+
+
+def _is_inside(path: str, outer: str) -> bool:
+    return not outer or path.startswith(f"{outer}.")
+
+
+# Training and evaluation mode of a captured graph.
+#
+# torch.export writes the mode as a literal argument of dropout and batch norm. torchao switches the mode by
+# matching patterns, which resets the eps of a batch norm to the default, 1e-5 (see its export_utils.py);
+# here the literal itself is changed. An op whose literal does not follow the mode in the float model, such
+# as ``F.dropout(x, training=True)``, keeps its literal.
+
+
+ATEN = torch.ops.aten
+#: Op -> the position of its training flag.
+DROPOUT: dict[object, int] = {
+    ATEN.dropout.default: 2,
+    ATEN.dropout_.default: 2,
+    ATEN.feature_dropout.default: 2,
+    ATEN.alpha_dropout.default: 2,
+    ATEN.feature_alpha_dropout.default: 2,
+    ATEN.rrelu.default: 3,
+    # Dropout between the layers of recurrent operators that are kept whole for a Quantizer.
+    ATEN.lstm.input: 6,
+    ATEN.gru.input: 6,
+    ATEN.rnn_tanh.input: 6,
+    ATEN.rnn_relu.input: 6,
+}
+BATCH_NORM: dict[object, int] = {ATEN.batch_norm.default: 5, ATEN.instance_norm.default: 5}
+COUNT_BATCHES = ATEN.add_.Tensor
+FLAGS: dict[Any, int] = {**DROPOUT, **BATCH_NORM}
+
+
+def training_flag(node: Node) -> bool | None:
+    """Return whether ``node`` is in training; None for an op that has no such flag."""
+    position = FLAGS.get(node.target)
+    if position is None:
+        return None
+    return bool(node.args[position]) if position < len(node.args) else False
+
+
+def fix_mode(node: Node) -> None:
+    """Make ``node`` keep its flag in every mode of the graph."""
+    metadata.FIXED_MODE.write(node, True)
+
+
+def has_fixed_mode(node: Node) -> bool:
+    return bool(metadata.FIXED_MODE.of(node))
+
+
+def set_training(graph_module: GraphModule, training: bool) -> None:
+    """Switch dropouts, batch norms and batch counters. Frozen batch norms stay in evaluation."""
+    metadata.TRAINING.write(graph_module, training)
+    _switch(graph_module)
+
+
+def freeze_batch_norm(graph_module: GraphModule, frozen: bool) -> None:
+    """Keep batch norms in evaluation while the rest trains, or let them follow the mode again."""
+    metadata.FROZEN.write(graph_module, frozen)
+    _switch(graph_module)
+
+
+def batch_counters(graph_module: GraphModule) -> list[Node]:
+    """Return the nodes that count training batches."""
+    return [
+        node
+        for node in graph_module.graph.nodes
+        if node.target is COUNT_BATCHES
+        and isinstance(node.args[0], Node)
+        and str(node.args[0].target).endswith("num_batches_tracked")
+    ]
+
+
+def drop_batch_counters(graph_module: GraphModule) -> None:
+    """Remove the counting of training batches from a graph that will not be trained any more."""
+    for node in batch_counters(graph_module):
+        graph_module.graph.erase_node(node)
+
+
+def _switch(graph_module: GraphModule) -> None:
+    written = metadata.TRAINING.of(graph_module)
+    training = graph_module.training if written is None else written
+    collects = training and not metadata.FROZEN.of(graph_module)
+    changed = False
+    for node in graph_module.graph.nodes:
+        if has_fixed_mode(node):
+            continue
+        if node.target in DROPOUT:
+            changed |= _set(node, DROPOUT[node.target], training)
+        elif node.target in BATCH_NORM:
+            changed |= _set(node, BATCH_NORM[node.target], collects)
+    for node in batch_counters(graph_module):
+        if not has_fixed_mode(node):
+            changed |= _set(node, 1, int(collects))
+    if changed:
+        graph_module.recompile()
+
+
+def _set(node: Node, position: int, value: bool | int) -> bool:
+    if position >= len(node.args) or node.args[position] == value:
+        return False
+    node.update_arg(position, value)
+    return True
+
+
+# Ops whose training flag, on purpose, does not follow ``train()`` and ``eval()`` in the float model.
+#
+# Examples: ``F.dropout(x, training=True)``, a batch norm without running statistics, a dropout that a script
+# put into training mode in a model in evaluation (Monte Carlo dropout), a batch norm that the model's own
+# ``train()`` keeps in evaluation. torch.export writes the flag of each call into the graph as a literal, and
+# the graph does not show which literals follow the mode.
+
+
+#: Python function -> (aten operator, and the name, position and default of the function's training flag).
+FUNCTIONS: dict[str, tuple[str, str, int, bool]] = {
+    "dropout": ("dropout", "training", 2, True),
+    "dropout1d": ("feature_dropout", "training", 2, True),
+    "dropout2d": ("feature_dropout", "training", 2, True),
+    "dropout3d": ("feature_dropout", "training", 2, True),
+    "alpha_dropout": ("alpha_dropout", "training", 2, False),
+    "feature_alpha_dropout": ("feature_alpha_dropout", "training", 2, False),
+    "rrelu": ("rrelu", "training", 3, False),
+    "batch_norm": ("batch_norm", "training", 5, False),
+    "instance_norm": ("instance_norm", "use_input_stats", 5, True),
+}
+TORCH_FUNCTIONS: dict[str, tuple[str, str, int, bool]] = {
+    **{
+        f"{kind}dropout": (f"{kind}dropout", "train", 2, True)
+        for kind in ("", "feature_", "alpha_", "feature_alpha_")
+    },
+    "rrelu": ("rrelu", "training", 3, False),
+    "batch_norm": ("batch_norm", "training", 5, True),
+    "instance_norm": ("instance_norm", "use_input_stats", 5, True),
+}
+
+
+@dataclass(frozen=True)
+class EvaluationRun:
+    """The training flags of a model's ops, recorded in a run in evaluation.
+
+    Attributes:
+        flags: (module path, op) -> the training flag of each call, in order.
+        error: why the model does not run in evaluation, in which case ``flags`` is empty.
+    """
+
+    flags: Mapping[tuple[str, str], list[bool]] = field(default_factory=dict)
+    error: Exception | None = None
+
+
+def run_in_evaluation(working: nn.Module, args: tuple[Any, ...]) -> EvaluationRun:
+    """Run a copy of ``working`` in evaluation, and return its training flags."""
+    model = copied_model(working).eval()
+    recorder = _Recorder()
+    try:
+        with _following(model, recorder), recorder, torch.no_grad(), torch.random.fork_rng(devices=[]):
+            model(*copied_inputs(args))
+    except Exception as cause:
+        return EvaluationRun(error=cause)
+    return EvaluationRun(recorder.flags)
+
+
+def decide_evaluation(working: nn.Module, run: EvaluationRun) -> Iterator[Decision]:
+    """Yield a decision about a model that fails in evaluation."""
+    if run.error is not None:
+        first_line = str(run.error).strip().split("\n", 1)[0]
+        yield Decision(
+            "",
+            f"evaluation mode of {type(working).__name__}",
+            Action.DROPPED,
+            f"the float model fails in evaluation ({type(run.error).__name__}: {first_line}): what trains "
+            "there on purpose is not known, and every dropout and batch norm follows train() and eval()",
+            warn=True,
+        )
+
+
+def fix_modes(
+    graph_module: GraphModule, working: nn.Module, in_evaluation: EvaluationRun, *, is_qat: bool
+) -> None:
+    """Fix the mode of every op whose training flag the float model's mode does not switch.
+
+    Args:
+        graph_module: the graph, captured in training mode for QAT, else in evaluation.
+        working: the captured model.
+        in_evaluation: the run of ``working`` in evaluation; needed for QAT only.
+    """
+    first_path = _first_paths(working)
+    position: defaultdict[tuple[str, str], int] = defaultdict(int)
+    for node in graph_module.graph.nodes:
+        flag = training_flag(node)
+        if flag is None:
+            continue
+        path = _module_path(node)
+        call = (first_path.get(path, path), _operator(node))
+        flags = in_evaluation.flags.get(call, [])
+        trains_in_evaluation = position[call] < len(flags) and flags[position[call]]
+        position[call] += 1
+        if flag is not is_qat or trains_in_evaluation:
+            fix_mode(node)
+
+
+def _first_paths(model: nn.Module) -> dict[str, str]:
+    """Return each path of ``model`` -> the first path of the same module."""
+    first: dict[nn.Module, str] = {}
+    return {
+        path: first.setdefault(module, path) for path, module in model.named_modules(remove_duplicate=False)
+    }
+
+
+class _Recorder(TorchFunctionMode):
+    """Records the training flags of calls, by the path of the module whose code makes the call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.path = [""]
+        self.flags: defaultdict[tuple[str, str], list[bool]] = defaultdict(list)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        known = FUNCTIONS if getattr(func, "__module__", "") == "torch.nn.functional" else TORCH_FUNCTIONS
+        if name in known:
+            operator, keyword, position, default = known[name]
+            flag = args[position] if position < len(args) else kwargs.get(keyword, default)
+            self.flags[self.path[-1], operator].append(bool(flag))
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _following(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
+    """Keep the path of the running module of ``model`` in ``recorder``."""
+
+    def enter(path: str) -> Callable[..., None]:
+        return lambda *_: recorder.path.append(path)
+
+    def leave(*_: Any) -> None:
+        recorder.path.pop()
+
+    hooks = []
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            continue  # It takes no hooks.
+        hooks.append(module.register_forward_pre_hook(enter(path)))
+        hooks.append(module.register_forward_hook(leave))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _module_path(node: Node) -> str:
+    return module_path_of(node).partition("@")[0]
+
+
+def _operator(node: Node) -> str:
+    return str(getattr(node.target, "overloadpacket", node.target)).rpartition(".")[2].removesuffix("_")

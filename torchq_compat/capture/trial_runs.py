@@ -1,0 +1,424 @@
+"""Trial runs that change nothing, the inputs they take, and the comparison of their results."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Interpreter
+
+from torchq_compat.capture.call_layouts import Structure
+from torchq_compat.capture.opaque_stub import OPAQUE_OP, RecordedCalls, StubRegistry
+from torchq_compat.capture.sizes.find_sizes import Group, group_of
+from torchq_compat.capture.sizes.input_sizes import InputSizes, Place
+from torchq_compat.capture.torch_export import copied_inputs
+from torchq_compat.support.graph_nodes import copied_model, copied_weights
+from torchq_compat.support.upstream import pytree
+
+# Inputs of other sizes than the example's, with values from the example.
+#
+# Sizes that are equal in the example change together: they may be the batch of all inputs, or the length of
+# all sequences, even if torch.export did not detect that.
+
+
+#: Sizes up to this one grow in trials; larger ones shrink.
+SMALL = 8
+#: What counts as a long sequence, and the numbers of steps that are tried in its place.
+LONG, SHORT = 32, (12, 7)
+#: The groups of sizes that change -> their new sizes.
+SizeGroups = Mapping[Group, int]
+
+
+def trial_sizes(sizes: InputSizes, *, are_short: bool = False) -> Iterator[SizeGroups]:
+    """Yield up to two sets of sizes other than the example's that ``sizes`` allows.
+
+    Args:
+        are_short: whether to try short sequences first: a prepared recurrent module runs step by step.
+    """
+    known = dict.fromkeys(group_of(each) for each in sizes.free if each.example > 0)
+    if not known:
+        return
+    leading = next(iter(known))
+    firsts = {group: _first(group[0], is_batch=group == leading) for group in known}
+    seconds = {group: _second(group[0], is_batch=group == leading) for group in known}
+    if are_short:
+        longs = [group for group in known if group[0] > LONG]
+        firsts.update((group, [SHORT[0], *firsts[group]]) for group in longs)
+        seconds.update((group, [SHORT[1], *seconds[group]]) for group in longs if group != leading)
+    first, second = _choose(sizes, firsts), _choose(sizes, seconds)
+    seen: list[SizeGroups] = []
+    for groups in (first, second):
+        if groups and groups not in seen:
+            seen.append(groups)
+            yield groups
+
+
+def _first(size: int, *, is_batch: bool) -> list[int]:
+    if is_batch:
+        return [size + 1, 2 * size, size - 1]
+    if size <= SMALL:
+        return [2 * size, size + 1, 3 * size, size - 1]
+    return [-(-size // 2), size - size // 4, 2 * size, size + 1]
+
+
+def _second(size: int, *, is_batch: bool) -> list[int]:
+    if is_batch:
+        return [1, size - 1] if size > 1 else [3]
+    return [size + 1, size + 2, size - 1] if size <= SMALL else [size - size // 4, size + 1, size - 1]
+
+
+def _choose(sizes: InputSizes, candidates: Mapping[Group, Iterable[int]]) -> SizeGroups:
+    """Return the first candidate of each group that breaks no rule."""
+    chosen: dict[Group, int] = {}
+    for group, others in candidates.items():
+        for other in others:
+            trial = {**chosen, group: other}
+            if other > 0 and sizes.broken_rule(sizes_at(sizes, trial)) is None:
+                chosen = trial
+                break
+    return chosen
+
+
+def sizes_at(sizes: InputSizes, groups: SizeGroups) -> dict[Place, int]:
+    """Return the size of each dimension where ``groups`` have those sizes, and what depends on them too."""
+    found = {each.place: groups.get(group_of(each), each.example) for each in sizes.free}
+    for each in sizes.dimensions:
+        if not each.is_free:
+            found[each.place] = each.example if each.root is None else found[each.root]
+    return found
+
+
+def resized(
+    args: tuple[Any, ...], inputs: Mapping[str, Any], sizes: InputSizes, groups: SizeGroups
+) -> tuple[Any, ...]:
+    """Return ``args``, whose leaves by label are ``inputs``, resized to the sizes in ``groups``."""
+    return with_sizes(args, inputs, sizes_at(sizes, groups))
+
+
+def with_sizes(
+    args: tuple[Any, ...], inputs: Mapping[str, Any], wanted: Mapping[tuple[str, int], int]
+) -> tuple[Any, ...]:
+    """Return ``args`` resized to the sizes in ``wanted``, by label and dimension."""
+    labels = iter(inputs)
+
+    def other(leaf: Any) -> Any:
+        label = next(labels)
+        if not isinstance(leaf, Tensor):
+            return leaf
+        for index, size in enumerate(leaf.shape):
+            new = wanted.get((label, index), size)
+            if new != size and size > 0:
+                leaf = leaf.index_select(index, torch.arange(new, device=leaf.device) % size)
+        leaf = _as_offsets(leaf, inputs[label], label, inputs, wanted)
+        return _as_lengths(leaf, inputs[label], label, inputs, wanted)
+
+    changed: tuple[Any, ...] = pytree.tree_map(other, args)
+    return changed
+
+
+def _as_offsets(
+    leaf: Tensor,
+    example: Tensor,
+    label: str,
+    inputs: Mapping[str, Any],
+    wanted: Mapping[tuple[str, int], int],
+) -> Tensor:
+    """Return ``leaf``, the resized ``example``; if ``example`` may be the offsets of an EmbeddingBag into
+    another input, return valid offsets, because with invalid ones the kernel reads memory beyond its indices.
+    """
+    if not _are_offsets(example):
+        return leaf
+    last = int(example[-1])
+    for other, value in inputs.items():
+        if other != label and isinstance(value, Tensor) and value.dim() and value.shape[0] >= last:
+            size = wanted.get((other, 0), int(value.shape[0]))
+            offsets = leaf.clamp(max=size).sort().values
+            if last == value.shape[0] and offsets.numel():
+                offsets[-1] = size
+            return offsets
+    return leaf
+
+
+def _are_offsets(example: Tensor) -> bool:
+    """Return whether ``example`` starts at 0, never decreases, and is not a plain count 0, 1, 2, ..."""
+    if example.dim() != 1 or example.numel() < 2 or example.dtype not in (torch.int32, torch.int64):
+        return False
+    steps = example.diff()
+    return bool((example[0] == 0) & (steps >= 0).all() & (steps != 1).any())
+
+
+def _as_lengths(
+    leaf: Tensor,
+    example: Tensor,
+    label: str,
+    inputs: Mapping[str, Any],
+    wanted: Mapping[tuple[str, int], int],
+) -> Tensor:
+    """Return ``leaf``, or valid lengths if ``example`` may be the lengths of the sequences in another input.
+
+    No returned length exceeds the size of that input. If the longest sequence of the example fills the input,
+    so does the longest returned one; if the lengths of the example are in descending order, so are these.
+    """
+    if example.dim() != 1 or example.dtype not in (torch.int32, torch.int64) or not example.numel():
+        return leaf
+    if int(example.min()) < 1:
+        return leaf
+    for other, value in inputs.items():
+        if other == label or not isinstance(value, Tensor) or value.dim() < 2:
+            continue
+        for batch, time in ((0, 1), (1, 0)):
+            steps = int(value.shape[time])
+            if value.shape[batch] != example.numel() or steps < int(example.max()):
+                continue
+            longest = wanted.get((other, time), steps)
+            fitting = torch.where(leaf == steps, longest, leaf.clamp(max=longest))
+            falling = bool((example.diff() <= 0).all())
+            return fitting.sort(descending=True).values if falling else fitting
+    return leaf
+
+
+# Trial runs that change neither the model, its buffers and inputs, nor the state of any random generator.
+
+
+@dataclass(frozen=True)
+class FloatRun:
+    """One run of the float model: its inputs, and its result or the error it raised.
+
+    Attributes:
+        args: the inputs.
+        value: the result; None if the run failed.
+        error: the error of a failed run.
+    """
+
+    args: tuple[Any, ...]
+    value: Any = None
+    error: Exception | None = None
+
+
+@dataclass
+class Runs:
+    """Trial runs of one float model.
+
+    Attributes:
+        model: a copy of the float model that is never run itself; each run makes a copy of it.
+        stubs: the stubs of its custom modules.
+        modules: the custom modules, by handle.
+        calls: the recorded calls of custom modules.
+        float_runs: how many runs of the float model there were.
+    """
+
+    model: nn.Module
+    stubs: StubRegistry
+    modules: Mapping[str, nn.Module]
+    calls: RecordedCalls = field(default_factory=RecordedCalls)
+    float_runs: int = field(default=0)
+
+    def of_float_model(
+        self, args: tuple[Any, ...], *, double: bool = False, recorded: Sequence[str] = ()
+    ) -> FloatRun:
+        """Run the float model on ``args``; ``calls`` keeps the calls of the modules at ``recorded``."""
+        self.float_runs += 1
+        model = trial_copy(self.model)
+        recording = self.calls.recording({path: model.get_submodule(path) for path in recorded})
+        if double:
+            model, args = copied_model(model).double(), in_double(args)
+        try:
+            with _no_trace(), recording:
+                return FloatRun(args, model(*copied_inputs(args)))
+        except Exception as cause:
+            return FloatRun(args, error=cause)
+
+    def of_graph(
+        self,
+        graph_module: GraphModule,
+        args: tuple[Any, ...],
+        *,
+        double: bool = False,
+        runner: type[GraphRunner] | None = None,
+    ) -> Any:
+        """Run a captured graph, with the float modules behind its opaque calls."""
+        modules = {handle: trial_copy(module) for handle, module in self.modules.items()}
+        if double:
+            graph_module, args = copy.deepcopy(graph_module).double(), in_double(args)
+            modules = {handle: copied_model(module).double() for handle, module in modules.items()}
+        return run_graph(graph_module, args, self.stubs, modules, runner)
+
+
+def trial_copy(model: nn.Module) -> nn.Module:
+    """Return a copy of ``model`` with its own buffers and attributes, but the same parameters."""
+    shared: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
+    return copy.deepcopy(model, shared | copied_weights(model))
+
+
+def run_graph(
+    graph_module: GraphModule,
+    args: tuple[Any, ...],
+    stubs: StubRegistry,
+    modules: Mapping[str, nn.Module],
+    runner: type[GraphRunner] | None = None,
+) -> Any:
+    """Run a captured graph with ``modules``, by handle, behind the opaque calls of ``stubs``."""
+    with _no_trace(), kept_buffers(graph_module):
+        return (runner or GraphRunner)(graph_module, stubs, modules).run(*copied_inputs(args))
+
+
+def run_prepared(prepared: nn.Module, args: tuple[Any, ...], is_observer: Callable[[nn.Module], bool]) -> Any:
+    """Run a prepared model with its observers and fake-quantizes off: each returns its input."""
+    off = [module for module in prepared.modules() if is_observer(module)]
+    try:
+        for module in off:
+            vars(module)["forward"] = _hand_on
+        with _no_trace(), kept_buffers(prepared):
+            return prepared(*copied_inputs(args))
+    finally:
+        for module in off:
+            vars(module).pop("forward", None)
+
+
+class GraphRunner(Interpreter):
+    """Runs a captured graph node by node."""
+
+    def __init__(
+        self, graph_module: GraphModule, stubs: StubRegistry, modules: Mapping[str, nn.Module]
+    ) -> None:
+        super().__init__(graph_module)
+        self.stubs, self._modules = stubs, modules
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is not OPAQUE_OP:
+            return super().call_function(target, args, kwargs)
+        tensors, sizes, handle, layout = args
+        inputs, named = self.stubs.layouts(handle)[layout].inputs.put_together(tensors, sizes)
+        return Structure.take_apart(self._modules[handle](*inputs, **named))[1]
+
+
+def _hand_on(x: Any) -> Any:
+    return x
+
+
+def in_double(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return ``args`` with floats in float64."""
+
+    def widen(leaf: Any) -> Any:
+        is_float = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+        return leaf.double() if is_float else leaf
+
+    widened: tuple[Any, ...] = pytree.tree_map(widen, args)
+    return widened
+
+
+@contextmanager
+def _no_trace() -> Iterator[None]:
+    """Run without gradients and warnings, with every random generator seeded and restored afterwards."""
+    python, numpy = random.getstate(), sys.modules.get("numpy.random")
+    numpy_state: Any = numpy.get_state() if numpy is not None else None
+    try:
+        with (
+            torch.no_grad(),
+            torch.random.fork_rng(devices=range(torch.cuda.device_count())),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")
+            # torch.manual_seed queues a call and its stack for every kind of device that is not in use.
+            torch.default_generator.manual_seed(0)
+            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+                torch.cuda.manual_seed_all(0)
+            random.seed(0)
+            if numpy is not None:
+                numpy.seed(0)
+            yield
+    finally:
+        random.setstate(python)
+        if numpy is not None:
+            numpy.set_state(numpy_state)
+
+
+@contextmanager
+def kept_buffers(module: nn.Module) -> Iterator[None]:
+    """Restore the values of the buffers of ``module`` afterwards."""
+    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                if not buffer.is_meta and not torch.equal(buffer, value):
+                    buffer.copy_(value)
+
+
+# Comparison of the results of two models.
+
+
+#: SQNR in dB from which float32 results count as equal: for a captured graph; after a batch norm was folded
+#: into a weight; when the float model runs under autocast and the graph does not.
+CAPTURED, FOLDED, CAST = 80.0, 60.0, 25.0
+#: The SQNR in dB that a dtype can represent.
+OF_DTYPE = {torch.float16: 45.0, torch.bfloat16: 30.0}
+#: The least SQNR in dB that rounding may explain; the comparison is repeated in float64.
+DOUBTFUL = 20.0
+#: The dB by which a difference may exceed the rounding error of the float model itself, and still be
+#: rounding.
+AS_LARGE = 12.0
+
+
+def difference(expected: Any, actual: Any, least: float) -> str | None:
+    """Return how two results differ; None if they are equal, floats to an SQNR of ``least`` dB."""
+    wanted, found = pytree.tree_leaves(expected), pytree.tree_leaves(actual)
+    if len(wanted) != len(found):
+        return f"{len(found)} results instead of {len(wanted)}"
+    return next(
+        (text for pair in zip(wanted, found, strict=True) if (text := _difference(*pair, least)) is not None),
+        None,
+    )
+
+
+def sqnr(expected: Any, actual: Any) -> float:
+    """Return the least SQNR in dB of the pairs of float tensors of equal shape in two results."""
+    pairs = zip(pytree.tree_leaves(expected), pytree.tree_leaves(actual), strict=False)
+    floats = [(a, b) for a, b in pairs if isinstance(a, Tensor) and a.is_floating_point()]
+    return min(
+        (_sqnr(a, b) for a, b in floats if isinstance(b, Tensor) and a.shape == b.shape), default=math.inf
+    )
+
+
+def _difference(wanted: Any, found: Any, least: float) -> str | None:
+    if not isinstance(wanted, Tensor) or not isinstance(found, Tensor):
+        same_kind = isinstance(wanted, Tensor) == isinstance(found, Tensor)
+        plain = isinstance(wanted, (bool, int, float, str))
+        return None if same_kind and (not plain or wanted == found) else f"{found!r} instead of {wanted!r}"
+    if wanted.shape != found.shape:
+        return f"shape {tuple(found.shape)} instead of {tuple(wanted.shape)}"
+    if wanted.is_meta or found.is_meta:
+        return None  # There are no values to compare.
+    if wanted.is_complex() and found.is_complex():
+        return _difference(torch.view_as_real(wanted), torch.view_as_real(found), least)
+    if not wanted.is_floating_point():
+        return None if bool((wanted == found).all()) else "other integers"
+    if not torch.equal(wanted.isfinite(), found.isfinite()) or not torch.equal(wanted.isnan(), found.isnan()):
+        return "NaN or infinity in other places"
+    measured = _sqnr(wanted, found)
+    least = min(least, OF_DTYPE.get(wanted.dtype, least), OF_DTYPE.get(found.dtype, least))
+    return None if measured >= least else f"{measured:.1f} dB"
+
+
+def _sqnr(wanted: Tensor, found: Tensor) -> float:
+    if wanted.is_meta or found.is_meta:
+        return math.inf
+    finite = wanted.isfinite() & found.isfinite()
+    signal = torch.where(finite, wanted, 0).double()
+    noise = torch.where(finite, found, 0).double() - signal
+    power, error = float(signal.square().sum()), float(noise.square().sum())
+    if error == 0.0:
+        return math.inf
+    if power == 0.0 or error < 1e-24 * max(1, noise.numel()):
+        return math.inf if error < 1e-24 * max(1, noise.numel()) else -math.inf
+    return 10 * math.log10(power / error)

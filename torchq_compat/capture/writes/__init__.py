@@ -1,1 +1,0 @@
-"""Rewrites in-place ops of a graph as ops that return values."""

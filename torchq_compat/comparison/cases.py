@@ -1,0 +1,319 @@
+"""Cases to compare: a float model with all that FX needs, given, or recorded from a legacy script."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import inspect
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from torchq_compat.capture.example_inputs import read_example_inputs
+from torchq_compat.errors import CaseError
+from torchq_compat.port.running.fx_draws import drawing_as_fx
+from torchq_compat.port.running.redirections import (
+    REDIRECTIONS,
+    converting_as_fx,
+    fx_is_called,
+    redirect,
+    replace_everywhere,
+)
+from torchq_compat.port.running.removed_imports import legacy_module
+from torchq_compat.support import metadata
+from torchq_compat.support.upstream import pytree
+
+# A case: a float model with everything that FX needs to quantize it.
+
+
+Batch = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    """The arguments of ``compare``.
+
+    Attributes:
+        model: the float model.
+        calibration_data: batches, each the tuple of the model's positional arguments.
+        evaluation_data: batches on which both sides are measured; default: the calibration data, or the
+            example inputs if there are none.
+        fx_state: the state of a model that FX calibrated, loaded on both sides instead of calibrating.
+        is_qat: whether to prepare with ``prepare_qat_fx``; ``model`` has the weights that training ended
+            with, and the fake-quantizes observe the calibration data.
+        observer_qparams: as in ``convert_fx``; None: as the caller of ``compare`` wants it.
+    """
+
+    model: nn.Module
+    qconfig_mapping: Any
+    example_inputs: Any
+    calibration_data: Any
+    prepare_custom_config: Any = None
+    convert_custom_config: Any = None
+    backend_config: Any = None
+    evaluation_data: Any = None
+    fx_state: Any = None
+    is_qat: bool = False
+    observer_qparams: bool | None = None
+
+    def as_trained(self) -> nn.Module:
+        """Return a copy of the model in training mode, for ``prepare_qat_fx``."""
+        return copy.deepcopy(self.model).train()
+
+    def checked(self) -> Case:
+        """Return the case with the example inputs as a tuple and the data as lists of tuples.
+
+        Raises:
+            CaseError: there is no model, or the data are not batches.
+            InputError: see ``read_example_inputs``.
+        """
+        if not isinstance(self.model, nn.Module):
+            raise _not_a_case("this", f"the model is a {type(self.model).__name__}")
+        example_inputs = read_example_inputs(self.example_inputs, self.model)
+        calibration = _batches("calibration_data", self.calibration_data)
+        given = self.evaluation_data
+        # Dynamic quantization needs no calibration.
+        measured_on = calibration or [example_inputs]
+        evaluation = measured_on if given is None else _batches("evaluation_data", given)
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        read = {"calibration_data": calibration, "evaluation_data": evaluation}
+        return Case(**{**values, **read, "example_inputs": example_inputs})
+
+
+def read_case(what: str, value: Any) -> Case:
+    """Return ``value``, a dict or any object with the attributes of a Case, as a checked Case.
+
+    Raises:
+        CaseError: an attribute is missing or unknown.
+    """
+    if isinstance(value, Mapping):
+        given = dict(value)
+        unknown = set(given) - {field.name for field in fields(Case)}
+        if unknown:
+            raise _not_a_case(what, f"it has an unknown {sorted(map(str, unknown))[0]!r}")
+    else:
+        given = {
+            field.name: getattr(value, field.name) for field in fields(Case) if hasattr(value, field.name)
+        }
+    for setting in fields(Case):
+        if setting.default is MISSING and setting.name not in given:
+            raise _not_a_case(what, f"it has no {setting.name!r}")
+    return Case(**given).checked()
+
+
+def _batches(name: str, data: Any) -> list[Batch]:
+    if isinstance(data, (Tensor, str, bytes, torch.Size, Mapping)) or not isinstance(data, Iterable):
+        raise CaseError.bad_data(name, f"is a {type(data).__name__} and no list of batches")
+    return [_batch(batch) for batch in data]
+
+
+def _batch(batch: Any) -> Batch:
+    # A DataLoader yields lists.
+    return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+
+
+def _not_a_case(what: str, problem: str) -> CaseError:
+    return CaseError(
+        f"{what} is no case: {problem}.",
+        hint="a case has model, qconfig_mapping, example_inputs and calibration_data, as a dict or any "
+        "object with these attributes; the other arguments of torchq_compat.compare may be given.",
+    )
+
+
+# Record what a legacy script quantizes as it runs: its models, configurations and calibration batches.
+#
+# The script runs on this package, as under ``torchq-compat run``. Afterwards FX is given the same float
+# models and batches; meanwhile the redirected functions are FX's own again (``fx_switch``).
+
+
+#: The number of last batches kept from a training, which may be long.
+LAST_BATCHES = 8
+
+Function = Callable[..., Any]
+
+
+@dataclass
+class Recording:
+    """One prepared model: the arguments of its prepare, and the batches it has been called with since.
+
+    Copies of the model share the recording, so the script may calibrate any of them.
+    """
+
+    model: nn.Module
+    arguments: dict[str, Any]
+    is_qat: bool = False
+    batches: deque[tuple[Any, ...]] = field(default_factory=deque)
+    is_converted: bool = False
+    convert_custom_config: Any = None
+    observer_qparams: bool = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+
+class ScriptRecorder:
+    """Records the calls of prepare_fx and convert_fx.
+
+    Args:
+        trained_qparams: whether trained models convert with the qparams they trained with, not with FX's.
+
+    Attributes:
+        remarks: remarks to print with the report.
+    """
+
+    def __init__(self, *, trained_qparams: bool = False) -> None:
+        self._trained_qparams = trained_qparams
+        self.remarks: list[str] = []
+        self._recordings: list[Recording] = []
+        self._is_recording = False
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Redirect FX's functions permanently, and record calls of prepared models inside the ``with`` block.
+
+        The functions of this package are recorded too: a script that was ported can be compared as well.
+        """
+        replaced = _replaced_functions()
+        redirect(self._wrap_redirected)
+        replace_everywhere({id(function): self._wrap(function, legacy) for function, legacy in replaced})
+        handle = register_module_forward_pre_hook(_note_call)
+        self._is_recording = True
+        try:
+            yield
+        finally:
+            self._is_recording = False
+            handle.remove()
+
+    def cases(self, script: str) -> tuple[Case, ...]:
+        """Return a case for every model that was prepared, calibrated and converted.
+
+        Raises:
+            CaseError: there is no such model.
+        """
+        converted = [recording for recording in self._recordings if recording.is_converted]
+        if not converted:
+            raise CaseError(
+                f"{script} ended without preparing and converting a model with prepare_fx and convert_fx.",
+                hint="name the script that quantizes, or write a function that returns the case.",
+            )
+        return tuple(_case(recording) for recording in converted)
+
+    def _wrap_redirected(self, function: Function, original: Function) -> Function:
+        converting = function if self._trained_qparams else converting_as_fx(function)
+        return self._wrap(drawing_as_fx(converting, original), original)
+
+    def _wrap(self, function: Function, original: Function) -> Function:
+        record = getattr(self, f"_{function.__name__}", None)
+
+        @functools.wraps(function)
+        def redirected(*args: Any, **kwargs: Any) -> Any:
+            if fx_is_called():
+                return original(*args, **kwargs)
+            if record is None or not self._is_recording:
+                return function(*args, **kwargs)
+            arguments = inspect.signature(function).bind(*args, **kwargs).arguments
+            return record(functools.partial(function, *args, **kwargs), arguments)
+
+        return redirected
+
+    def _prepare_fx(self, call: Function, arguments: dict[str, Any], *, is_qat: bool = False) -> Any:
+        recording = Recording(
+            copy.deepcopy(arguments["model"]),
+            _copied(arguments),
+            is_qat,
+            deque(maxlen=LAST_BATCHES if is_qat else None),
+        )
+        prepared = call()
+        metadata.RECORDING.write(prepared, recording)
+        self._recordings.append(recording)
+        return prepared
+
+    def _prepare_qat_fx(self, call: Function, arguments: dict[str, Any]) -> Any:
+        return self._prepare_fx(call, arguments, is_qat=True)
+
+    def _convert_fx(self, call: Function, arguments: dict[str, Any]) -> Any:
+        recording = metadata.RECORDING.of(arguments["graph_module"])
+        trained = arguments["graph_module"].state_dict() if recording is not None else {}
+        converted = call()
+        if recording is not None and not recording.is_converted:
+            recording.is_converted = True
+            recording.convert_custom_config = arguments.get("convert_custom_config")
+            recording.observer_qparams = converted.record.observer_qparams
+            if recording.is_qat:
+                self.remarks.append(_take_trained(recording, trained))
+        return converted
+
+    _convert_to_reference_fx = _convert_fx
+
+
+def _take_trained(recording: Recording, trained: Mapping[str, Any]) -> str:
+    """Load the tensors that the script trained into the recorded model, and return the remark about it."""
+    model = recording.model
+    own = model.state_dict()
+    found = {
+        name: value.detach().clone()
+        for name, value in trained.items()
+        if isinstance(value, Tensor) and name in own and own[name].shape == value.shape
+    }
+    model.load_state_dict(found, strict=False)
+    untrained = sorted(own.keys() - found.keys())
+    kept = f"; {', '.join(untrained[:3])} as before the training" if untrained else ""
+    return (
+        f"{type(model).__name__} goes through prepare_qat_fx: both sides have the weights it was trained to"
+        f"{kept}, and observe the last {len(recording.batches)} batches anew"
+    )
+
+
+def _replaced_functions() -> list[tuple[Function, Function]]:
+    """Return each function of ours with the legacy function it replaces; call this before the redirection.
+
+    Names are not enough to match them: the replacements of a private and a public function of FX have the
+    same name.
+    """
+    found: dict[int, tuple[Function, Function]] = {}
+    for moved in REDIRECTIONS:
+        ours = importlib.import_module(moved.replacement)
+        legacy = legacy_module(moved.legacy)
+        for name, new_name in moved.names.items():
+            function = getattr(ours, new_name)
+            if legacy is None or hasattr(legacy, name):
+                found.setdefault(id(function), (function, getattr(legacy, name, function)))
+    return list(found.values())
+
+
+def _note_call(module: nn.Module, args: tuple[Any, ...]) -> None:
+    if isinstance(module, GraphModule):
+        recording = metadata.RECORDING.of(module)
+        if isinstance(recording, Recording) and not recording.is_converted:
+            recording.batches.append(_kept(args))
+
+
+def _kept(values: Any) -> Any:
+    """Return ``values`` with copies of their tensors, since a script may reuse the same buffers."""
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), values)
+
+
+def _copied(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {name: copy.deepcopy(value) for name, value in arguments.items() if name != "model"}
+
+
+def _case(recording: Recording) -> Case:
+    return Case(
+        recording.model,
+        recording.arguments["qconfig_mapping"],
+        recording.arguments["example_inputs"],
+        list(recording.batches),
+        recording.arguments.get("prepare_custom_config"),
+        recording.convert_custom_config,
+        recording.arguments.get("backend_config"),
+        is_qat=recording.is_qat,
+        observer_qparams=recording.observer_qparams,
+    ).checked()

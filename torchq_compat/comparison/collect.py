@@ -1,0 +1,224 @@
+"""Run the float model, this package and FX on the same weights and batches, and measure everything."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from torchq_compat.comparison.cases import Case
+from torchq_compat.comparison.measures import PlaceMeasures, milliseconds, state_bytes
+from torchq_compat.comparison.our_side import OurSide, Place, quantize_by_us
+from torchq_compat.comparison.results import Capture, Costs, FxOutcome, FxRun, Kind, Point, Series
+from torchq_compat.comparison.sides import Key, QuantizedModel, Reading
+from torchq_compat.errors import CaseError, FxError
+from torchq_compat.support.upstream import pytree
+
+# Run the float model, this package and FX on the same weights and batches, and measure every place.
+
+
+FxSetting = bool | Literal["auto"]
+MAX_POINTS = 400
+#: A dimension with fewer values is not treated as time.
+FEWEST_STEPS = 4
+
+
+@dataclass(frozen=True)
+class _Measured:
+    outputs: tuple[Point, ...]
+    points: tuple[Point, ...]
+    series: tuple[Series, ...]
+
+
+def capture(case: Case, fx: FxSetting) -> Capture:
+    """Quantize ``case`` on both sides and measure.
+
+    Raises:
+        TorchQCompatError: this package cannot quantize the model.
+        FxError: ``fx`` is True and FX cannot run the model.
+    """
+    ours = quantize_by_us(case)
+    theirs, fx_run = _quantize_by_fx(case, ours.places) if fx else (None, FxRun(FxOutcome.NOT_ASKED))
+    if theirs is not None:
+        try:
+            measured = _measure(case, ours, theirs)
+        except _FxFailedError as error:
+            theirs, fx_run = None, FxRun(FxOutcome.RAISED, error.what)
+    if fx is True and theirs is None:
+        raise FxError(
+            f"FX cannot run this model: {fx_run.error}",
+            hint='leave fx at "auto" to compare with the float model alone.',
+        )
+    if theirs is None:
+        measured = _measure(case, ours, None)
+    costs = _costs(case, ours, theirs)
+    name = type(case.model).__name__
+    return Capture(
+        name,
+        measured.outputs,
+        measured.points,
+        ours.cells,
+        ours.left_float,
+        ours.quantized_count,
+        measured.series,
+        costs,
+        fx_run,
+    )
+
+
+class _FxFailedError(Exception):
+    """FX's converted model does not run."""
+
+    def __init__(self, cause: BaseException) -> None:
+        from torchq_compat.comparison.fx_side import first_line
+
+        self.what = first_line(cause)
+        super().__init__(self.what)
+
+
+def _quantize_by_fx(case: Case, places: Mapping[Key, Place]) -> tuple[QuantizedModel | None, FxRun]:
+    from torchq_compat.comparison.fx_side import first_line, quantize_by_fx
+
+    try:
+        theirs = quantize_by_fx(case, places)
+    except Exception as cause:
+        return None, FxRun(FxOutcome.RAISED, first_line(cause))
+    return theirs, FxRun(FxOutcome.RAN, lowering_error=theirs.deployed_error)
+
+
+def _measure(case: Case, ours: OurSide, theirs: QuantizedModel | None) -> _Measured:
+    """Run all sides on every batch and accumulate the measurements."""
+    float_model = copy.deepcopy(case.model).eval()
+    places = {key: PlaceMeasures() for key in ours.places}
+    outputs: list[PlaceMeasures] = []
+    series: list[Series] = []
+    time_axis = _time_axis(float_model)
+    for batch in case.evaluation_data:
+        exact = _exact(float_model, batch)
+        _, exact_readings = ours.exact.run(batch)
+        our_result, our_readings = ours.quantized.run(batch)
+        fx_result, fx_readings = _run_fx(theirs, batch)
+        for key, measures in places.items():
+            if key in exact_readings and key in our_readings:
+                measures.add(exact_readings[key].value, our_readings[key], fx_readings.get(key))
+        our_outputs = _output_readings(ours.quantized, our_result)
+        fx_outputs: Sequence[Reading | None] = _output_readings(theirs, fx_result) if theirs else ()
+        if len(fx_outputs) != len(exact):
+            fx_outputs = (None,) * len(exact)
+        outputs = outputs or [PlaceMeasures() for _ in exact]
+        for index, value in enumerate(exact):
+            outputs[index].add(value, our_outputs[index], fx_outputs[index])
+        series = series or _series(exact, our_outputs, fx_outputs, time_axis)
+    return _Measured(
+        tuple(_output_point(i, measures) for i, measures in enumerate(outputs) if measures.seen),
+        tuple(_point(ours.places[key], measures) for key, measures in places.items() if measures.seen),
+        tuple(series),
+    )
+
+
+def _exact(float_model: nn.Module, batch: tuple[Any, ...]) -> list[Tensor]:
+    try:
+        with torch.no_grad():
+            return _leaves(float_model(*batch))
+    except Exception as cause:
+        problem = f"has a batch the float model does not run on: {type(cause).__name__}: {cause}"
+        raise CaseError.bad_data("evaluation_data", problem) from cause
+
+
+def _run_fx(theirs: QuantizedModel | None, batch: tuple[Any, ...]) -> tuple[Any, Mapping[Key, Reading]]:
+    if theirs is None:
+        return (), {}
+    try:
+        with warnings.catch_warnings():
+            # The effects of FX's warnings show in the measurements.
+            warnings.simplefilter("ignore")
+            return theirs.run(batch)
+    except Exception as cause:
+        raise _FxFailedError(cause) from cause
+
+
+def _leaves(result: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+
+
+def _output_readings(side: QuantizedModel, result: Any) -> list[Reading]:
+    values = _leaves(result)
+    all_qparams = side.output_qparams(result)
+    return [Reading(value, qparams) for value, qparams in zip(values, all_qparams, strict=True)]
+
+
+def _point(place: Place, measures: PlaceMeasures) -> Point:
+    return Point(place.name, place.kind, place.operation, place.reason, *measures.sides())
+
+
+def _output_point(index: int, measures: PlaceMeasures) -> Point:
+    return Point(f"output {index}", Kind.OUTPUT, "result of the model", "", *measures.sides())
+
+
+def _series(
+    exact: list[Tensor], ours: list[Reading], fx: Sequence[Reading | None], time_axis: int | None
+) -> list[Series]:
+    found = [
+        output_series(f"output {i}", time_axis, value, our.value, their.value if their else None)
+        for i, (value, our, their) in enumerate(zip(exact, ours, fx, strict=True))
+        if our.value.shape == value.shape and (not their or their.value.shape == value.shape)
+    ]
+    return [each for each in found if each is not None]
+
+
+def _time_axis(model: nn.Module) -> int | None:
+    """Return the time dimension of three-dimensional tensors; None for a model without recurrent modules."""
+    recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
+    return int(any(module.batch_first for module in recurrent)) if recurrent else None
+
+
+def _costs(case: Case, ours: OurSide, theirs: QuantizedModel | None) -> Costs:
+    float_model = copy.deepcopy(case.model).eval()
+    models = [float_model, ours.quantized.deployed, theirs.deployed if theirs else None]
+    sizes = [state_bytes(model) if model is not None else None for model in models]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        times = milliseconds([model and partial(model, *case.example_inputs) for model in models])
+    (float_bytes, our_bytes, fx_bytes), (float_ms, our_ms, fx_ms) = sizes, times
+    assert float_bytes is not None
+    assert our_bytes is not None
+    assert float_ms is not None
+    assert our_ms is not None
+    return Costs(float_bytes, our_bytes, fx_bytes, float_ms, our_ms, fx_ms)
+
+
+def output_series(
+    name: str, axis: int | None, exact: Tensor, ours: Tensor, fx: Tensor | None
+) -> Series | None:
+    """Return the values along time at the position where either side is farthest from float; None if there is
+    no time to draw.
+
+    Time is dimension ``axis`` of a three-dimensional tensor. Other tensors are not drawn: a line over a
+    batch, or over classes, would be meaningless.
+    """
+    if axis is None or exact.dim() != 3 or exact.shape[axis] < FEWEST_STEPS or not exact.is_floating_point():
+        return None
+    error = (ours - exact).abs() if fx is None else torch.maximum((ours - exact).abs(), (fx - exact).abs())
+    rows = error.movedim(axis, 0).reshape(error.shape[axis], -1)
+    worst = int(rows.amax(0).argmax())
+
+    def along(value: Tensor) -> tuple[float, ...]:
+        line = value.detach().movedim(axis, 0).reshape(value.shape[axis], -1)[:MAX_POINTS, worst]
+        return tuple(float(number) for number in line)
+
+    index = torch.unravel_index(torch.tensor(worst), [s for i, s in enumerate(exact.shape) if i != axis])
+    where = ", ".join(str(int(number)) for number in index)
+    return Series(
+        name,
+        "time",
+        f"At [{where}] of the other dimensions" if where else "",
+        along(exact),
+        along(ours),
+        None if fx is None else along(fx),
+    )

@@ -1,0 +1,134 @@
+"""The process in which ``torchq-compat compare`` makes its cases and compares them.
+
+It is started as ``python -P -c ... PACKAGE_PARENT TARGET RESULT`` by ``comparison.compare_command``, and
+writes a pickle of the comparisons, or of the error to report, to RESULT.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import pickle
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchq_compat.comparison.results import Target
+from torchq_compat.errors import CaseError, QuantizationWarning, TorchQCompatError
+from torchq_compat.port.process import import_noise_held_back
+from torchq_compat.port.running.script_process import execute_script, show_script_error
+
+if TYPE_CHECKING:
+    from torchq_compat.comparison.cases import Case
+
+
+def main() -> int:
+    _, _, target_text, result = sys.argv
+    target = Target.from_json(target_text)
+    # The parent made this path; it must not change if the script changes the directory.
+    path = Path(result).absolute()
+    try:
+        with import_noise_held_back():
+            from torchq_compat.comparison.comparing import compare_case
+        cases = case_of_function(target) if target.is_function else _cases_of_script(target)
+        with _told_without_lines(is_known=not target.is_function):
+            outcome: object = tuple(compare_case(case, target.fx_setting) for case in cases)
+    except TorchQCompatError as error:
+        outcome = TorchQCompatError(error.message, hint=error.hint)
+    path.write_bytes(pickle.dumps(outcome))
+    return 0
+
+
+@contextlib.contextmanager
+def _told_without_lines(*, is_known: bool) -> Iterator[None]:
+    """Print our warnings without a line, which would be in this tool; none if a script gave them already."""
+    with warnings.catch_warnings(record=True) as caught:
+        yield
+    ours = [each for each in caught if issubclass(each.category, QuantizationWarning)]
+    for message in dict.fromkeys(str(each.message) for each in ours if not is_known):
+        print(f"torchq-compat: warning: {message}", file=sys.stderr)
+    for each in caught:
+        if each not in ours:
+            warnings.showwarning(each.message, each.category, each.filename, each.lineno)
+
+
+def case_of_function(target: Target) -> tuple[Case, ...]:
+    """Return the case that the function returns, in a tuple.
+
+    Raises:
+        CaseError: there is no such function, it raises, or it does not return a case.
+    """
+    from torchq_compat.comparison.cases import read_case
+
+    module_name, _, name = target.name.partition(":")
+    sys.path[0] = os.getcwd()
+    try:
+        found: object = importlib.import_module(module_name)
+    except Exception as cause:
+        raise CaseError(
+            f"the module {module_name!r} cannot be imported: {type(cause).__name__}: {cause}",
+            hint="run the command where 'import' finds it: the current directory is searched first.",
+        ) from cause
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if not callable(found):
+        raise CaseError(
+            f"the module {module_name!r} has no function {name!r}.",
+            hint="check the name behind the colon.",
+        )
+    try:
+        value = found()
+    except Exception as cause:
+        raise CaseError(
+            f"{target.name}() raised {type(cause).__name__}: {cause}",
+            hint="call it by itself; it takes no arguments and returns the case.",
+        ) from cause
+    case = read_case(f"what {target.name}() returned", value)
+    if case.observer_qparams is None:
+        case = replace(case, observer_qparams=not target.trained_qparams)
+    return (case,)
+
+
+def _cases_of_script(target: Target) -> tuple[Case, ...]:
+    from torchq_compat.comparison.cases import ScriptRecorder
+
+    recorder = ScriptRecorder(trained_qparams=target.trained_qparams)
+    with recorder.recording():
+        exit_code = _execute(target)
+    try:
+        cases = recorder.cases(target.name)
+    except CaseError as nothing:
+        raise _script_failed(target.name, f"exited with {exit_code!r}") if exit_code else nothing from None
+    if exit_code:
+        print(
+            f"torchq-compat: problem: {target.name} exited with {exit_code!r}; what it quantized is compared",
+            file=sys.stderr,
+        )
+    for remark in recorder.remarks:
+        print(f"torchq-compat: {remark}", file=sys.stderr)
+    return cases
+
+
+def _execute(target: Target) -> object:
+    """Run the script and return its exit code, which may be a number of failures, or a message."""
+    try:
+        execute_script(target.name, list(target.args))
+    except SystemExit as ending:
+        return ending.code
+    except TorchQCompatError:
+        raise
+    except Exception as error:
+        show_script_error(error)
+        raise _script_failed(target.name, f"raised {type(error).__name__}") from error
+    return None
+
+
+def _script_failed(script: str, ending: str) -> CaseError:
+    return CaseError(
+        f"{script} {ending}, so there is nothing to compare.",
+        hint="its own output is above; make it run with 'torchq-compat run' first.",
+    )

@@ -1,0 +1,392 @@
+"""FX's side of a comparison: the only module of this package that calls the FX engine."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+from torch.overrides import TorchFunctionMode
+
+from torchq_compat.comparison.cases import Case
+from torchq_compat.comparison.our_side import Place
+from torchq_compat.comparison.sides import (
+    Key,
+    OpKey,
+    PartKey,
+    QuantizedModel,
+    Reading,
+    ResultKey,
+    Tap,
+    tap_module,
+    tap_nodes,
+)
+from torchq_compat.modules.parts import PartKind
+from torchq_compat.port.running.redirections import calling_fx
+from torchq_compat.read.qparams import PerTensorQParams, QParams
+from torchq_compat.support.dtypes import dtype_range, plain_dtype
+from torchq_compat.support.quantized_tensors import (
+    QUANTIZE_FUNCTION,
+    QUANTIZE_FUNCTIONS,
+    as_float,
+    has_float_qparams,
+    is_per_channel,
+    is_quantized,
+    qparams_of,
+)
+from torchq_compat.support.torch_ao import (
+    ConvertCustomConfig,
+    PrepareCustomConfig,
+    fx_engine,
+    get_default_custom_config_dict,
+)
+from torchq_compat.support.upstream import pytree
+
+# Find the places of our graphs in FX's graphs, and read the values there. Only reads FX's results.
+
+
+#: Name of an op in an exported graph -> its name in FX's graph.
+SYNONYMS = {
+    "iadd": "add",
+    "imul": "mul",
+    "add_": "add",
+    "mul_": "mul",
+    "relu_": "relu",
+    "hardtanh_": "hardtanh",
+    "view": "reshape",
+    "truediv": "div",
+    "clip": "clamp",
+    "concat": "cat",
+    "floordiv": "floor_divide",
+    "upsample_nearest2d": "interpolate",
+    "upsample_bilinear2d": "interpolate",
+}
+PART_FUNCTIONS = {PartKind.ADD: torch.add, PartKind.MUL: torch.mul, PartKind.TANH: torch.tanh}
+
+Run = Callable[[tuple[Any, ...]], tuple[Any, Mapping[Key, Reading]]]
+
+
+def observe_places(
+    prepared: GraphModule, reference: GraphModule, places: Mapping[Key, Place]
+) -> tuple[Run, Callable[[Any], tuple[QParams | None, ...]]]:
+    """Return a function that runs ``reference``, and a function that returns the qparams of the tensors of a
+    result, after the run that gave it.
+
+    Taps are inserted into ``reference``.
+    """
+    outputs = pytree.tree_leaves(reference.graph.output_node().args[0])
+    taps: dict[Key, Tap] = {}
+    for owner, nodes in _nodes(prepared, reference, places):
+        tapped = tap_nodes(owner, nodes.values())
+        taps.update({key: tapped[node] for key, node in nodes.items()})
+    taps.update(_module_taps(reference, places))
+    sources = [_source_of_dequantize(node) for node in outputs]
+    source_taps = tap_nodes(reference, [node for node in sources if node is not None])
+    eager = _LastCalls()
+    taps.update(eager.taps(reference, places))
+    last_qparams: list[QParams | None] = []
+
+    def run(batch: tuple[Any, ...]) -> tuple[Any, Mapping[Key, Reading]]:
+        with torch.no_grad(), eager:
+            result = reference(*batch)
+        last_qparams[:] = [_last_qparams(source_taps[node]) if node is not None else None for node in sources]
+        readings = {key: _reading(passes) for key, tap in taps.items() if (passes := tap.take())}
+        return pytree.tree_map_only(Tensor, _dequantized, result), readings
+
+    def output_qparams(result: Any) -> tuple[QParams | None, ...]:
+        leaves = pytree.tree_leaves(result)
+        return tuple(g for g, leaf in zip(last_qparams, leaves, strict=True) if isinstance(leaf, Tensor))
+
+    return run, output_qparams
+
+
+def _nodes(
+    prepared: GraphModule, reference: GraphModule, places: Mapping[Key, Place]
+) -> Iterator[tuple[GraphModule, dict[Key, Node]]]:
+    """Yield every graph with its keys and the nodes that hold their values."""
+    yield reference, {key: node for key, node in _op_nodes(prepared, reference).items() if key in places}
+    for cell_path, parts in _parts_by_cell(places).items():
+        cell = _submodule(reference, cell_path)
+        if isinstance(cell, GraphModule):
+            yield cell, {key: _value_node(node) for key, node in _part_nodes(cell, parts)}
+
+
+def _op_nodes(prepared: GraphModule, reference: GraphModule) -> dict[Key, Node]:
+    scopes = prepared.meta["_observed_graph_module_attrs"].node_name_to_scope
+    quantized = {node.name for node in prepared.graph.nodes if _has_quantized_output(node)}
+    seen: Counter[tuple[str, str]] = Counter()
+    found: dict[Key, Node] = {}
+    for node in reference.graph.nodes:
+        name = _function_name(node)
+        if name is None:
+            continue
+        path = str(node.target) if node.op == "call_module" else scopes.get(node.name, ("", None))[0]
+        key = OpKey(path, name, seen[path, name])
+        seen[path, name] += 1
+        found[key] = _value_node(_end_of_chain(node, quantized)) if node.name in quantized else node
+    return found
+
+
+def _has_quantized_output(node: Node) -> bool:
+    constructor = node.meta.get("target_dtype_info", {}).get("output_act_obs_or_fq_ctr")
+    return constructor is not None and constructor().dtype is not torch.float32
+
+
+def _end_of_chain(node: Node, quantized: set[str]) -> Node:
+    """Return the last node of a fused chain of functions such as add + relu, inside which nothing is
+    quantized."""
+    while len(node.users) == 1:
+        (user,) = node.users
+        if user.name not in quantized or user.target is QUANTIZE_FUNCTION:
+            break
+        node = user
+    return node
+
+
+def _function_name(node: Node) -> str | None:
+    """Return the function that an op node calls, empty for a module; None if the node is not an op of the
+    model."""
+    if node.op == "call_module":
+        return ""
+    if node.op == "call_method" and node.target != "dequantize":
+        return SYNONYMS.get(str(node.target), str(node.target))
+    if node.op == "call_function" and node.target not in QUANTIZE_FUNCTIONS:
+        name = str(getattr(node.target, "__name__", node.target))
+        return SYNONYMS.get(name, name)
+    return None
+
+
+def _value_node(node: Node) -> Node:
+    """Return the quantize after ``node``; ``node`` itself if there is none."""
+    return next((user for user in node.users if user.target is QUANTIZE_FUNCTION), node)
+
+
+def _parts_by_cell(places: Mapping[Key, Place]) -> dict[str, list[tuple[PartKey, PartKind]]]:
+    found: dict[str, list[tuple[PartKey, PartKind]]] = {}
+    for key, place in places.items():
+        if isinstance(key, PartKey) and place.part_kind is not None:
+            found.setdefault(key.cell, []).append((key, place.part_kind))
+    return found
+
+
+def _part_nodes(cell: GraphModule, parts: list[tuple[PartKey, PartKind]]) -> Iterator[tuple[Key, Node]]:
+    """Yield the parts of a cell that FX traced: modules by name, functions in the order of computation."""
+    modules = {str(node.target): node for node in cell.graph.nodes if node.op == "call_module"}
+    functions = {
+        kind: iter([node for node in cell.graph.nodes if node.target is function])
+        for kind, function in PART_FUNCTIONS.items()
+    }
+    for key, kind in parts:
+        node = modules.get(key.part) or next(functions.get(kind, iter(())), None)
+        if node is not None:
+            yield key, node
+
+
+def _module_taps(reference: GraphModule, places: Mapping[Key, Place]) -> dict[Key, Tap]:
+    """Return the taps of cells that FX left as eager modules, and of the results of custom modules."""
+    taps: dict[Key, Tap] = {}
+    results: dict[str, list[ResultKey]] = {}
+    for key in places:
+        if isinstance(key, ResultKey):
+            results.setdefault(key.path, []).append(key)
+        elif isinstance(key, PartKey) and not isinstance(_submodule(reference, key.cell), GraphModule):
+            part = _submodule(reference, f"{key.cell}.{key.part}")
+            if part is not None:
+                # A QFunctional is never called, but its result goes through its activation_post_process.
+                taps[key] = tap_module(getattr(part, "activation_post_process", part))
+    for path, keys in results.items():
+        module = _submodule(reference, path)
+        if module is not None:
+            taps.update(_result_taps(module, keys))
+    return taps
+
+
+class _LastCalls(TorchFunctionMode):
+    """The parts that eager cells compute by calling a function, not a module: the last call in a pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last: dict[Any, Any] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in PART_FUNCTIONS.values():
+            self._last[func] = result
+        return result
+
+    def taps(self, reference: nn.Module, places: Mapping[Key, Place]) -> dict[Key, Tap]:
+        """Return a tap for each such part; it is filled each time its cell has run."""
+        taps: dict[Key, Tap] = {}
+        for cell_path, parts in _parts_by_cell(places).items():
+            cell = _submodule(reference, cell_path)
+            for key, kind in parts:
+                is_module = _submodule(reference, f"{cell_path}.{key.part}") is not None
+                if cell is None or isinstance(cell, GraphModule) or is_module or kind not in PART_FUNCTIONS:
+                    continue
+                taps[key] = Tap()
+                cell.register_forward_hook(partial(self._keep, taps[key], PART_FUNCTIONS[kind]))
+        return taps
+
+    def _keep(self, tap: Tap, function: Any, *_: Any) -> None:
+        tap(self._last.pop(function, None))
+
+
+def _result_taps(module: nn.Module, keys: list[ResultKey]) -> dict[Key, Tap]:
+    taps = {key.position: Tap() for key in keys}
+
+    def keep(_: nn.Module, args: Any, result: Any) -> None:
+        for position, leaf in enumerate(pytree.tree_leaves(result)):
+            if position in taps:
+                taps[position](leaf)
+
+    module.register_forward_hook(keep)
+    return {key: taps[key.position] for key in keys}
+
+
+def _submodule(model: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(path)
+    except AttributeError:
+        return None
+
+
+def _source_of_dequantize(node: Any) -> Node | None:
+    """Return the node that the dequantize ``node`` reads; None if ``node`` is not a dequantize."""
+    if isinstance(node, Node) and node.op == "call_method" and node.target == "dequantize":
+        source = node.args[0]
+        return source if isinstance(source, Node) else None
+    return None
+
+
+def _last_qparams(tap: Tap) -> QParams | None:
+    passes = tap.take()
+    return _reading(passes[-1:]).qparams if passes else None
+
+
+def _reading(passes: list[Tensor]) -> Reading:
+    qparams = _qparams_of(passes[0])
+    values = [_dequantized(value) for value in passes]
+    return Reading(values[0] if len(values) == 1 else torch.stack(values), qparams)
+
+
+def _dequantized(value: Tensor) -> Tensor:
+    return as_float(value)
+
+
+def _qparams_of(value: Tensor) -> QParams | None:
+    if not is_quantized(value) or is_per_channel(value) or has_float_qparams(value):
+        return None
+    dtype = plain_dtype(value.dtype)
+    return PerTensorQParams(*qparams_of(value), *dtype_range(dtype), dtype)
+
+
+# FX's side: the only module of this package that calls the FX engine.
+#
+# The library never calls it. ``compare`` shows the result of FX for a model, so it has to run FX; it imports
+# this module for that, and goes on without it if FX cannot run the model.
+
+
+OURS = "torchq_compat."
+
+
+def quantize_by_fx(case: Case, places: Mapping[Key, Place]) -> QuantizedModel:
+    """Prepare, calibrate and convert a copy of ``case.model`` with FX, to be measured at ``places``.
+
+    Classes of this package in a float-to-observed mapping become torch.ao's own; torch.ao's mapping to
+    quantized classes is added if the script gives none.
+
+    Raises:
+        ImportError: this torch has no FX engine.
+        Exception: any exception that FX raises.
+    """
+    fx = fx_engine()
+    observed, quantized = _custom_configs(case)
+    with calling_fx(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        is_qat = case.is_qat
+        prepared = (fx.prepare_qat_fx if is_qat else fx.prepare_fx)(
+            case.as_trained() if is_qat else copy.deepcopy(case.model).eval(),
+            copy.deepcopy(case.qconfig_mapping),
+            case.example_inputs,
+            observed,
+            backend_config=case.backend_config,
+        ).eval()
+        if case.fx_state is not None:
+            prepared.load_state_dict(case.fx_state)
+        with torch.no_grad():
+            for batch in case.calibration_data if case.fx_state is None else ():
+                prepared(*batch)
+        reference = fx.convert_to_reference_fx(
+            copy.deepcopy(prepared), quantized, backend_config=case.backend_config
+        )
+        deployed, error = _deployed(prepared, quantized, case)
+        run, output_qparams = observe_places(prepared, reference, places)
+    return QuantizedModel(run, output_qparams, deployed, error)
+
+
+def _deployed(
+    prepared: GraphModule, quantized: ConvertCustomConfig | None, case: Case
+) -> tuple[nn.Module | None, str]:
+    """Return FX's lowered model, as the script would ship it, or None and the error that FX raised."""
+    try:
+        deployed = fx_engine().convert_fx(copy.deepcopy(prepared), quantized)
+        with torch.no_grad():
+            deployed(*case.example_inputs)
+    except Exception as cause:
+        return None, first_line(cause)
+    return deployed, ""
+
+
+def first_line(cause: BaseException) -> str:
+    return f"{type(cause).__name__}: {(str(cause).strip() or 'no message').splitlines()[0]}"
+
+
+def _custom_configs(case: Case) -> tuple[PrepareCustomConfig | None, ConvertCustomConfig | None]:
+    prepare = case.prepare_custom_config
+    if isinstance(prepare, dict):
+        prepare = PrepareCustomConfig.from_dict(prepare)
+    convert = case.convert_custom_config
+    if isinstance(convert, dict):
+        convert = ConvertCustomConfig.from_dict(convert)
+    if prepare is None:
+        return None, convert
+    prepare, mapped = copy.deepcopy(prepare), False
+    for classes in prepare.float_to_observed_mapping.values():
+        for float_class, observed in classes.items():
+            classes[float_class] = _of_torch(observed, "float_to_observed_custom_module_class", float_class)
+            mapped = True
+    if convert is None and mapped:
+        convert = ConvertCustomConfig()
+    if convert is not None:
+        convert = _with_torch_classes(convert)
+    return prepare, convert
+
+
+def _with_torch_classes(config: ConvertCustomConfig) -> ConvertCustomConfig:
+    """Return ``config`` with torch.ao's own mapping for classes that it does not map, or maps to classes of
+    this package."""
+    known = _torch_classes("observed_to_quantized_custom_module_class")
+    result = copy.deepcopy(config)
+    for observed, quantized in known.items():
+        given = [
+            c for m in config.observed_to_quantized_mapping.values() for o, c in m.items() if o is observed
+        ]
+        if not given or given[0].__module__.startswith(OURS):
+            result.set_observed_to_quantized_mapping(observed, quantized)
+    return result
+
+
+def _torch_classes(table: str) -> dict[Any, Any]:
+    config: dict[str, dict[Any, Any]] = get_default_custom_config_dict()  # type: ignore[no-untyped-call]
+    return config[table]
+
+
+def _of_torch(cls: Any, table: str, key: Any) -> Any:
+    known = _torch_classes(table)
+    return known[key] if cls.__module__.startswith(OURS) and key in known else cls

@@ -1,0 +1,307 @@
+"""This package's side of a comparison, and its cells as plain values."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
+
+from torchq_compat import convert_fx, convert_to_reference_fx, explain, prepare_fx, prepare_qat_fx
+from torchq_compat.capture.opaque_calls import opaque_call_nodes, qparams_of_integers
+from torchq_compat.checkpoints import load_fx_state
+from torchq_compat.comparison.cases import Case
+from torchq_compat.comparison.results import CellGraph, CellNode, Kind, LeftFloat
+from torchq_compat.comparison.sides import (
+    Key,
+    OpKey,
+    PartKey,
+    QuantizedModel,
+    Reading,
+    ResultKey,
+    Tap,
+    tap_nodes,
+)
+from torchq_compat.modules.parts import PartKind, PartOwner, part_nodes, part_of
+from torchq_compat.port.running.recorder import computes_nothing
+from torchq_compat.read.qdq import QUANTIZE, is_dequantize
+from torchq_compat.read.qparams import QParams
+from torchq_compat.support.decisions import Action, Decision
+from torchq_compat.support.torch_ao import disable_fake_quant
+from torchq_compat.support.upstream import pytree
+
+# The cells of a converted model as plain values, for drawing: which part reads which.
+
+
+#: The ``CellNode.formula`` of an input of a cell.
+CELL_INPUT = "input of the cell"
+
+
+def cell_graphs(converted: GraphModule) -> Iterator[CellGraph]:
+    """Yield every cell of every custom module in ``converted``."""
+    for path in dict.fromkeys(str(call.target) for call in opaque_call_nodes(converted)):
+        opaque = converted.get_submodule(path)
+        for cell_path, cell in opaque.graphs() if isinstance(opaque, PartOwner) else ():
+            yield CellGraph(f"{path}.{cell_path}", tuple(_cell_nodes(cell)))
+
+
+def _cell_nodes(cell: GraphModule) -> Iterator[CellNode]:
+    names = {node: name for name, node in part_nodes(cell)}
+    for node in cell.graph.nodes:
+        if node.op == "placeholder":
+            names[node] = str(node.target)
+            yield CellNode(names[node], CELL_INPUT, ())
+    for node, name in names.items():
+        if node.op != "placeholder":
+            inputs = [source for arg in node.all_input_nodes if (source := _named_source(arg, names))]
+            yield CellNode(name, part_of(node).formula, tuple(dict.fromkeys(inputs)))
+
+
+def _named_source(node: Node, names: Mapping[Node, str]) -> str | None:
+    """Return the part or input whose value reaches ``node`` through q-dq and slices; None for weights."""
+    while node not in names:
+        if not node.all_input_nodes:
+            return None
+        node = node.all_input_nodes[0]
+    return names[node]
+
+
+# This package's side: the prepared, calibrated and converted model, and the places to read in it.
+
+
+Run = Callable[[tuple[Any, ...]], tuple[Any, Mapping[Key, Reading]]]
+
+
+@dataclass(frozen=True)
+class Place:
+    """The facts of ``explain`` about a key; ``part_kind`` is for parts only."""
+
+    name: str
+    kind: Kind
+    operation: str
+    reason: str
+    part_kind: PartKind | None = None
+
+
+@dataclass(frozen=True)
+class OurSide:
+    """Both forms of the model.
+
+    Attributes:
+        exact: the observed model, which computes the float values at every place.
+        quantized: the q-dq model.
+        places: every key in graph order.
+        cells: the graphs of parts, for drawing.
+        left_float: modules that stay float as a whole.
+        quantized_count: the number of quantized modules and ops.
+    """
+
+    exact: QuantizedModel
+    quantized: QuantizedModel
+    places: Mapping[Key, Place]
+    cells: tuple[CellGraph, ...]
+    left_float: tuple[LeftFloat, ...]
+    quantized_count: int
+
+
+def quantize_by_us(case: Case) -> OurSide:
+    """Prepare, calibrate and convert ``case.model``, which is not changed.
+
+    Raises:
+        TorchQCompatError: the errors of ``prepare_fx`` and ``convert_fx``.
+    """
+    # Fake-quantizes observe in evaluation mode too, and batch norms keep their statistics there.
+    prepare, model = (prepare_qat_fx, case.as_trained()) if case.is_qat else (prepare_fx, case.model)
+    prepared = prepare(
+        model,
+        case.qconfig_mapping,
+        case.example_inputs,
+        case.prepare_custom_config,
+        backend_config=case.backend_config,
+    ).eval()
+    if case.fx_state is not None:
+        load_fx_state(prepared, case.fx_state)
+    with torch.no_grad():
+        for batch in case.calibration_data if case.fx_state is None else ():
+            prepared(*batch)
+    as_fx = bool(case.observer_qparams)
+    converted = convert_to_reference_fx(
+        copy.deepcopy(prepared), case.convert_custom_config, observer_qparams=as_fx
+    )
+    with warnings.catch_warnings():
+        # The conversion above has given the same warnings.
+        warnings.simplefilter("ignore")
+        deployed = convert_fx(copy.deepcopy(prepared), case.convert_custom_config, observer_qparams=as_fx)
+    decisions = tuple(explain(converted))
+    places = dict(_places(converted, decisions))
+    observed = _names_of_observed(prepared)
+    exact = copy.deepcopy(prepared).apply(disable_fake_quant).eval()
+    return OurSide(
+        QuantizedModel(_exact_runner(exact, decisions), lambda _: (), None),
+        QuantizedModel(
+            _quantized_runner(copy.deepcopy(converted), decisions, observed),
+            partial(_output_qparams, converted),
+            deployed,
+        ),
+        places,
+        tuple(cell_graphs(converted)),
+        tuple(
+            LeftFloat(d.path, d.kind, d.reason)
+            for d in decisions
+            if d.action is Action.FLOAT and (d.warn or not d.node) and not computes_nothing(converted, d)
+        ),
+        sum(d.action is Action.QUANTIZED for d in decisions),
+    )
+
+
+def _places(converted: GraphModule, decisions: tuple[Decision, ...]) -> Iterator[tuple[Key, Place]]:
+    by_path = {decision.path: decision for decision in decisions}
+    of_ops = dict(_op_keys(decisions))
+    for key, (_, node) in _nodes(converted, decisions).items():
+        if isinstance(key, OpKey):
+            decision = of_ops[key]
+            kind = Kind.OP if key.function else Kind.MODULE
+            yield key, Place(_name(key), kind, decision.kind, decision.reason)
+        elif isinstance(key, ResultKey):
+            decision = by_path[key.path]
+            yield key, Place(f"{key.path}[{key.position}]", Kind.RESULT, decision.kind, decision.reason)
+        else:
+            decision = by_path[f"{key.cell}.{key.part}"]
+            yield (
+                key,
+                Place(decision.path, Kind.PART, decision.kind, decision.reason, part_of(node).kind),
+            )
+
+
+def _name(key: OpKey) -> str:
+    place = "/".join(filter(None, (key.path, key.function)))
+    return f"{place}#{key.call + 1}" if key.call else place
+
+
+def _op_keys(decisions: tuple[Decision, ...]) -> Iterator[tuple[OpKey, Decision]]:
+    """Yield key and decision for each decision about a node. The path of a function's caller is its path up
+    to the last slash."""
+    seen: Counter[tuple[str, str]] = Counter()
+    for decision in decisions:
+        if not decision.node:
+            continue
+        operator = decision.kind.split(" + ")[0]
+        function = operator.split(".")[0] if "." in operator else ""
+        path = decision.path.rpartition("/")[0] if function else decision.path
+        yield OpKey(path, function, seen[path, function]), decision
+        seen[path, function] += 1
+
+
+def _nodes(graph_module: GraphModule, decisions: tuple[Decision, ...]) -> dict[Key, tuple[GraphModule, Node]]:
+    """Return every key with the graph and the node that computes it, in graph order."""
+    found: dict[Key, tuple[GraphModule, Node]] = {}
+    by_name = {node.name: node for node in graph_module.graph.nodes}
+    keys: dict[str, OpKey] = {decision.node: key for key, decision in _op_keys(decisions)}
+    calls = {call: str(call.target) for call in opaque_call_nodes(graph_module)}
+    for node in by_name.values():
+        if node.name in keys:
+            found[keys[node.name]] = graph_module, node
+        elif node in calls:
+            found.update(_of_opaque_call(graph_module, node, calls[node]))
+    return found
+
+
+def _of_opaque_call(
+    graph_module: GraphModule, call: Node, path: str
+) -> Iterator[tuple[Key, tuple[GraphModule, Node]]]:
+    opaque = graph_module.get_submodule(path)
+    for cell_path, cell in opaque.graphs() if isinstance(opaque, PartOwner) else ():
+        for part, node in part_nodes(cell):
+            yield PartKey(f"{path}.{cell_path}", part), (cell, node)
+    for getitem in call.users:
+        position = getitem.args[1]
+        assert isinstance(position, int)
+        yield ResultKey(path, position), (graph_module, getitem)
+
+
+def _names_of_observed(prepared: GraphModule) -> frozenset[str]:
+    """Return the names of the nodes whose output has its own qspec; a quantize after any other node belongs
+    to its consumer."""
+    return frozenset(
+        node.name
+        for node in prepared.graph.nodes
+        if (annotation := node.meta.get(Q_ANNOTATION_KEY)) is not None and annotation.output_qspec is not None
+    )
+
+
+def _exact_runner(model: GraphModule, decisions: tuple[Decision, ...]) -> Run:
+    """Return a function that runs the observed ``model`` and reads its float values."""
+    nodes = _nodes(model, decisions)
+    return _runner(model, {key: (graph, node, None) for key, (graph, node) in nodes.items()})
+
+
+def _quantized_runner(model: GraphModule, decisions: tuple[Decision, ...], observed: frozenset[str]) -> Run:
+    """Return a function that runs the q-dq ``model`` and reads the integers of the ``observed`` nodes, of
+    results and of parts."""
+    values: dict[Key, tuple[GraphModule, Node, QParams | None]] = {}
+    for key, (graph, node) in _nodes(model, decisions).items():
+        is_own = not isinstance(key, OpKey) or node.name in observed
+        values[key] = (graph, *(_integers_of(node) if is_own else (node, None)))
+    return _runner(model, values)
+
+
+def _runner(model: GraphModule, values: Mapping[Key, tuple[GraphModule, Node, QParams | None]]) -> Run:
+    """Return a function that runs ``model`` with taps after the nodes of ``values``, each with the qparams of
+    its value."""
+    taps: dict[tuple[int, Node], Tap] = {}
+    for graph in {id(graph): graph for graph, _, _ in values.values()}.values():
+        tapped = tap_nodes(graph, [node for owner, node, _ in values.values() if owner is graph])
+        taps.update({(id(graph), node): tap for node, tap in tapped.items()})
+
+    def run(batch: tuple[Any, ...]) -> tuple[Any, Mapping[Key, Reading]]:
+        with torch.no_grad():
+            result = model(*batch)
+        taken = {where: tap.take() for where, tap in taps.items()}
+        readings = {}
+        for key, (graph, node, qparams) in values.items():
+            passes = taken[id(graph), node]
+            if passes:
+                whole = _joined(passes)
+                readings[key] = Reading(whole if qparams is None else qparams.dequantize(whole), qparams)
+        return result, readings
+
+    return run
+
+
+def _joined(passes: list[Tensor]) -> Tensor:
+    """Return the tensors that passed a node as one tensor; a node of a cell has one for every time step."""
+    return passes[0] if len(passes) == 1 else torch.stack(passes)
+
+
+def _integers_of(node: Node) -> tuple[Node, QParams | None]:
+    """Return the node that holds the integers of ``node``, with their qparams; ``node`` and None if it stays
+    float."""
+    qparams = qparams_of_integers(node)
+    if qparams is not None:
+        return node, qparams
+    for user in node.users:
+        if user.target is QUANTIZE:
+            return user, qparams_of_integers(user)
+    return node, None
+
+
+def _output_qparams(converted: GraphModule, result: Any) -> tuple[QParams | None, ...]:
+    nodes = pytree.tree_leaves(converted.graph.output_node().args[0])
+    pairs = zip(nodes, pytree.tree_leaves(result), strict=True)
+    return tuple(_qparams_behind(node) for node, leaf in pairs if isinstance(leaf, Tensor))
+
+
+def _qparams_behind(node: Any) -> QParams | None:
+    if not is_dequantize(node):
+        return None
+    source = node.args[0]
+    assert isinstance(source, Node)
+    return qparams_of_integers(source)

@@ -1,0 +1,501 @@
+"""Comparisons as one self-contained HTML page, and in a notebook."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.util
+import json
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchq_compat.comparison.causes import decibel_text
+from torchq_compat.comparison.results import Capture, ComparedModel, FxOutcome, Kind, Point, QParamsView, Side
+from torchq_compat.comparison.text import (
+    COLUMNS,
+    NONE,
+    Place,
+    as_data,
+    as_text,
+    cost_rows,
+    findings_by_reason,
+    grade,
+    point_row,
+    step_text,
+    summary_sentence,
+    told_places,
+    worst_places,
+)
+from torchq_compat.errors import ReportError
+from torchq_compat.support.argument_checks import PATH, checked_arguments
+from torchq_compat.support.atomic_files import write_whole
+from torchq_compat.support.decisions import data_frame
+from torchq_compat.support.report import html_table
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+# The tables and bars of the page; a column that would be empty is left out.
+
+
+#: The SQNR in dB from which noise is not shown: the bar has no length.
+INVISIBLE = 60.0
+
+
+@dataclass(frozen=True)
+class Column:
+    title: str
+    of: Callable[[Place], str]
+    is_number: bool = True
+
+
+@dataclass(frozen=True)
+class PageTable:
+    """A table; ``rows`` are (column, cell) pairs, and the first cell has the names of a place."""
+
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[tuple[Column, Any], ...], ...]
+
+
+@dataclass(frozen=True)
+class BarSide:
+    length: float
+    text: str
+    grade: str
+    is_fx: bool
+
+
+@dataclass(frozen=True)
+class Bar:
+    name: str
+    sides: tuple[BarSide, ...]
+    worst: bool
+
+
+def bars(capture: Capture, worst: Sequence[Place]) -> list[Bar]:
+    """Return the bars: one for each side of each place; its length shows the noise."""
+    marked = {place.point.name for place in worst}
+    found = []
+    for place in told_places((*capture.outputs, *capture.points)):
+        point = place.point
+        sides = [_bar_side(point.ours, is_fx=False)]
+        if point.fx is not None:
+            sides.append(_bar_side(point.fx, is_fx=True))
+        more = f" and {len(place.names) - 1} more" if len(place.names) > 1 else ""
+        found.append(Bar(f"{point.name}{more}", tuple(sides), not marked.isdisjoint(place.names)))
+    return found
+
+
+def _bar_side(side: Side, *, is_fx: bool) -> BarSide:
+    length = (INVISIBLE - max(0.0, min(side.sqnr, INVISIBLE))) / INVISIBLE * 78
+    return BarSide(length, decibel_text(side.sqnr), grade(side.sqnr), is_fx)
+
+
+def page_table(points: Sequence[Point]) -> PageTable:
+    """Return the table of ``points`` without the columns that would be empty."""
+    places = told_places(points)
+    kept = tuple(column for column in PAGE_COLUMNS if any(column.of(place) for place in places))
+    name = Column("where", lambda place: "", is_number=False)
+    rows = tuple(((name, place.names), *((column, column.of(place)) for column in kept)) for place in places)
+    return PageTable((name, *kept), rows)
+
+
+def _operation(place: Place) -> str:
+    return "" if place.point.kind is Kind.OUTPUT else place.point.operation
+
+
+def _qparams(read: Callable[[QParamsView], str], *, of_fx: bool) -> Callable[[Place], str]:
+    def cell(place: Place) -> str:
+        ours, fx = place.point.ours, place.point.fx
+        side = fx if of_fx else ours
+        if side is None:
+            return ""
+        if side.qparams is None:
+            return "float" if read is _dtype else ""
+        told = read(side.qparams)
+        if not of_fx or ours.qparams is None:
+            return told
+        if ours.qparams.same_qparams(side.qparams):
+            return "same" if read is _dtype else ""
+        # Values that are the same here and in FX are shown once.
+        return "" if read is not _dtype and told == read(ours.qparams) else told
+
+    return cell
+
+
+def _dtype(qparams: QParamsView) -> str:
+    limits = "" if qparams.is_full_range else f" in {qparams.quant_min} to {qparams.quant_max}"
+    return f"{qparams.dtype}{limits}"
+
+
+def _scale(qparams: QParamsView) -> str:
+    scales = [f"{scale:.4g}" for scale in qparams.scales]
+    return ", ".join(scales) if len(scales) <= 2 else f"{len(scales)} scales"
+
+
+def _zero_point(qparams: QParamsView) -> str:
+    return ", ".join(map(str, qparams.zero_points)) if len(qparams.zero_points) <= 2 else ""
+
+
+def _covers(qparams: QParamsView) -> str:
+    if len(qparams.scales) > 1:
+        return ""
+    (scale,), (zero,) = qparams.scales, qparams.zero_points
+    return f"{(qparams.quant_min - zero) * scale:.4g} to {(qparams.quant_max - zero) * scale:.4g}"
+
+
+def _float_range(place: Place) -> str:
+    histogram = place.point.histogram
+    return f"{histogram.low:.4g} to {histogram.high:.4g}" if histogram else ""
+
+
+def _graded(side: Side | None) -> str:
+    if side is None:
+        return ""
+    word = grade(side.sqnr)
+    return "bit-equal" if word == "exact" else f"{side.sqnr:.1f} {word}"
+
+
+def _outside(side: Side | None) -> str:
+    return f"{side.saturated:.2%}" if side is not None and side.saturated else ""
+
+
+def _differ(place: Place) -> str:
+    steps = place.point.steps
+    return f"{steps.share:.2%}" if steps else ""
+
+
+def _distance(place: Place) -> str:
+    steps = place.point.steps
+    return step_text(steps.largest) if steps else ""
+
+
+#: The most important columns come first: a narrow screen shows only those.
+PAGE_COLUMNS = (
+    Column("what", _operation, is_number=False),
+    Column("dB here", lambda place: _graded(place.point.ours)),
+    Column("dB FX", lambda place: _graded(place.point.fx)),
+    Column("differ", _differ),
+    Column("steps", _distance),
+    Column("outside", lambda place: _outside(place.point.ours)),
+    Column("outside, FX", lambda place: _outside(place.point.fx)),
+    Column("float from, to", _float_range),
+    Column("dtype", _qparams(_dtype, of_fx=False), is_number=False),
+    Column("scale", _qparams(_scale, of_fx=False)),
+    Column("zero point", _qparams(_zero_point, of_fx=False)),
+    Column("covers", _qparams(_covers, of_fx=False)),
+    Column("FX dtype", _qparams(_dtype, of_fx=True), is_number=False),
+    Column("FX scale", _qparams(_scale, of_fx=True)),
+    Column("FX zero point", _qparams(_zero_point, of_fx=True)),
+)
+
+
+# Comparisons as one self-contained HTML page, with the pictures inside.
+
+
+#: The packages of the ``report`` extra.
+PACKAGES = ("jinja2", "matplotlib")
+VERSIONS_OF = ("torchq-compat", "torch", "torchao")
+TEMPLATE = Path(__file__).with_name("page.html.j2")
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One drawing: its label and its SVG."""
+
+    label: str
+    svg: str
+
+
+@dataclass(frozen=True)
+class Plots:
+    """Pictures under one heading; ``layout`` is the CSS class of their container."""
+
+    heading: str
+    caption: str
+    layout: str
+    pictures: tuple[Picture, ...]
+
+
+def check_page(path: Path) -> None:
+    """Raise a ReportError, before a long run, if a page could not be written to ``path``."""
+    for package in PACKAGES:
+        if importlib.util.find_spec(package) is None:
+            raise ReportError(
+                f"the HTML page needs {package}, which is not installed.",
+                hint="pip install 'torchq-compat[report]'; the table and --json need nothing more.",
+            )
+    if path.is_dir():
+        raise _no_place(str(path), "it is a directory")
+    if not path.absolute().parent.is_dir():
+        raise _no_place(str(path), "its folder does not exist")
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise _no_place(str(path), "no permission to write")
+
+
+def write_page(comparisons: Sequence[ComparedModel], path: Path) -> None:
+    """Write the page in one step.
+
+    Raises:
+        ReportError: the ``report`` extra is missing, or the page cannot be written.
+    """
+    check_page(path)
+    content = page(comparisons)
+    try:
+        write_whole(path.absolute(), content)
+    except OSError as error:
+        raise _no_place(str(path), error.strerror or str(error)) from error
+
+
+def page(comparisons: Sequence[ComparedModel]) -> str:
+    """Return the page as HTML text."""
+    import jinja2
+
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["grade"] = grade
+    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+    return template.render(sections=list(map(_section, comparisons)), facts=_made_by())
+
+
+def _section(comparison: ComparedModel) -> dict[str, Any]:
+    capture = comparison.capture
+    worst = worst_places(capture)
+    plots = list(_plots(comparison))
+    contents = {
+        "worst": ("Worst places", worst),
+        "differs": ("What differs", comparison.verdict.findings),
+        "error": ("Error", True),
+        "outputs": ("Outputs", capture.outputs),
+        "places": ("All places", capture.points),
+        "costs": ("Size and latency", True),
+        "plots": ("Pictures", plots),
+    }
+    return {
+        "capture": capture,
+        "verdict": comparison.verdict,
+        "sentence": summary_sentence(comparison),
+        "findings": findings_by_reason(comparison.verdict.findings),
+        "has_fx": any(point.fx is not None for point in (*capture.outputs, *capture.points)),
+        "worst": worst,
+        "bars": bars(capture, [place for place, _ in worst]),
+        "outputs": page_table(capture.outputs),
+        "points": page_table(capture.points),
+        "costs": list(cost_rows(capture.costs)),
+        "plots": plots,
+        "contents": [(anchor, title) for anchor, (title, content) in contents.items() if content],
+    }
+
+
+def _plots(comparison: ComparedModel) -> Iterator[Plots]:
+    from torchq_compat.comparison import pictures as plots
+
+    capture = comparison.capture
+    for series in capture.series:
+        yield Plots(
+            f"Float against quantized: {series.output} over {series.axis}",
+            f"{series.where}, where the sides are farthest from float."
+            if series.where
+            else "The whole output.",
+            "one",
+            (Picture("", plots.over_time(series)),),
+        )
+    for title, points in plots.histogram_groups(capture):
+        if points:
+            yield Plots(
+                f"Values against the qparams: {title}",
+                "The float model's values; the integers cover the shaded range between the dashed lines, "
+                "and ticks are their steps (at most 64 are drawn).",
+                "several",
+                tuple(
+                    Picture(", ".join(point.name for point in alike), plots.histogram(alike))
+                    for alike in _alike(points)
+                ),
+            )
+    for cell in capture.cells:
+        yield Plots(
+            f"Cell {cell.path}",
+            "Each part with the quantize and dequantize behind it: dtype, s the scale, z the zero point"
+            f"{', and in FX where it differs' if capture.fx.outcome is FxOutcome.RAN else ''}. "
+            "Colours are dtypes.",
+            "scrolled",
+            (Picture("", plots.cell_chain(cell, capture)),),
+        )
+
+
+def _alike(points: Iterable[Point]) -> Iterable[list[Point]]:
+    """Return the points in groups that one picture can show."""
+    groups: dict[object, list[Point]] = {}
+    for point in points:
+        fx = point.fx.qparams if point.fx else None
+        groups.setdefault((point.histogram, point.ours.qparams, fx), []).append(point)
+    return groups.values()
+
+
+def _no_place(path: str, problem: str) -> ReportError:
+    return ReportError(
+        f"the page cannot be written to {path!r}: {problem}.", hint="name a file in a folder there is."
+    )
+
+
+def _made_by() -> dict[str, str]:
+    """Return label -> text, for the versions and machine of the report."""
+    return {
+        "versions": ", ".join(
+            filter(None, (*map(_version, VERSIONS_OF), f"Python {platform.python_version()}"))
+        ),
+        "date": datetime.date.today().isoformat(),
+        "processor": f"{_processor()}, {os.cpu_count()} cores",
+        "command": _command(),
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return f"{package} {version(package)}"
+    except PackageNotFoundError:
+        return ""
+
+
+def _processor() -> str:
+    """Return the name of the processor; Linux has it in a file, elsewhere ``platform`` is used."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, "") or platform.processor() or platform.machine()
+
+
+def _command() -> str:
+    name = Path(sys.argv[0]).name
+    if name in ("torchq-compat", "__main__.py") and len(sys.argv) > 1:
+        return shlex.join(["torchq-compat", *sys.argv[1:]])
+    return "torchq_compat.compare(...)"
+
+
+# A comparison for a notebook cell, and as rows of plain values.
+
+
+#: The columns for one side.
+OF_SIDE = ("dtype", "scale", "zero_point", "sqnr", "saturated")
+PLACE_COLUMNS = (
+    *("name", "kind", "operation", "grade"),
+    *OF_SIDE,
+    *(f"fx_{name}" for name in OF_SIDE),
+    *("differ", "largest_steps"),
+)
+
+
+def comparison_html(comparison: ComparedModel) -> str:
+    """Return the verdict, the worst places, and all places in a ``<details>``."""
+    capture, verdict = comparison.capture, comparison.verdict
+    worst = "".join(
+        f"<li><code>{escape(', '.join(place.names))}</code>: {place.point.ours.sqnr:.1f} dB, "
+        f"{grade(place.point.ours.sqnr)}. {escape(why)}</li>"
+        for place, why in worst_places(capture)
+    )
+    rows = [
+        tuple("" if cell == NONE else cell for cell in point_row(point))
+        for point in (*capture.outputs, *capture.points)
+    ]
+    return (
+        f"<div><p><b>{escape(capture.model)}: {verdict.status}</b>. "
+        f"{escape(summary_sentence(comparison))}</p><ol>{worst}</ol>"
+        f"<details><summary>{len(rows)} places</summary>{html_table(COLUMNS, rows)}</details></div>"
+    )
+
+
+def place_rows(capture: Capture) -> list[dict[str, Any]]:
+    """Return a row for each output and place, with the keys of ``PLACE_COLUMNS``."""
+    return [_row(point) for point in (*capture.outputs, *capture.points)]
+
+
+def _row(point: Point) -> dict[str, Any]:
+    steps = point.steps
+    return {
+        "name": point.name,
+        "kind": point.kind.value,
+        "operation": point.operation,
+        "grade": grade(point.ours.sqnr),
+        **_side(point.ours, ""),
+        **_side(point.fx, "fx_"),
+        "differ": steps.share if steps else None,
+        "largest_steps": steps.largest if steps else None,
+    }
+
+
+def _side(side: Side | None, prefix: str) -> dict[str, Any]:
+    if side is None:
+        return dict.fromkeys(f"{prefix}{name}" for name in OF_SIDE)
+    qparams = side.qparams
+    one = qparams if qparams is not None and len(qparams.scales) == 1 else None
+    told = {
+        "dtype": qparams.dtype if qparams else "float",
+        "scale": one.scales[0] if one else None,
+        "zero_point": one.zero_points[0] if one else None,
+        "sqnr": side.sqnr,
+        "saturated": side.saturated,
+    }
+    return {f"{prefix}{name}": value for name, value in told.items()}
+
+
+# A compared model that shows itself as tables, as JSON and as a page. This module does not need torch.
+
+
+class Comparison(ComparedModel):
+    """FX and this package on one model; ``print`` shows the tables."""
+
+    def __str__(self) -> str:
+        return as_text((self,))
+
+    def __repr__(self) -> str:
+        return f"<Comparison of {self.capture.model}: {self.verdict.status}. {summary_sentence(self)}>"
+
+    def _repr_html_(self) -> str:
+        return comparison_html(self)
+
+    @property
+    def summary(self) -> str:
+        """One sentence: how near to float, how small and how fast."""
+        return summary_sentence(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return ``as_dict()``, under the name used by other reports."""
+        return self.as_dict()
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Return a pandas table with one line for each output, module, op and part.
+
+        Raises:
+            ReportError: pandas is not installed.
+        """
+        return data_frame(place_rows(self.capture), PLACE_COLUMNS)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values, as ``torchq-compat compare --json`` prints them for each model."""
+        return as_data(self)
+
+    def to_json(self) -> str:
+        """Return ``as_dict()`` as indented JSON."""
+        return json.dumps(self.as_dict(), indent=2)
+
+    @checked_arguments(path=PATH)
+    def write_html(self, path: str | Path) -> None:
+        """Write one self-contained page, in one step: an existing file is replaced once the page is complete.
+
+        Args:
+            path: the file to write.
+
+        Raises:
+            ArgumentError: ``path`` is no path.
+            ReportError: the ``report`` extra is not installed, or ``path`` cannot be written.
+        """
+        write_page((self,), Path(path))

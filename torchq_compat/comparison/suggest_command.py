@@ -1,0 +1,95 @@
+"""The command ``torchq-compat suggest module:function``: the modules to leave float, by sensitivity."""
+
+from __future__ import annotations
+
+import argparse
+
+from torchq_compat.comparison.results import Target
+from torchq_compat.errors import CaseError
+
+EXAMPLES = """\
+example:
+  torchq-compat suggest -n 3 mymodels.cases:tagger
+  torchq-compat suggest --instead 16-bit mymodels.cases:tagger
+
+module:function names a function without arguments that returns model, qconfig_mapping, example_inputs and
+calibration_data, as for compare
+"""
+
+#: The name of the 16-bit QConfig in the printed lines.
+SIXTEEN_BITS = "sixteen_bits"
+#: The QConfig that ``suggest`` uses, as code.
+QCONFIG_LINE = f"""\
+{SIXTEEN_BITS} = torch.ao.quantization.QConfig(
+    activation=torch.ao.quantization.MinMaxObserver.with_args(
+        dtype=torch.int16, qscheme=torch.per_tensor_symmetric, quant_min=-(2**15), quant_max=2**15 - 1
+    ),
+    weight=torch.ao.quantization.default_per_channel_weight_observer,
+)"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "suggest",
+        help="measure the accuracy each module costs, and list those to leave float",
+        description="Quantize a model, measure the accuracy that each module costs, and print the lines for "
+        "its QConfigMapping that leave the worst modules float.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("-n", type=_count, default=3, help="the maximum number of modules (default 3)")
+    parser.add_argument(
+        "--instead",
+        choices=("float", "16-bit"),
+        default="float",
+        help="leave the modules float, or give them 16-bit activations, which the backend must support "
+        "(default float)",
+    )
+    parser.add_argument("target", metavar="module:function", help="the function that returns the case")
+    parser.set_defaults(command=suggest_command)
+
+
+def suggest_command(args: argparse.Namespace) -> int:
+    """Measure, print, and return 0.
+
+    Raises:
+        CaseError: there is no such function, or it does not return a case.
+        TorchQCompatError: the model cannot be quantized.
+    """
+    if ":" not in args.target:
+        raise CaseError(
+            f"{args.target!r} is not of the form module:function.",
+            hint="name a function that returns the case, as in mymodels.cases:tagger.",
+        )
+    from torchq_compat.comparison.comparison_process import case_of_function
+    from torchq_compat.port.process import import_noise_held_back
+
+    with import_noise_held_back():
+        from torchq_compat.comparison.suggesting import suggest
+    (case,) = case_of_function(Target(args.target, is_function=True))
+    mapping = suggest(
+        case.model,
+        case.qconfig_mapping,
+        case.example_inputs,
+        case.calibration_data,
+        n=args.n,
+        instead=args.instead,
+        prepare_custom_config=case.prepare_custom_config,
+        convert_custom_config=case.convert_custom_config,
+        backend_config=case.backend_config,
+        evaluation_data=case.evaluation_data,
+    )
+    print(mapping)
+    in_float = args.instead == "float"
+    if mapping.chosen and not in_float:
+        print(QCONFIG_LINE)
+    for path in mapping.chosen:
+        print(f"qconfig_mapping.set_module_name({path!r}, {None if in_float else SIXTEEN_BITS})")
+    return 0
+
+
+def _count(text: str) -> int:
+    count = int(text)
+    if count < 1:
+        raise argparse.ArgumentTypeError("give a number of 1 or more")
+    return count

@@ -1,0 +1,375 @@
+"""Comparisons in words, as tables on a terminal, and as JSON."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from torchq_compat.comparison.causes import decibel_text, qparams_text
+from torchq_compat.comparison.results import (
+    Capture,
+    ComparedModel,
+    Costs,
+    Finding,
+    FxOutcome,
+    Kind,
+    Point,
+    QParamsView,
+    Side,
+    Status,
+)
+from torchq_compat.support.report import counted
+from torchq_compat.support.text_table import folded_prefixes, text_table
+
+# A comparison in words and numbers: how near to float, how small, how fast, and the outcome of FX.
+
+
+#: (least SQNR in dB, grade). At 40 dB the noise is 1% of the signal, at 20 dB 10%.
+GRADES = ((30.0, "good"), (20.0, "fair"), (-math.inf, "poor"))
+#: From this share of values outside the range on, saturation explains the noise.
+MUCH_SATURATED = 0.002
+#: A place whose SQNR is less than this many dB below its input's has inherited the noise.
+INHERITED = 3.0
+#: Below this share, values use little of the range.
+LITTLE = 0.35
+
+
+def grade(sqnr: float) -> str:
+    """Return ``exact``, ``good``, ``fair`` or ``poor``."""
+    if math.isinf(sqnr) and sqnr > 0:
+        return "exact"
+    return next((word for least, word in GRADES if sqnr >= least), "poor")
+
+
+def noise_text(sqnr: float) -> str:
+    """Return the noise as a share of the signal, both as root mean square."""
+    if math.isinf(sqnr) and sqnr > 0:
+        return "0%"
+    share = 10 ** (-sqnr / 20)
+    return f"{share:.2%}" if share < 0.01 else f"{share:.1%}" if share < 0.1 else f"{share:.0%}"
+
+
+def summary_sentence(comparison: ComparedModel) -> str:
+    """Return a sentence such as ``int8 within 0.9% of float; 0.27 of the size; 3.1 times as fast. FX cannot
+    run this model because ...``"""
+    capture, costs = comparison.capture, comparison.capture.costs
+    if comparison.verdict.nothing_quantized:
+        return f"Nothing is quantized. {_of_fx(capture)}"
+    ours = _numbers([output.ours for output in capture.outputs], costs.our_bytes, costs.our_ms, capture)
+    return f"{_bits(capture)} {ours}. {_of_fx(capture)}"
+
+
+def _numbers(sides: Sequence[Side], size: int, time: float, capture: Capture) -> str:
+    costs = capture.costs
+    lowest = min((side.sqnr for side in sides), default=math.inf)
+    told = ["equal to float" if grade(lowest) == "exact" else f"within {noise_text(lowest)} of float"]
+    if costs.float_bytes:
+        told.append(f"{size / costs.float_bytes:.2f} of the size")
+    ratio = costs.float_ms / time
+    told.append(f"{ratio:.1f} times as fast" if ratio >= 1 else f"{1 / ratio:.1f} times as slow")
+    return "; ".join(told)
+
+
+def _bits(capture: Capture) -> str:
+    dtypes = {p.ours.qparams.dtype for p in (*capture.outputs, *capture.points) if p.ours.qparams}
+    widths = {dtype.lstrip("uint") for dtype in dtypes}
+    return "int8" if widths == {"8"} else f"{'- and '.join(sorted(widths))}-bit" if widths else "quantized"
+
+
+def _of_fx(capture: Capture) -> str:
+    fx, costs = capture.fx, capture.costs
+    if fx.outcome is FxOutcome.NOT_ASKED:
+        return "FX was not run."
+    if fx.outcome is FxOutcome.RAISED:
+        return f"FX cannot run this model because of {_first_line(fx.error)}"
+    sides = [output.fx for output in capture.outputs if output.fx is not None]
+    if costs.fx_bytes is None or costs.fx_ms is None or not sides:
+        why = f" because of {_first_line(fx.lowering_error)}" if fx.lowering_error else "."
+        return f"FX's convert_fx does not work on this model{why}"
+    return f"FX: {_numbers(sides, costs.fx_bytes, costs.fx_ms, capture)}."
+
+
+def _first_line(error: str) -> str:
+    line = error.strip().split("\n", 1)[0]
+    return line if line.endswith(".") else f"{line}."
+
+
+class Place:
+    """Points with the same values everywhere, shown once."""
+
+    def __init__(self, point: Point) -> None:
+        self.point = point
+        self.names = [point.name]
+
+    def takes(self, other: Point) -> bool:
+        """Return whether ``other`` has the same value, moved or passed on."""
+        mine = self.point
+        same = (other.ours, other.fx, other.histogram) == (mine.ours, mine.fx, mine.histogram)
+        return same and other.kind is not Kind.PART and mine.kind is not Kind.PART
+
+
+def told_places(points: Sequence[Point]) -> list[Place]:
+    """Return the places in order, each value once: a pooling that passes integers on is not a place of its
+    own."""
+    found: list[Place] = []
+    for point in points:
+        if found and found[-1].takes(point):
+            found[-1].names.append(point.name)
+        else:
+            found.append(Place(point))
+    return found
+
+
+def worst_places(capture: Capture, count: int = 3) -> list[tuple[Place, str]]:
+    """Return the places farthest from float, with the reason for each."""
+    places = told_places(capture.points)
+    noisy = [place for place in places if grade(place.point.ours.sqnr) != "exact"]
+    worst = sorted(noisy, key=lambda place: place.point.ours.sqnr)[:count]
+    return [(place, " ".join(_reasons(place.point, capture))) for place in worst]
+
+
+def _reasons(point: Point, capture: Capture) -> Iterator[str]:
+    side, qparams, histogram = point.ours, point.ours.qparams, point.histogram
+    if qparams is None:
+        yield "It is computed in float: the noise comes from its input."
+        return
+    if side.saturated is not None and side.saturated > MUCH_SATURATED:
+        yield (
+            f"{side.saturated:.1%} of float's values lie outside the range that it covers; calibrate with "
+            "data that has them, or take an observer with a wider range."
+        )
+    if histogram is not None and len(qparams.scales) == 1:
+        used = (histogram.high - histogram.low) / _width(qparams)
+        if used < LITTLE:
+            yield f"Float's values fill {used:.0%} of the range that it covers: few steps are left for them."
+    before = _before(point, capture)
+    if before is not None and side.sqnr > before.ours.sqnr - INHERITED:
+        yield f"The noise comes from its input: {before.name} has {before.ours.sqnr:.1f} dB."
+    elif len(qparams.scales) == 1:
+        yield f"The noise is its own: one step is {qparams.scales[0]:.3g}."
+    else:
+        yield f"It has {len(qparams.scales)} sets of qparams; the noise comes from the parts they belong to."
+
+
+def _width(qparams: QParamsView) -> float:
+    return (qparams.quant_max - qparams.quant_min) * qparams.scales[0]
+
+
+def _before(point: Point, capture: Capture) -> Point | None:
+    """Return the noisiest of the parts that a part reads, or the quantized place before an op; None if there
+    is none."""
+    for cell in capture.cells:
+        for node in cell.nodes:
+            if f"{cell.path}.{node.name}" == point.name:
+                read = {f"{cell.path}.{name}" for name in node.inputs}
+                found = [p for p in capture.points if p.name in read]
+                return min(found, key=lambda p: p.ours.sqnr, default=None)
+    earlier = capture.points[: capture.points.index(point)]
+    return next((p for p in reversed(earlier) if p.kind is not Kind.PART and p.ours.qparams), None)
+
+
+# Comparisons as tables on a terminal.
+
+
+STYLES = {Status.WORSE: "bold red", Status.WITHOUT_FX: "bold yellow"}
+WIDTH = 200
+#: The width from which both sides have columns of their own.
+WIDE = 150
+COLUMNS = ("where", "what", "here", "FX", "dB here", "dB FX", "differ", "steps", "saturated", "in FX")
+#: The maximum number of places shown for one reason.
+MAX_ALIKE = 6
+NONE, UNSATURATED = "-", "0.00%"
+
+
+def print_report(comparisons: Iterable[ComparedModel], console: Console) -> None:
+    for comparison in comparisons:
+        console.print(renderable(comparison, console.width))
+
+
+def as_text(comparisons: Iterable[ComparedModel]) -> str:
+    """Return the tables without colour, each row one line."""
+    console = Console(file=io.StringIO(), width=WIDTH, no_color=True)
+    print_report(comparisons, console)
+    assert isinstance(console.file, io.StringIO)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+
+
+def renderable(comparison: ComparedModel, width: int = WIDTH) -> RenderableType:
+    verdict, capture = comparison.verdict, comparison.capture
+    style = STYLES.get(verdict.status, "bold green")
+    parts: list[RenderableType] = [
+        Text(f"{capture.model}: {verdict.status.value}", style=style),
+        Text(verdict.headline),
+        Text(summary_sentence(comparison)),
+        Text(),
+        _points_table((*capture.outputs, *capture.points), width),
+        Text(),
+        _costs_table(capture.costs),
+    ]
+    if verdict.findings:
+        parts += [Text(), Text("What differs, and why", style="bold"), *_findings(comparison)]
+    return Group(*parts)
+
+
+def _points_table(points: Iterable[Point], width: int) -> Text:
+    rows: list[tuple[str, ...]] = [
+        tuple("" if cell == NONE else cell for cell in point_row(point)) for point in points
+    ]
+    header: tuple[str, ...] = COLUMNS
+    if width < WIDE:
+        header = ("where", "what", "here", "dB", "")
+        rows = [(*row[:2], _one_of_several(row[2]), row[4], _beside(row)) for row in rows]
+    else:
+        header, rows = (*header, ""), [(*row, "") for row in rows]
+    shown: list[tuple[str, ...]] = []
+    for (above, name), row in zip(folded_prefixes([row[0] for row in rows]), rows, strict=True):
+        if above:
+            shown.append((above, *[""] * (len(header) - 1)))
+        shown.append((name, *row[1:]))
+    return Text(text_table(header, shown, width), no_wrap=True)
+
+
+def _one_of_several(qparams: str) -> str:
+    """Return qparams shortened for a narrow column; the other forms of the report list all pairs."""
+    return f"{qparams.split()[0]} {qparams.count('|') + 1} pairs" if "|" in qparams else qparams
+
+
+def _beside(row: tuple[str, ...]) -> str:
+    """Return the note that a narrow table has in place of columns: saturation, and FX."""
+    fx, decibels, share, steps, here, there = row[3], row[5], row[6], row[7], row[8], row[9]
+    told = [f"FX {fx}" if fx else "", f"{decibels} dB" if decibels else ""]
+    if share:
+        told.append(f"{share} differ, by {steps} steps at most")
+    if there and there != UNSATURATED:
+        told.append(f"{there} saturated")
+    ours = f"{here} saturated" if here and here != UNSATURATED else ""
+    return "; ".join(filter(None, (ours, ", ".join(filter(None, told)))))
+
+
+def point_row(point: Point) -> tuple[str, ...]:
+    """Return the cells of ``COLUMNS``."""
+    ours, fx, steps = point.ours, point.fx, point.steps
+    same = (
+        fx is not None
+        and fx.qparams is not None
+        and ours.qparams is not None
+        and ours.qparams.same_qparams(fx.qparams)
+    )
+    return (
+        point.name,
+        "" if point.kind is Kind.OUTPUT else point.operation,
+        qparams_text(ours.qparams),
+        NONE if fx is None else "same" if same else qparams_text(fx.qparams),
+        _decibels(ours),
+        NONE if fx is None else _decibels(fx),
+        NONE if steps is None else f"{steps.share:.2%}",
+        NONE if steps is None else step_text(steps.largest),
+        _saturated(ours),
+        NONE if fx is None else _saturated(fx),
+    )
+
+
+def step_text(steps: float) -> str:
+    return f"{steps:.0f}" if steps >= 10 else f"{steps:.2g}"
+
+
+def _decibels(side: Side) -> str:
+    return decibel_text(side.sqnr).removesuffix(" dB")
+
+
+def _saturated(side: Side) -> str:
+    return NONE if side.saturated is None else f"{side.saturated:.2%}"
+
+
+def cost_rows(costs: Costs) -> Iterator[tuple[str, str, str, str, str]]:
+    """Yield (side, bytes of state, relative to float, ms per call, relative to float)."""
+    for side, size, time in (
+        ("float", costs.float_bytes, costs.float_ms),
+        ("here", costs.our_bytes, costs.our_ms),
+        ("FX", costs.fx_bytes, costs.fx_ms),
+    ):
+        if size is not None and time is not None:
+            of_size = f"{size / costs.float_bytes:.2f}x" if costs.float_bytes else NONE
+            yield side, f"{size:,}", of_size, f"{time:.3g}", f"{time / costs.float_ms:.2f}x"
+
+
+def _costs_table(costs: Costs) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for index, column in enumerate(("model", "bytes of state", "of float", "ms per call", "of float")):
+        table.add_column(column, justify="right" if index else "left")
+    for row in cost_rows(costs):
+        table.add_row(*row)
+    return table
+
+
+def findings_by_reason(findings: Iterable[Finding]) -> list[tuple[Finding, ...]]:
+    """Return the findings in groups with the same reason, in the order of the first of each group."""
+    groups: dict[tuple[str, str], list[Finding]] = {}
+    for finding in findings:
+        groups.setdefault((finding.why, finding.link), []).append(finding)
+    return list(map(tuple, groups.values()))
+
+
+def _findings(comparison: ComparedModel) -> Iterator[RenderableType]:
+    for alike in findings_by_reason(comparison.verdict.findings):
+        for finding in alike[:MAX_ALIKE]:
+            yield Text(f"  {finding.where}: {finding.what}")
+        if len(alike) > MAX_ALIKE:
+            yield Text(f"  and {counted(len(alike) - MAX_ALIKE, 'more place')}; --html and --json have them")
+        yield Text(f"    {alike[0].why}")
+        if alike[0].link:
+            yield Text(f"    {alike[0].link}", style="dim")
+
+
+# Comparisons as JSON.
+
+
+#: Increased when this format changes.
+FORMAT_VERSION = 1
+
+
+def report_data(comparisons: Iterable[ComparedModel]) -> dict[str, Any]:
+    """Return the data that ``torchq-compat compare --json`` prints."""
+    return {"version": FORMAT_VERSION, "comparisons": [as_data(comparison) for comparison in comparisons]}
+
+
+def as_data(comparison: ComparedModel) -> dict[str, Any]:
+    """Return one comparison as plain values, without the data of plots. SQNR is a number of dB, or "inf"."""
+    capture, verdict = comparison.capture, comparison.verdict
+    data: dict[str, Any] = _finite(
+        {
+            "model": capture.model,
+            "verdict": verdict.status.value,
+            "headline": verdict.headline,
+            "needs_attention": verdict.needs_attention,
+            "findings": [asdict(finding) for finding in verdict.findings],
+            "outputs": [_point(point) for point in capture.outputs],
+            "points": [_point(point) for point in capture.points],
+            "left_float": [asdict(left) for left in capture.left_float],
+            "costs": asdict(capture.costs),
+            "fx": {**asdict(capture.fx), "outcome": capture.fx.outcome.value},
+        }
+    )
+    return data
+
+
+def _point(point: Point) -> dict[str, Any]:
+    data = asdict(point)
+    del data["histogram"]
+    return {**data, "kind": point.kind.value}
+
+
+def _finite(value: Any) -> Any:
+    """Return ``value`` without infinities, which JSON does not have."""
+    if isinstance(value, float) and math.isinf(value):
+        return "inf" if value > 0 else "-inf"
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    return [_finite(entry) for entry in value] if isinstance(value, (list, tuple)) else value

@@ -1,1 +1,0 @@
-"""nn.MultiheadAttention as a custom module."""

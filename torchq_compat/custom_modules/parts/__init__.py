@@ -1,1 +1,0 @@
-"""Custom modules that consist of parts: graphs whose ops are observed one by one, by name."""

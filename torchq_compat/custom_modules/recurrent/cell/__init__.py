@@ -1,1 +1,0 @@
-"""The cells: one time step as a float module, and as a prepared or converted graph of parts."""

@@ -1,1 +1,0 @@
-"""Converted recurrent modules as one operator of an exported program."""

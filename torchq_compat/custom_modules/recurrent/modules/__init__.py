@@ -1,1 +1,0 @@
-"""The observed and converted recurrent modules: layers of cells behind the calling contract of torch.nn."""

@@ -1,1 +1,0 @@
-"""Standalone modules: quantized on their own, with their own configuration."""

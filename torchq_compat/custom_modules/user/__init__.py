@@ -1,1 +1,0 @@
-"""Users' own custom modules: any float class with an observed and a quantized class."""

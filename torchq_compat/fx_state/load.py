@@ -1,0 +1,549 @@
+"""Loads a state dict of FX into a prepared model: everything is matched first, then all or nothing is
+written."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from torchq_compat.capture.opaque_calls import OpaqueModule, opaque_call_nodes
+from torchq_compat.errors import CheckpointError
+from torchq_compat.fx_state.graph_names import PARAMETRIZATIONS, wanted_by_graph
+from torchq_compat.fx_state.numbered import FoldedBatchNorm, Wanted, WantedObserver, WantedTensor
+from torchq_compat.fx_state.states import SCALE_NAME, Entry, FxState, FxWeight
+from torchq_compat.model.graph_module import QuantizationGraphModule
+from torchq_compat.modules.registry import handler_of
+from torchq_compat.read.observers import WeightObserver
+from torchq_compat.read.qconfig_mappings import QConfigRules
+from torchq_compat.read.qparams import hold_qparams, release_qparams
+from torchq_compat.read.torch_ao_classes import FIXED_QPARAMS
+from torchq_compat.support.user_warnings import warn_user
+
+#: Buffers that only our observers have: counts of the values that they saw and that their range cut off.
+COUNTS = ("seen", "saturated")
+#: A buffer that observers saved by older versions of torch do not have.
+EPS = "eps"
+SHOWN = 6
+COMPUTED_WEIGHTS = (
+    "after training the weight is computed once here, in QAT at every step; FX's state of a calibrated model "
+    "has what it is computed of, its converted state the weight. Load the former into the float model, and "
+    "the weight that this gives takes its place: state['a.weight'] = model.a.weight.detach(). A converted "
+    "state of QAT is for a model prepared after torch.nn.utils.parametrize.remove_parametrizations."
+)
+
+
+def load_state(prepared: QuantizationGraphModule, given: Mapping[str, Any]) -> None:
+    """Load ``given``, as a prepared or converted model of FX saved it, into ``prepared``.
+
+    Raises:
+        CheckpointError: see ``torchq_compat.checkpoints.load_fx_state``; ``prepared`` is unchanged.
+    """
+    _refuse_wrapped(prepared, given)
+    state = FxState.read(given)
+    wanted = wanted_by_model(prepared, state, prepared.record.rules)
+    plan = _Planner(prepared, state, wanted).plan()
+    _carry_out(prepared, plan)
+    if plan.dropped:
+        warn_user(
+            f"FX observes {len(plan.dropped)} values that have no observer here, and quantizes them once "
+            f"more "
+            f"than the model asks for: {_shorten(plan.dropped)}. They are left out."
+        )
+    if plan.of_several_calls:
+        warn_user(
+            f"FX's lowered model has one scale for all calls of a module: {_shorten(plan.of_several_calls)}. "
+            "So has this model now; the state of FX's prepared model has one for each call."
+        )
+
+
+def _refuse_wrapped(prepared: nn.Module, given: Mapping[str, Any]) -> None:
+    """Raise for a checkpoint that contains the state, and for the state of a wrapper such as DataParallel."""
+    states = [name for name, value in given.items() if isinstance(value, Mapping) and _has_tensors(value)]
+    if states and not _has_tensors(given):
+        raise CheckpointError(
+            f"this is no state dict, but has one under {states[0]!r}.",
+            hint=f"pass checkpoint[{states[0]!r}].",
+        )
+    prefix = next(iter(given), "").partition(".")[0] + "."
+    is_ours = any(name.startswith(prefix) for name in prepared.state_dict())
+    if given and not is_ours and all(name.startswith(prefix) for name in given):
+        raise CheckpointError(
+            f"the FX state does not fit this model: all its names begin with {prefix!r}, which names nothing "
+            "here.",
+            hint="DataParallel and torch.compile save them so: remove it with torch.nn.modules.utils."
+            f"consume_prefix_in_state_dict_if_present(state_dict, {prefix!r}).",
+        )
+
+
+def _has_tensors(state: Mapping[Any, Any]) -> bool:
+    return any(isinstance(value, Tensor) for value in state.values())
+
+
+def wanted_by_model(
+    graph_module: GraphModule, state: FxState, rules: QConfigRules | None, prefix: str = ""
+) -> Wanted:
+    """Return what a prepared model wants, including its custom modules."""
+    wanted = wanted_by_graph(graph_module, state, rules, prefix)
+    for path in dict.fromkeys(str(node.target) for node in opaque_call_nodes(graph_module)):
+        leaf = graph_module.get_submodule(path)
+        handler = handler_of(leaf)
+        if handler is not None and isinstance(leaf, OpaqueModule):
+            inside = handler.wanted_of_fx(leaf, state, f"{prefix}{path}", wanted_by_model)
+            wanted += inside.below(path)
+    return wanted
+
+
+@dataclass
+class _Plan:
+    """The values to write: tensors by name, states of observers and qparams by path."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    observers: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    qparams: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    dropped: list[str] = field(default_factory=list)
+    of_several_calls: list[str] = field(default_factory=list)
+
+
+class _Planner:
+    def __init__(self, prepared: nn.Module, state: FxState, wanted: Wanted) -> None:
+        self.prepared = prepared
+        self.state = state
+        self.wanted = wanted
+        self.own = prepared.state_dict()
+        self.made = _Plan()
+        self.missing: list[str] = []
+        self.weights: dict[str, FxWeight] = {}
+        #: Our name of a function's weight -> FX's name of its packed weight.
+        self.packed: dict[str, str] = {}
+        self.without_qparams: list[WantedObserver] = []
+        #: FX's name of a scale -> the paths of our observers that it is loaded into.
+        self.given_by: dict[str, list[str]] = {}
+
+    def plan(self) -> _Plan:
+        """Match every entry of the state, and return the values to write.
+
+        Raises:
+            CheckpointError: an entry or a wanted value has no match, or does not fit.
+        """
+        functional = iter(list(self.state.functional_weights.items()))
+        # Weights come first: the bias of a function is packed with its weight.
+        for tensor in sorted(self.wanted.tensors, key=lambda tensor: tensor.packed_with is not None):
+            self._plan_tensor(tensor, functional)
+        for batch_norm in self.wanted.folded if self.state.is_converted else ():
+            self._dissolve(batch_norm)
+        for observer in self.wanted.observers:
+            self._plan_observer(observer)
+        lacks_weights = bool(self.missing)
+        self._match_in_order()
+        self._drop_known()
+        self._refuse_rest(lacks_weights)
+        self.made.of_several_calls = [
+            name for name, paths in self.given_by.items() if name.endswith(".scale") and len(paths) > 1
+        ]
+        return self.made
+
+    def _plan_tensor(self, wanted: WantedTensor, functional: Iterator[tuple[str, Entry]]) -> None:
+        found = self._take_tied(wanted)
+        if found is None and wanted.is_functional and (packed := _next_weight(functional)) is not None:
+            self.state.forgive(packed[0])
+            self.packed[wanted.name] = packed[0]
+            found = packed
+        if found is None and wanted.packed_with in self.packed:
+            name = f"{self.packed[wanted.packed_with]}:bias"
+            entry = self.state.functional_weights.get(name)
+            self.state.forgive(name)
+            found = None if entry is None else (name, entry)
+        if found is None:
+            if not wanted.is_optional:
+                self.missing.append(wanted.names[0])
+            return
+        name, entry = found
+        value = entry.value
+        if isinstance(value, FxWeight):
+            self.weights |= dict.fromkeys(wanted.observers, value)
+            value = value.values
+            if wanted.is_functional and value.dim() == self.own[wanted.name].dim() + 1:
+                # FX packs a convolution over one dimension as one over two.
+                value = value.squeeze(2)
+        self._set(wanted.name, value, name)
+
+    def _take_tied(self, wanted: WantedTensor) -> tuple[str, Entry] | None:
+        """Take every entry of the state for one tensor, and return one of them: each of FX's modules that
+        shares the tensor saves its own, quantized or not."""
+        found = [taken for name in wanted.names if (taken := self.state.take((name,))) is not None]
+        # A float entry is preferred: it is the value before quantization.
+        found.sort(key=lambda taken: isinstance(taken[1].value, FxWeight))
+        for name, entry in found[1:]:
+            first, other = found[0][1].value, entry.value
+            if isinstance(first, FxWeight) or isinstance(other, Tensor):
+                a, b = (each.values if isinstance(each, FxWeight) else each for each in (first, other))
+                if a.shape != b.shape or not torch.equal(a.to(b.dtype), b):
+                    raise CheckpointError.other_model(
+                        f"{found[0][0]} and {name} differ, and are one tensor, {wanted.name}, in this model."
+                    )
+        return found[0] if found else None
+
+    def _set(self, name: str, value: Tensor, fx_name: str) -> None:
+        expected = self.own[name]
+        if value.shape != expected.shape:
+            raise CheckpointError.other_model(
+                f"{fx_name} is {tuple(value.shape)}, and {name} of this model {tuple(expected.shape)}."
+            )
+        if value.is_meta:
+            raise CheckpointError.bad_value(fx_name, "is a meta tensor, which has no values")
+        if value.is_floating_point() and not bool(value.isfinite().all()):
+            raise CheckpointError.bad_value(fx_name, "holds NaN or infinity")
+        if not torch.can_cast(value.dtype, expected.dtype):
+            raise CheckpointError.bad_value(fx_name, f"is {value.dtype} where the model has {expected.dtype}")
+        self.made.tensors[name] = value
+
+    def _dissolve(self, batch_norm: FoldedBatchNorm) -> None:
+        """Make the batch norm an identity plus the loaded bias: a converted state has it in the weight."""
+        for name in (batch_norm.gamma, batch_norm.beta, batch_norm.mean, batch_norm.variance):
+            found = {each.name: each for each in self.wanted.tensors}[name].names
+            self.missing = [each for each in self.missing if each != found[0]]
+        bias = self.state.take(batch_norm.biases)
+        variance = torch.ones_like(self.own[batch_norm.variance])
+        self.made.tensors[batch_norm.variance] = variance
+        # The weight is scaled by gamma / sqrt(variance + eps), which is 1, bit for bit.
+        self.made.tensors[batch_norm.gamma] = torch.sqrt(variance + batch_norm.eps)
+        self.made.tensors[batch_norm.mean] = torch.zeros_like(variance)
+        shift = torch.zeros_like(variance)
+        if batch_norm.own_bias is None and bias is not None and isinstance(bias[1].value, Tensor):
+            shift = bias[1].value
+        self.made.tensors[batch_norm.beta] = shift
+
+    def _plan_observer(self, wanted: WantedObserver) -> None:
+        observer = self.prepared.get_submodule(wanted.path)
+        if self.state.is_converted:
+            self._plan_qparams(wanted, observer)
+            return
+        found = {prefix: under for prefix in wanted.prefixes if (under := self.state.take_under((prefix,)))}
+        own = _names_of(observer)
+        if wanted.is_weight and isinstance(observer, WeightObserver):
+            return  # It observes the weight at convert, as FX does.
+        if not own:
+            return
+        if not found:
+            if not _has_fixed_qparams(observer):
+                self.missing.append(wanted.prefixes[0] if wanted.prefixes else wanted.path)
+            return
+        prefix = self._most_common(list(found))
+        self.made.observers[wanted.path] = self._checked(prefix, wanted, observer, found[prefix])
+
+    def _most_common(self, names: list[str]) -> str:
+        """Return the observer or scale whose content most of ``names`` have; record those that differ as
+        dropped. ``names`` belong to ops that share one observer here."""
+        prints = {name: self.state.fingerprint(name) for name in names}
+        common = Counter(prints.values()).most_common(1)[0][0]
+        self.made.dropped += [name for name in names if prints[name] != common]
+        return next(name for name in names if prints[name] == common)
+
+    def _checked(
+        self, name: str, wanted: WantedObserver, observer: nn.Module, given: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        own = _names_of(observer)
+        given = _current_observer(given, own, observer)
+        learned = dict(getattr(observer, "legacy", observer).named_parameters())
+        lacking = sorted(each for each in own - given.keys() if not each.endswith(EPS))
+        if _has_fixed_qparams(observer):
+            lacking = []
+        unknown = sorted(given.keys() - own)
+        if lacking or unknown:
+            raise CheckpointError.other_model(
+                f"{name} is of another class of observer than {type(observer).__name__} at {wanted.path}: it "
+                f"has {', '.join(unknown) or 'nothing more'} and lacks {', '.join(lacking) or 'nothing'}."
+            )
+        for key, value in given.items():
+            if key.endswith(("histogram", "scale")) and not bool(value.isfinite().all()):
+                raise CheckpointError.bad_value(f"{name}.{key}", "holds NaN or infinity")
+            if key.endswith(("min_val", "max_val")) and bool(value.isnan().any()):
+                raise CheckpointError.bad_value(f"{name}.{key}", "holds NaN")
+            other = key.replace("min_val", "max_val")
+            if other != key and value.shape == given[other].shape and _is_no_range(value, given[other]):
+                raise CheckpointError.bad_value(f"{name}.{key}", f"is larger than {name}.{other}")
+            # A learned scale may have any value after a training step; the next call clamps it.
+            if key.endswith("scale") and key not in learned and not bool((value > 0).all()):
+                raise CheckpointError.bad_value(f"{name}.{key}", "holds a scale that is no positive number")
+            if key.endswith("histogram") and value.shape != observer.get_buffer(key).shape:
+                raise CheckpointError.other_model(
+                    f"{name}.{key} has {value.numel()} bins, and this model "
+                    f"{observer.get_buffer(key).numel()}."
+                )
+        return given
+
+    def _plan_qparams(self, wanted: WantedObserver, observer: nn.Module) -> None:
+        weight = self.weights.get(wanted.path)
+        if weight is not None:
+            if weight.scale is not None and weight.zero_point is not None:
+                self.made.qparams[wanted.path] = weight.scale, weight.zero_point
+            return
+        found = self._qparams_of(wanted.scales)
+        if not found and self.state.is_lowered and (handed_on := self._qparams_of(wanted.handed_on)):
+            name, values = next(iter(handed_on.items()))
+            self._set_qparams(wanted, observer, name, *values)
+            return
+        if not found:
+            if wanted.kernel is not None and self.state.is_lowered:
+                fixed_scale, fixed_zero_point = wanted.kernel
+                qparams = torch.tensor([fixed_scale]), torch.tensor([fixed_zero_point])
+                self.made.qparams[wanted.path] = qparams
+            elif not _needs_no_qparams(observer, wanted):
+                self.without_qparams.append(wanted)
+            return
+        name = next(iter(found)) if wanted.is_weight else self._most_common(list(found))
+        self.given_by.setdefault(name, []).append(wanted.path)
+        self._set_qparams(wanted, observer, name, *found[name])
+
+    def _qparams_of(self, scale_names: Iterable[str]) -> dict[str, tuple[Any, Any]]:
+        found = {}
+        for scale_name in scale_names:
+            scale, zero_point = (self.state.take((name,)) for name in self.state.qparams(scale_name))
+            if scale is not None and zero_point is not None:
+                found[scale_name] = scale[1].value, zero_point[1].value
+        return found
+
+    def _set_qparams(
+        self, wanted: WantedObserver, observer: Any, name: str, scale_value: Any, zero_point_value: Any
+    ) -> None:
+        if scale_value.numel() > 1 and not hasattr(observer, "ch_axis"):
+            raise CheckpointError.other_model(
+                f"{name} is of {scale_value.numel()} channels, and {wanted.path} of this model has none."
+            )
+        if not bool((scale_value.isfinite() & (scale_value > 0)).all()):
+            raise CheckpointError.bad_value(name, "holds a scale that is no positive number")
+        self.made.qparams[wanted.path] = scale_value, zero_point_value
+        if wanted.is_weight:
+            self._quantize_weight(wanted, observer, scale_value, zero_point_value)
+
+    def _quantize_weight(
+        self, wanted: WantedObserver, observer: Any, scale: Tensor, zero_point: Tensor
+    ) -> None:
+        """Quantize a function's weight, which a reference model has as floats in front of a quantize node."""
+        name = next(each.name for each in self.wanted.tensors if wanted.path in each.observers)
+        weight = self.made.tensors.get(name)
+        if weight is None:
+            return
+        axis = int(getattr(observer, "ch_axis", 0))
+        shape = [-1 if d == axis and scale.numel() > 1 else 1 for d in range(weight.dim())]
+        s, z = scale.reshape(shape), zero_point.reshape(shape)
+        low, high = int(observer.quant_min), int(observer.quant_max)
+        self.made.tensors[name] = ((torch.round(weight / s) + z).clamp(low, high) - z) * s
+
+    def _match_in_order(self) -> None:
+        """Match the remaining observers with the remaining scales in order. FX names a scale after the first
+        reader it finds, so names may differ while the order is the same."""
+        names = [name for name in self.state.scales_at("") if name in dict(self.state.untaken())]
+        known = {
+            SCALE_NAME.sub(r"\g<prefix>", name) for each in self.wanted.observers for name in each.scales
+        }
+        # A known name with another number means that a scale in between is missing: the order is unreliable.
+        is_renamed = all(SCALE_NAME.sub(r"\g<prefix>", name) not in known for name in names)
+        if len(names) != len(self.without_qparams) or not is_renamed:
+            self.missing += [each.scales[0] if each.scales else each.path for each in self.without_qparams]
+            return
+        for wanted, scale_name in zip(self.without_qparams, names, strict=True):
+            scale, zero_point = (self.state.take((name,)) for name in self.state.qparams(scale_name))
+            if scale is None or zero_point is None:
+                self.missing.append(scale_name)
+                continue
+            observer = self.prepared.get_submodule(wanted.path)
+            self._set_qparams(wanted, observer, scale_name, scale[1].value, zero_point[1].value)
+
+    def _drop_known(self) -> None:
+        for prefix in (*self.wanted.only_fx, *self.wanted.unused):
+            if self.state.is_converted:
+                taken = [name for name in self.state.qparams(prefix) if self.state.take((name,))]
+            else:
+                taken = [f"{prefix}.{name}" for name in self.state.take_under((prefix,))]
+            if taken and prefix in self.wanted.only_fx:
+                self.made.dropped.append(prefix)
+        left = dict(self.state.untaken())
+        for name, entry in left.items():
+            path, _, last = name.rpartition(".")
+            if last == "num_batches_tracked" or (
+                last in ("scale", "zero_point") and _is_stand_in(path, left)
+            ):
+                # The counter of a batch norm that is not trained, or the attributes that a dynamically
+                # quantized linear inherits from the static one, though it has no output qparams.
+                self.state.forgive(name)
+            elif ".weight_fake_quant." in f".{name}" and not self._observes(name):
+                # FX prepares modules for training by their QConfig, and converts by the backend.
+                self.state.forgive(name)
+            elif isinstance(entry.value, Tensor) and last == "bias" and not bool(entry.value.any()):
+                # FX gives packed linears and folded convolutions a bias of zeros.
+                self.state.forgive(name)
+
+    def _observes(self, name: str) -> bool:
+        """Return whether this model quantizes the weight of ``name``, an entry of one of FX's weight
+        fake-quantizes."""
+        weight = name.partition("weight_fake_quant.")[0] + "weight"
+        return any(weight in tensor.names and tensor.observers for tensor in self.wanted.tensors)
+
+    def _refuse_rest(self, lacks_weights: bool) -> None:
+        parametrized = _parametrized([*self.missing, *self.state.left()])
+        if parametrized:
+            raise _incomplete(f"{parametrized}.", [], COMPUTED_WEIGHTS)
+        if self.missing:
+            if self.state.is_lowered and not lacks_weights:
+                why = "FX's lowered ELU, PReLU, Sigmoid and Softmax keep their qparams outside of the state"
+                self.wanted = replace(self.wanted, problems=(*self.wanted.problems, why))
+            problems = "".join(f"; {problem}" for problem in self.wanted.problems)
+            raise _incomplete(f"it lacks {_shorten(self.missing)}{problems}.", self.state.left())
+        if self.wanted.problems:
+            raise _incomplete(f"{'; '.join(self.wanted.problems)}.", self.state.left())
+        left = self.state.left()
+        if left:
+            raise _incomplete(f"this model has no place for {_shorten(left)}.", [])
+
+
+def _next_weight(functional: Iterator[tuple[str, Entry]]) -> tuple[str, Entry] | None:
+    return next(((name, entry) for name, entry in functional if isinstance(entry.value, FxWeight)), None)
+
+
+def _is_stand_in(path: str, entries: Mapping[str, Entry]) -> bool:
+    scale, zero_point = (entries.get(f"{path}.{name}") for name in ("scale", "zero_point"))
+    return (
+        scale is not None
+        and zero_point is not None
+        and isinstance(scale.value, Tensor)
+        and isinstance(zero_point.value, Tensor)
+        and bool((scale.value == 1).all())
+        and not bool(zero_point.value.any())
+    )
+
+
+def _is_no_range(low: Tensor, high: Tensor) -> bool:
+    return bool(((low > high) & low.isfinite() & high.isfinite()).any())
+
+
+def _current_observer(given: dict[str, Tensor], own: set[str], observer: Any) -> dict[str, Tensor]:
+    """Return the state of an observer in the form in which torch saves it today.
+
+    Before torch 1.8 the range of an observer without data was empty; before 1.12 ops with fixed qparams had
+    fake-quantizes during calibration as well.
+    """
+    source = getattr(observer, "activation_post_process", observer)
+    current = {}
+    for name, value in given.items():
+        if name not in own and _has_fixed_qparams(observer):
+            continue
+        low = name.endswith("min_val")
+        if (low or name.endswith("max_val")) and not value.numel() and not hasattr(source, "ch_axis"):
+            value = torch.tensor(torch.inf if low else -torch.inf)
+        current[name] = value
+    return current
+
+
+def _names_of(observer: nn.Module) -> set[str]:
+    """Return the names in the state of ``observer`` that the state of FX's observer has too."""
+    target = getattr(observer, "legacy", observer)
+    return {
+        name
+        for name in target.state_dict()
+        if name.rpartition(".")[2] not in (*COUNTS, "loaded_scale", "loaded_zero_point")
+    }
+
+
+def _needs_no_qparams(observer: Any, wanted: WantedObserver) -> bool:
+    """Return whether a converted state may lack the qparams of ``observer``: FX's kernels know fixed qparams,
+    and dynamic activations and float weights have none."""
+    return _has_fixed_qparams(observer) or not observer.state_dict() or wanted.is_weight
+
+
+def _has_fixed_qparams(observer: nn.Module) -> bool:
+    """Return whether the qparams are fixed: FX's modules and kernels know them, and a state may lack them."""
+    return isinstance(getattr(observer, "activation_post_process", observer), FIXED_QPARAMS)
+
+
+def _carry_out(prepared: QuantizationGraphModule, plan: _Plan) -> None:
+    before = {
+        name: value.clone() for name, value in prepared.state_dict().items() if isinstance(value, Tensor)
+    }
+    own = dict(prepared.named_parameters(remove_duplicate=False)) | dict(
+        prepared.named_buffers(remove_duplicate=False)
+    )
+    try:
+        for module in prepared.modules():
+            release_qparams(module)
+        with torch.no_grad():
+            for name, value in plan.tensors.items():
+                own[name].copy_(value)
+        for path, given in plan.observers.items():
+            _load_observer(prepared.get_submodule(path), given)
+        for path, (scale, zero_point) in plan.qparams.items():
+            _hold(prepared.get_submodule(path), scale, zero_point)
+    except Exception as cause:
+        prepared.load_state_dict(before, strict=False)
+        raise CheckpointError.other_model(str(cause)) from cause
+
+
+def _load_observer(observer: nn.Module, given: dict[str, Tensor]) -> None:
+    target = getattr(observer, "legacy", observer)
+    assert isinstance(target, nn.Module)
+    own = target.state_dict()
+    # Observers keep the tensors they are given, without a copy.
+    state = {name: value.clone() for name, value in given.items()}
+    for name, value in own.items():
+        last = name.rpartition(".")[2]
+        if last in COUNTS:
+            state[name] = torch.zeros_like(value)
+        elif name not in state:
+            state[name] = value
+        elif value.is_floating_point():
+            state[name] = state[name].to(value.dtype)
+    device = next((tensor.device for tensor in target.buffers()), None)
+    ordered = OrderedDict((name, value.to(device)) for name, value in state.items())
+    # Without version metadata torch treats the state as an old one, and resets eps.
+    ordered._metadata = own._metadata  # type: ignore[attr-defined]
+    target.load_state_dict(ordered)
+
+
+def _hold(observer: Any, scale: Tensor, zero_point: Tensor) -> None:
+    hold_qparams(observer, scale, zero_point)
+    if "scale" in observer._buffers and "zero_point" in observer._buffers:
+        # A fake-quantize computes with these.
+        for name, value in (("scale", scale), ("zero_point", zero_point)):
+            buffer = observer.get_buffer(name)
+            buffer.resize_(value.reshape(-1).shape)
+            buffer.copy_(value.reshape(-1))
+    source = getattr(observer, "activation_post_process", None)
+    if isinstance(source, nn.Module) and "min_val" in source._buffers:
+        _set_range(source, scale, zero_point)
+
+
+def _set_range(source: Any, scale: Tensor, zero_point: Tensor) -> None:
+    """Set the observed range to the one that the qparams cover; training continues from it."""
+    per_tensor = scale.numel() == 1 and not hasattr(source, "ch_axis")
+    for name, bound in (("min_val", source.quant_min), ("max_val", source.quant_max)):
+        value = (bound - zero_point) * scale
+        buffer = source.get_buffer(name)
+        value = value.reshape(() if per_tensor else -1).to(buffer.dtype)
+        buffer.resize_(value.shape)
+        buffer.copy_(value)
+
+
+def _parametrized(names: Iterable[str]) -> str:
+    """Say which weights are computed by a parametrization on one side alone; empty if none is."""
+    paths = sorted({name.split(PARAMETRIZATIONS)[0] for name in names if PARAMETRIZATIONS in name})
+    return f"a parametrization computes a tensor of {_shorten(paths)}, on one side alone" if paths else ""
+
+
+def _incomplete(problem: str, left: list[str], hint: str = "") -> CheckpointError:
+    more = f" It has, without a place here, {_shorten(left)}." if left else ""
+    return CheckpointError(
+        f"the FX state does not fit this model: {problem}{more}",
+        hint=hint
+        or "prepare the same float model here with the same configuration that FX had, for training if FX's "
+        "was prepared for it, and load the whole of what state_dict() of FX's model returned.",
+    )
+
+
+def _shorten(names: list[str]) -> str:
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")

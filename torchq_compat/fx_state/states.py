@@ -1,0 +1,490 @@
+"""State dicts that FX saved, in one form; older versions and packed weights are converted."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import re
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchq_compat.errors import CheckpointError
+from torchq_compat.support.argument_checks import shown
+from torchq_compat.support.quantized_tensors import (
+    KERNELS,
+    as_float,
+    channel_qparams,
+    has_float_qparams,
+    is_per_channel,
+    is_quantized,
+    qparams_of,
+    quantize,
+    quantize_per_channel,
+)
+
+# Weights in the forms in which FX's converted models save them, as floats with their qparams.
+#
+# The forms are quantized tensors, pairs of a linear's weight and bias, and packed objects of such pairs.
+
+
+@dataclass(frozen=True)
+class FxWeight:
+    """A weight with the values that its integers represent.
+
+    Attributes:
+        values: float32, the dequantized integers.
+        scale: of shape (n,), one or one for each channel; None for half precision.
+        zero_point: like ``scale``; floats for embeddings.
+    """
+
+    values: Tensor
+    scale: Tensor | None = None
+    zero_point: Tensor | None = None
+
+
+def is_packed(value: object) -> bool:
+    """Return whether ``value`` is one of torch's packed objects."""
+    return isinstance(value, torch.ScriptObject)
+
+
+def weight_of_tensor(tensor: Tensor) -> FxWeight:
+    """Return ``tensor``, quantized or in half precision, as an FxWeight."""
+    if not is_quantized(tensor):
+        return FxWeight(tensor.detach().float())
+    values = as_float(tensor).float()
+    if is_per_channel(tensor) or has_float_qparams(tensor):
+        # embedding_bag_unpack returns a tensor whose scales are in the memory of the packed object.
+        scales, zero_points = channel_qparams(tensor)
+        return FxWeight(values, scales.float().clone(), zero_points.clone())
+    scale, zero_point = qparams_of(tensor)
+    return FxWeight(values, torch.tensor([scale]), torch.tensor([zero_point]))
+
+
+def unpacked_pair(packed: Any) -> tuple[FxWeight, Tensor | None]:
+    """Return (weight, bias) of a packed linear, convolution or embedding.
+
+    Raises:
+        ValueError: ``packed`` is another kind of object.
+    """
+    kind = _kind(packed)
+    if "Embedding" in kind:
+        return weight_of_tensor(KERNELS.embedding_bag_unpack(packed)), None
+    if "Linear" in kind:
+        weight, bias = packed.__getstate__()[0]
+    elif "Conv" in kind:
+        weight, bias = packed.unpack()
+    else:
+        raise ValueError(f"{kind} is no packed weight")
+    return weight_of_tensor(weight), bias
+
+
+def unpacked_cell(packed: Any) -> dict[str, FxWeight | Tensor]:
+    """Return "weight_ih", "bias_ih", "weight_hh" and "bias_hh" of one direction of one layer of a dynamic
+    LSTM or GRU.
+
+    Raises:
+        ValueError: ``packed`` is another kind of object.
+    """
+    if "CellParams" not in _kind(packed):
+        raise ValueError(f"{_kind(packed)} is no packed cell")
+    return dict(_cell_entries(packed.__getstate__()[0]))
+
+
+def _cell_entries(state: Any) -> Iterator[tuple[str, FxWeight | Tensor]]:
+    _, biases, _, _, packed = state
+    for index, (which, linear) in enumerate(zip(("ih", "hh"), packed, strict=True)):
+        weight, bias = unpacked_pair(linear)
+        yield f"weight_{which}", weight
+        # Quantized cells store the biases beside the linears.
+        bias = biases[index] if biases else bias
+        if bias is not None:
+            yield f"bias_{which}", bias
+
+
+def _kind(packed: Any) -> str:
+    return str(packed._type())
+
+
+# A state dict of FX as named entries in one form: older versions and packed weights are converted.
+#
+# The version rules are those of ``_load_from_state_dict`` in torch.ao's observers, fused conv-bn modules and
+# packed linears.
+
+
+#: Names of entries that only FX's models, and torch.ao's eager models, have.
+ONLY_FX = re.compile(
+    r"(^|\.)(([^.]+_)?activation_post_process(_\d+)?\.|weight_fake_quant\.|_packed_params\.|_all_weight_values\."
+    r"|_packed_weight_|weight_(scale|zero_point|qscheme|dtype|axis)$)|_(scale|zero_point)_\d+$|_packed_weight_\d+$"
+)
+#: Names of entries that states of our models have, and no state of FX has.
+OURS = re.compile(r"\.observer\.|^_frozen_param\d+$|(^|\.)_extra_state$|\.saturated$|\.loaded_scale$")
+WEIGHT_QPARAM = re.compile(r"_(axis|qscheme|dtype|quant_min|quant_max|axis_int)$")
+#: The scales of a converted graph.
+SCALE_NAME = re.compile(r"^(?P<prefix>.*)_scale_(?P<index>\d+)$")
+PACKED_NAME = re.compile(r"_packed_weight_\d+$")
+CONV_BN_V1 = {
+    "gamma": "bn.weight",
+    "beta": "bn.bias",
+    "running_mean": "bn.running_mean",
+    "running_var": "bn.running_var",
+    "num_batches_tracked": "bn.num_batches_tracked",
+}
+
+
+def is_fx_state(state: Mapping[str, Any]) -> bool:
+    """Return whether ``state`` has entries of FX's prepared or converted models, and none of only ours."""
+    return any(ONLY_FX.search(name) for name in state) and not any(OURS.search(name) for name in state)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A value of a state, and the keys it was saved under."""
+
+    value: Tensor | FxWeight
+    keys: tuple[str, ...]
+
+
+@dataclass
+class FxState:
+    """The entries of a state by their names in a float or prepared model; reading an entry marks it as taken.
+
+    Attributes:
+        is_converted: whether the model was converted, so that it has integers and no observers.
+        is_lowered: whether its weights are packed or quantized tensors.
+        functional_weights: packed weights of functions, in the order of the graph.
+    """
+
+    entries: dict[str, Entry]
+    is_converted: bool
+    is_lowered: bool = False
+    functional_weights: dict[str, Entry] = field(default_factory=dict)
+    _taken: set[str] = field(default_factory=set)
+
+    @classmethod
+    def read(cls, state: Mapping[str, Any]) -> FxState:
+        """Read ``state``, a result of FX's ``state_dict()``.
+
+        Raises:
+            CheckpointError: values that are neither tensors nor objects FX saves; names all of them.
+        """
+        return _Reader(_in_current_form(state)).read()
+
+    def take(self, names: Iterable[str]) -> tuple[str, Entry] | None:
+        """Return the first of ``names`` that exists, and its entry; None if none exists."""
+        for name in names:
+            if name in self.entries:
+                self._taken.add(name)
+                return name, self.entries[name]
+        return None
+
+    def take_under(self, prefixes: Iterable[str]) -> dict[str, Tensor]:
+        """Return the tensors below the first of ``prefixes`` that has any, by the rest of their names."""
+        for prefix in prefixes:
+            found = {
+                name.removeprefix(f"{prefix}."): entry.value
+                for name, entry in self.entries.items()
+                if name.startswith(f"{prefix}.") and isinstance(entry.value, Tensor)
+            }
+            if found:
+                self._taken.update(f"{prefix}.{name}" for name in found)
+                return found
+        return {}
+
+    def forgive(self, name: str) -> None:
+        """Mark ``name`` as taken: it need not have a place in our model."""
+        self._taken.add(name)
+
+    def left(self) -> list[str]:
+        """Return the keys of all entries that were not taken."""
+        entries = {**self.entries, **self.functional_weights}
+        return sorted(
+            {key for name, entry in entries.items() if name not in self._taken for key in entry.keys}
+        )
+
+    def untaken(self) -> Iterator[tuple[str, Entry]]:
+        return ((name, entry) for name, entry in self.entries.items() if name not in self._taken)
+
+    def observers_at(self, prefix: str) -> list[str]:
+        """Return the ``<prefix>activation_post_process_<k>`` that have a state, in the order FX made them."""
+        pattern = re.compile(re.escape(prefix) + r"activation_post_process_(\d+)\.")
+        found = {int(match[1]) for name in self.entries if (match := pattern.match(name))}
+        return [f"{prefix}activation_post_process_{index}" for index in sorted(found)]
+
+    def named_observers_at(self, prefix: str) -> list[str]:
+        """Return the ``<prefix><name of a node>_activation_post_process_<k>``, FX's names before torch 1.12,
+        in the order of its graph."""
+        pattern = re.compile(re.escape(prefix) + r"[^.]+_activation_post_process_\d+(?=\.)")
+        found = (match[0] for name in self.entries if (match := pattern.match(name)))
+        return list(dict.fromkeys(found))
+
+    def scales_at(self, prefix: str) -> list[str]:
+        """Return the names of the scales of a converted graph at ``prefix``, in the order of the graph."""
+        names = (name for name in self.entries if name.startswith(prefix))
+        return [name for name in names if "." not in name[len(prefix) :] and SCALE_NAME.match(name)]
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether the model was converted with quantize operators only, so that each has its qparams."""
+        return self.is_converted and not self.is_lowered
+
+    def fingerprint(self, name: str) -> tuple[object, ...]:
+        """Return a value that is equal for observers, or scales with zero points, of equal content."""
+        names = [each for each in self.entries if each.startswith(f"{name}.")] or list(self.qparams(name))
+        values = (self.entries[each].value for each in sorted(names) if each in self.entries)
+        return tuple(
+            (tuple(value.shape), *value.flatten().tolist()) for value in values if isinstance(value, Tensor)
+        )
+
+    def scales(self) -> list[str]:
+        """Return the names of all scales, of graphs and of quantized modules."""
+        return [
+            name
+            for name in self.entries
+            if (SCALE_NAME.match(name) or name.endswith(".scale")) and self.qparams(name)[1] in self.entries
+        ]
+
+    def values_of(self, scale_name: str) -> tuple[Tensor, Tensor] | None:
+        """Return a scale and its zero point; None if either is missing."""
+        scale, zero_point = (self.entries.get(name) for name in self.qparams(scale_name))
+        if scale is None or zero_point is None:
+            return None
+        if isinstance(scale.value, FxWeight) or isinstance(zero_point.value, FxWeight):
+            return None
+        return scale.value, zero_point.value
+
+    def qparams(self, scale_name: str) -> tuple[str, str]:
+        """Return the names of a scale and its zero point."""
+        return scale_name, re.sub(r"scale(?=(_\d+)?$)", "zero_point", scale_name)
+
+
+def _in_current_form(state: Mapping[str, Any]) -> dict[str, Any]:
+    current: dict[str, Any] = {}
+    gammas = {name.removesuffix("gamma") for name in state if re.search(r"(^|\.)gamma$", name)}
+    # A user's own layer may have a gamma as well, but not the other entries of a batch norm.
+    conv_bn_v1 = {
+        prefix
+        for prefix in gammas
+        if all(f"{prefix}{each}" in state for each in CONV_BN_V1 if each != "num_batches_tracked")
+    }
+    for name, value in state.items():
+        prefix, _, last = name.rpartition(".")
+        prefix = f"{prefix}." if prefix else ""
+        if last in ("min_vals", "max_vals"):
+            # MinMaxObserver and related observers, before version 3.
+            name = f"{prefix}{last[:-1]}"
+        elif prefix in conv_bn_v1 and last in CONV_BN_V1:
+            # nn.intrinsic.qat, version 1.
+            name = f"{prefix}{CONV_BN_V1[last]}"
+        elif re.search(r"(^|\.)_packed_params\.(weight|bias)$", name):
+            # LinearPackedParams before version 3.
+            name = re.sub(r"_packed_params\.(weight|bias)$", r"\1", name)
+        current[name] = value
+    return current
+
+
+class _Reader:
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = state
+        self.entries: dict[str, Entry] = {}
+        self.functional: dict[str, Entry] = {}
+        self.refused: list[str] = []
+        self.is_converted = False
+        self.is_lowered = False
+
+    def read(self) -> FxState:
+        for name, value in self.state.items():
+            self._read(name, value)
+        # A quantized batch norm has float weights, but the scale of its output.
+        modules = (
+            name.removesuffix(".scale")
+            for name in self.entries
+            if name.endswith(".scale") and f"{name.removesuffix('scale')}zero_point" in self.entries
+        )
+        self.is_lowered = self.is_converted or not all(_is_in_observer(path) for path in modules)
+        if self.refused:
+            raise _unknown_values(self.refused, self.state)
+        self._join_reference_weights()
+        # The scale of a quantized module, or of a former quantize operator.
+        if any(SCALE_NAME.match(name) for name in self.entries):
+            self.is_converted = True
+        return FxState(self.entries, self.is_converted, self.is_lowered, self.functional)
+
+    def _add(self, name: str, value: Tensor | FxWeight | None, *keys: str) -> None:
+        if value is not None:
+            self.entries[name] = Entry(value.detach() if isinstance(value, Tensor) else value, keys)
+
+    def _read(self, name: str, value: Any) -> None:
+        if isinstance(value, Tensor) and not is_quantized(value):
+            self._add(name, value, name)
+        elif isinstance(value, Tensor):
+            self.is_converted = True
+            self._add(
+                re.sub(r"(^|\.)_packed_params\._packed_weight$", r"\1weight", name),
+                weight_of_tensor(value),
+                name,
+            )
+        elif is_packed(value):
+            self._read_packed(name, value)
+        elif name.endswith("_packed_params._packed_params") and isinstance(value, (tuple, list)):
+            self.is_converted = True
+            prefix = name.removesuffix("_packed_params._packed_params")
+            weight, bias = value
+            self._add(f"{prefix}weight", weight_of_tensor(weight), name)
+            self._add(f"{prefix}bias", bias, name)
+        elif value is not None and not isinstance(value, (torch.dtype, torch.qscheme, int, float, bool)):
+            self.refused.append(name)
+
+    def _read_packed(self, name: str, value: Any) -> None:
+        self.is_converted = True
+        try:
+            if name.endswith(".param") and "_all_weight_values." in name:
+                for part, content in unpacked_cell(value).items():
+                    self._add(f"{name.removesuffix('.param')}.{part}", content, name)
+            elif re.search(r"(^|\.)_packed_weight_(ih|hh)$", name):
+                weight, bias = unpacked_pair(value)
+                self._add(name.replace("_packed_weight_", "weight_"), weight, name)
+                self._add(name.replace("_packed_weight_", "bias_"), bias, name)
+            elif PACKED_NAME.search(name):
+                weight, bias = unpacked_pair(value)
+                self.functional[name] = Entry(weight, (name,))
+                if bias is not None:
+                    self.functional[f"{name}:bias"] = Entry(bias, (name,))
+            else:
+                self.refused.append(name)
+        except (ValueError, RuntimeError, AttributeError):
+            self.refused.append(name)
+
+    def _join_reference_weights(self) -> None:
+        """Join the float weight of a reference module with ``<name>_scale`` and its other qparams."""
+        for name in list(self.entries):
+            weight = self.entries[name].value if name in self.entries else None
+            scale, zero_point = (self.entries.get(f"{name}_{what}") for what in ("scale", "zero_point"))
+            if not isinstance(weight, Tensor) or scale is None or zero_point is None:
+                continue
+            self.is_converted = True
+            beside = [f"{name}_scale", f"{name}_zero_point"]
+            _check_weight(name, weight, scale.value, zero_point.value)
+            axis = self.entries.get(f"{name}_axis")
+            beside += [
+                other
+                for other in self.entries
+                if other.startswith(f"{name}_") and WEIGHT_QPARAM.search(other)
+            ]
+            dtype = self.state.get(f"{name}_dtype")
+            value = _reference_weight(
+                weight.float(),
+                scale.value,
+                zero_point.value,
+                int(axis.value) if axis is not None and isinstance(axis.value, Tensor) else 0,
+                dtype,
+            )
+            for other in beside:
+                self.entries.pop(other, None)
+            self.entries[name] = Entry(value, (name, *beside))
+
+
+def _check_weight(name: str, weight: Tensor, scale: Any, zero_point: Any) -> None:
+    """Refuse a weight that cannot be quantized."""
+    if weight.is_meta or scale.is_meta or zero_point.is_meta:
+        raise CheckpointError.bad_value(name, "is a meta tensor, which has no values")
+    if not bool(weight.isfinite().all()):
+        raise CheckpointError.bad_value(name, "holds NaN or infinity")
+    if not bool((scale.isfinite() & (scale > 0)).all()):
+        raise CheckpointError.bad_value(f"{name}_scale", "holds a scale that is no positive number")
+
+
+def _reference_weight(
+    weight: Tensor, scale: Any, zero_point: Any, axis: int, dtype: torch.dtype | None
+) -> FxWeight:
+    """Return a float weight quantized with its stored qparams, as the reference module quantizes it."""
+    dtype = torch.qint8 if dtype is None else dtype
+    if dtype is torch.float16:
+        return FxWeight(weight.half().float())
+    if scale.numel() == 1 and not zero_point.is_floating_point():
+        return weight_of_tensor(quantize(weight, float(scale), int(zero_point), dtype))
+    return weight_of_tensor(quantize_per_channel(weight, scale, zero_point, axis, dtype))
+
+
+def _is_in_observer(path: str) -> bool:
+    names = (re.sub(r"_\d+$", "", part) for part in path.split("."))
+    return any(name == "weight_fake_quant" or name.endswith("activation_post_process") for name in names)
+
+
+def _unknown_values(names: list[str], state: Mapping[str, Any]) -> CheckpointError:
+    found = ", ".join(f"{name} ({shown(state[name])})" for name in names[:5])
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return CheckpointError(
+        f"the FX state has values that cannot be read: {found}{more}.",
+        hint="packed weights of functions and of dynamic modules are objects: load the file in full, with "
+        "torch.load(path, weights_only=False) if you trust its source, in a process that imported torch, "
+        "and give its result.",
+    )
+
+
+# Whether ``load_state_dict`` of our models accepts a state of FX: it refuses, unless the process enables it.
+#
+# ``torchq-compat run`` enables it: the script that it runs was written for FX's models and states.
+
+
+#: (model, state of FX) -> what ``load_state_dict`` returns.
+Loader = Callable[[Any, Mapping[str, Any]], Any]
+_LOADERS: list[Loader] = []
+
+
+def accept_fx_states(loader: Loader) -> None:
+    """Make ``loader`` load FX's states into our models, from now on in this process."""
+    _LOADERS[:] = [loader]
+
+
+def fx_state_loader() -> Loader | None:
+    """Return the function that loads FX's states; None if they are refused."""
+    return _LOADERS[0] if _LOADERS else None
+
+
+# Find the entries of a checkpoint file that ``torch.load(weights_only=True)`` does not load.
+#
+# The file is read without creating any of its objects: each is replaced by a stand-in that does nothing.
+
+
+class _StandIn:
+    """Takes the place of an object that is not created."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __setstate__(self, _: Any) -> None:
+        pass
+
+
+class _PackedStandIn(_StandIn):
+    """Takes the place of a packed object."""
+
+
+class _NameReader(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("collections", "OrderedDict"):
+            return OrderedDict
+        return _PackedStandIn if (module, name) == ("torch", "ScriptObject") else _StandIn
+
+    def persistent_load(self, _: Any) -> Any:
+        return _StandIn()
+
+
+def packed_names(path: str | os.PathLike[str]) -> list[str]:
+    """Return the names of the packed objects in the state at ``path``; empty if the file is unreadable."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            name = next(each for each in archive.namelist() if each.endswith("data.pkl"))
+            content = _NameReader(io.BytesIO(archive.read(name))).load()
+    except Exception:  # Any failure is ignored: the names only improve an error message.
+        return []
+    if not isinstance(content, Mapping):
+        return []
+    return [str(key) for key, value in content.items() if isinstance(value, _PackedStandIn)]

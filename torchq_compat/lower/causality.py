@@ -1,0 +1,381 @@
+"""Which calls of a model keep a state in a stream, and whether pieces give what the whole gives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Interpreter, Node
+
+from torchq_compat.capture.opaque_calls import opaque_call_nodes
+from torchq_compat.capture.sizes.input_sizes import Dimension, InputSizes, Place
+from torchq_compat.capture.trial_runs import sqnr
+from torchq_compat.errors import StreamingError
+from torchq_compat.recurrent.contracts import SequenceContract
+from torchq_compat.recurrent.families import DynamicRecurrent
+from torchq_compat.recurrent.recurrent_module import RecurrentModule
+from torchq_compat.recurrent.states import CallKey, Streams
+from torchq_compat.support.graph_nodes import attribute_at, module_path_of, user_line_of
+from torchq_compat.support.upstream import pytree
+
+# Calls of a q-dq graph on random inputs, at chosen sizes: what a stream needs to know is found by trying.
+
+
+EMBEDDINGS = (torch.ops.aten.embedding.default, torch.ops.aten.embedding_bag.padding_idx)
+
+
+@dataclass(frozen=True)
+class TrialCalls:
+    """Calls of ``graph_module``, whose inputs have ``sizes``."""
+
+    graph_module: GraphModule
+    sizes: InputSizes
+
+    @cached_property
+    def _dimensions(self) -> dict[Node, list[Dimension]]:
+        """The dimensions of each input that is a tensor with dimensions."""
+        labels = dict.fromkeys(dimension.label for dimension in self.sizes.dimensions)
+        placeholders = self.graph_module.graph.find_nodes(op="placeholder")
+        tensors = [node for node in placeholders if _rank(node)]
+        return {
+            node: [dimension for dimension in self.sizes.dimensions if dimension.label == label]
+            for node, label in zip(tensors, labels, strict=True)
+        }
+
+    def places(self, placeholder: Node) -> list[Place | None]:
+        """Return, for each dimension of an input, the place of the size that it has; None if it is fixed."""
+        found = self._dimensions.get(placeholder, [])
+        return [None if each.is_fixed else each.root or each.place for each in found]
+
+    def inputs(self, sizes: Mapping[Place, int]) -> list[Any]:
+        """Return random inputs with ``sizes``, and the sizes of the example where it names none."""
+        generator = torch.Generator().manual_seed(0)
+        placeholders = self.graph_module.graph.find_nodes(op="placeholder")
+        return [self._random(node, sizes, generator) for node in placeholders]
+
+    def _random(self, node: Node, sizes: Mapping[Place, int], generator: torch.Generator) -> Any:
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor):
+            return value
+        dimensions = self._dimensions.get(node, [])
+        shape = [sizes.get(each.root or each.place, each.example) for each in dimensions]
+        if value.dtype is torch.bool:
+            return torch.rand(shape, generator=generator) < 0.5
+        if not value.dtype.is_floating_point:
+            return torch.randint(0, self._tokens, shape, generator=generator).to(value.dtype)
+        return torch.randn(shape, generator=generator).to(value.dtype)
+
+    @cached_property
+    def _tokens(self) -> int:
+        """The number of tokens that every embedding table of the graph has."""
+        counts = [2]
+        for node in self.graph_module.graph.nodes:
+            if node.target in EMBEDDINGS:
+                table = node.args[0]
+                while isinstance(table, Node) and table.op == "call_function":
+                    table = table.args[0]
+                if isinstance(table, Node) and table.op == "get_attr":
+                    counts.append(len(attribute_at(self.graph_module, str(table.target))))
+        return max(2, min(counts[1:], default=2))
+
+    def values(self, inputs: list[Any], streams: Streams | None = None) -> dict[Node, Any]:
+        """Return the value of every node that is no input.
+
+        Raises:
+            StreamingError: the graph does not run on ``inputs``.
+        """
+        recorder = Interpreter(self.graph_module, garbage_collect_values=False)
+        recorder.extra_traceback = False
+        with torch.no_grad(), (Streams(frozenset()) if streams is None else streams).active():
+            try:
+                recorder.run(*inputs, enable_io_processing=False)
+            except StreamingError:
+                raise
+            except Exception as cause:
+                raise _does_not_run(cause) from cause
+        return {node: v for node, v in recorder.env.items() if node.op not in ("placeholder", "get_attr")}
+
+    @cached_property
+    def shapes(self) -> dict[Place | None, dict[Node, Any]]:
+        """Place of a free size -> the values of the graph with that size larger by one; None -> at the sizes
+        of the example. A size that cannot change alone has no values."""
+        found: dict[Place | None, dict[Node, Any]] = {None: self.values(self.inputs({}))}
+        for each in self.sizes.free:
+            try:
+                found[each.place] = self.values(self.inputs({each.place: each.example + 1}))
+            except StreamingError:
+                continue
+        return found
+
+    def place_of(self, call: Node, dim: int) -> Place | None:
+        """Return the place of the size that dimension ``dim`` of the first result of ``call`` has; None if it
+        is fixed."""
+        before = self.shapes[None][call][0].shape[dim]
+        changed = (place for place, values in self.shapes.items() if values[call][0].shape[dim] == before + 1)
+        return next(changed, None)
+
+
+def _rank(node: Node) -> int:
+    value = node.meta.get("val")
+    return value.dim() if isinstance(value, Tensor) else 0
+
+
+def _does_not_run(cause: Exception) -> StreamingError:
+    first_line = (str(cause).strip().splitlines() or [""])[0]
+    return StreamingError(
+        f"streaming: the model does not run on pieces of a few steps: {type(cause).__name__}: {first_line}",
+        hint="a conv or pooling over time needs more steps than one; stream the part of the model in which "
+        "every step is computed from those before it.",
+    )
+
+
+# The recurrent calls of a converted graph, and which of them keep their state in a stream.
+
+
+ATEN = torch.ops.aten
+#: Ops that read only the sizes, dtype and device of their first argument.
+OF_SHAPES = (
+    ATEN.sym_size.int,
+    ATEN.new_zeros.default,
+    ATEN.new_ones.default,
+    ATEN.new_full.default,
+    ATEN.new_empty.default,
+    ATEN.zeros_like.default,
+    ATEN.ones_like.default,
+    ATEN.full_like.default,
+)
+
+
+@dataclass(frozen=True)
+class RecurrentCall:
+    """One call of a recurrent module.
+
+    Attributes:
+        key: the name of the call in streams.
+        steps: the place of its number of steps among the sizes of the inputs.
+        batch: the place of its batch size; None if it is fixed, or the input is not batched.
+        keeps_state: whether the model gives it no state, or the same state in every call.
+    """
+
+    node: Node
+    module: RecurrentModule
+    key: CallKey
+    steps: Place
+    batch: Place | None
+    keeps_state: bool
+
+    @property
+    def is_dynamic(self) -> bool:
+        return isinstance(self.module, DynamicRecurrent)
+
+
+def recurrent_calls(trial: TrialCalls) -> list[RecurrentCall]:
+    """Return the calls of recurrent modules in a q-dq graph.
+
+    Raises:
+        StreamingError: a call cannot run in pieces, named by its path; or no call keeps its state.
+    """
+    graph_module, found = trial.graph_module, []
+    for node in opaque_call_nodes(graph_module):
+        module, path = graph_module.get_submodule(str(node.target)), str(node.target)
+        if isinstance(module, RecurrentModule):
+            found.append(_read(trial, node, module, path))
+    if not any(call.keeps_state for call in found):
+        raise _nothing_to_keep()
+    return found
+
+
+def _read(trial: TrialCalls, node: Node, module: RecurrentModule, path: str) -> RecurrentCall:
+    contract = module.contract
+    if not isinstance(contract, SequenceContract):
+        raise _refused(path, "it is a cell: the loop around it is Python's and has a fixed number of steps")
+    if contract.structure.bidirectional:
+        raise _refused(path, "it is bidirectional: its backward direction begins at the end of the sequence")
+    index = node.kwargs["opaque_layout"]
+    assert isinstance(index, int)
+    layout = module.opaque_layouts[index]
+    if any(layout.inputs.holds_indices()):
+        raise _refused(path, "it is given a PackedSequence")
+    count = layout.inputs.count()
+    args, kwargs = layout.inputs.put_together(node.args[:count], node.args[count:])
+    _, hidden = contract.arguments_of(path, args, kwargs)
+    shape = node.meta["val"][0].shape
+    is_batched = len(shape) == 3
+    axis = 1 if is_batched and contract.structure.batch_first else 0
+    steps = trial.place_of(node, axis)
+    if steps is None:
+        raise _refused(path, f"the model fixes its sequences to {shape[axis]} steps")
+    batch = trial.place_of(node, 0 if contract.structure.batch_first else 1) if is_batched else None
+    return RecurrentCall(
+        node,
+        module,
+        (path, index),
+        steps,
+        batch,
+        keeps_state=hidden is None or _is_kept(trial, path, hidden, steps),
+    )
+
+
+def _is_kept(trial: TrialCalls, path: str, hidden: Any, steps: Place) -> bool:
+    """Return whether an initial state in the graph is the same in every call; False if it is the caller's.
+
+    Raises:
+        StreamingError: the state is computed from the sequence.
+    """
+    given = set(_placeholders(pytree.tree_leaves(hidden)))
+    if any(steps in trial.places(each) for each in given):
+        raise _refused(path, "the state it begins with is computed from the sequence")
+    return not given
+
+
+def _placeholders(waiting: list[Any]) -> Iterator[Node]:
+    """Yield the inputs that the values in ``waiting`` are computed from."""
+    seen: set[Node] = set()
+    while waiting:
+        node = waiting.pop()
+        if not isinstance(node, Node) or node in seen:
+            continue
+        seen.add(node)
+        if node.op == "placeholder":
+            yield node
+        elif node.target not in OF_SHAPES:
+            waiting.extend(node.all_input_nodes)
+
+
+def _refused(path: str, reason: str) -> StreamingError:
+    return StreamingError(
+        f"streaming: the recurrent module at {path!r} cannot run in pieces: {reason}.",
+        hint="stream a model, or the part of one, in which every step is computed from those before it.",
+    )
+
+
+def _nothing_to_keep() -> StreamingError:
+    return StreamingError(
+        "streaming: no recurrent module of this model keeps a state: there is none, or each gets its state "
+        "from the caller.",
+        hint="a model that takes and returns its states needs no streaming(): call it with chunks.",
+    )
+
+
+# Check that a model computes the same in pieces as for the whole sequence, by running both.
+#
+# Every value of the graph is compared: a value with steps has to be the concatenation of its pieces; a value
+# without steps, say a last state, has to be the same after the last piece as after the whole.
+
+
+#: The numbers of steps in the pieces of a trial: different lengths, the last a single step.
+PIECES = (2, 3, 1)
+BATCH = 5
+#: SQNRs in dB that count as equal: q-dq may round differently where a float sum has another order, and
+#: dynamic ranges are computed for each piece.
+EQUAL, EQUAL_DYNAMIC = 30.0, 12.0
+
+
+def check_causality(trial: TrialCalls, calls: Sequence[RecurrentCall], *, is_dynamic: bool) -> None:
+    """Run a q-dq graph on random sequences and on their pieces, and compare all values.
+
+    Raises:
+        StreamingError: a value differs in pieces; the error names the op.
+    """
+    steps = calls[0].steps
+    if any(call.steps != steps for call in calls):
+        raise _refused_as_not_causal(
+            "its recurrent modules run over different numbers of steps", calls[-1].node
+        )
+    sizes = {call.batch: BATCH for call in calls if call.batch is not None}
+    whole = trial.inputs({**sizes, steps: sum(PIECES)})
+    # A state that the caller gives also continues from piece to piece.
+    kept = frozenset(call.key for call in calls)
+    expected = trial.values(whole, Streams(kept))
+    streams, pieces, start = Streams(kept), [], 0
+    placeholders = trial.graph_module.graph.find_nodes(op="placeholder")
+    for count in PIECES:
+        piece = [
+            _piece(value, trial.places(node), steps, start, count)
+            for node, value in zip(placeholders, whole, strict=True)
+        ]
+        pieces.append(trial.values(piece, streams))
+        start += count
+    least = EQUAL_DYNAMIC if is_dynamic else EQUAL
+    for node, value in expected.items():
+        found = [each[node] for each in pieces]
+        if not _agrees(value, found, least):
+            raise _refused_as_not_causal(
+                "it is computed from several steps, or from the number of steps", node
+            )
+
+
+def _piece(value: Any, places: Sequence[Place | None], steps: Place, start: int, count: int) -> Any:
+    """Return ``count`` steps of ``value`` from step ``start`` on; an input without steps is unchanged."""
+    for dimension, place in enumerate(places):
+        if place == steps:
+            value = value.narrow(dimension, start, count)
+    return value
+
+
+def _agrees(whole: Any, pieces: list[Any], least: float) -> bool:
+    expected, found = pytree.tree_leaves(whole), [pytree.tree_leaves(piece) for piece in pieces]
+    if any(len(each) != len(expected) for each in found):
+        return False
+    return all(
+        not isinstance(value, Tensor) or _tensor_agrees(value, list(parts), least)
+        for value, *parts in zip(expected, *found, strict=True)
+    )
+
+
+def _tensor_agrees(whole: Tensor, pieces: list[Tensor], least: float) -> bool:
+    if any(piece.dim() != whole.dim() for piece in pieces):
+        return False
+    if all(piece.shape == whole.shape for piece in pieces):
+        return _equal(whole, pieces[-1], least)
+    axis = next(
+        (d for d in range(whole.dim()) if any(piece.shape[d] != whole.shape[d] for piece in pieces)), 0
+    )
+    lengths = [piece.shape[axis] for piece in pieces]
+    if lengths == list(PIECES) and whole.shape[axis] == sum(PIECES):
+        joined = _join(pieces, axis)
+        return joined is not None and _equal(whole, joined, least)
+    rows, rest = divmod(lengths[-1], PIECES[-1])
+    if rest or [rows * count for count in PIECES] != lengths or whole.shape[axis] != rows * sum(PIECES):
+        return False
+    # Steps and batch are flattened into one dimension, in either order.
+    for by_step in (False, True):
+        parts = (-1, rows) if by_step else (rows, -1)
+        split = [
+            each.reshape(*each.shape[:axis], *parts, *each.shape[axis + 1 :]) for each in (whole, *pieces)
+        ]
+        joined = _join(split[1:], axis if by_step else axis + 1)
+        if joined is not None and _equal(split[0], joined, least):
+            return True
+    return False
+
+
+def _join(pieces: list[Tensor], axis: int) -> Tensor | None:
+    others = {math.prod(piece.shape) // max(1, piece.shape[axis]) for piece in pieces}
+    if len(others) > 1:
+        return None
+    return torch.cat(pieces, axis)
+
+
+def _equal(whole: Tensor, found: Tensor, least: float) -> bool:
+    if whole.shape != found.shape:
+        return False
+    a, b = whole.double(), found.double()
+    return torch.equal(a, b) or sqnr(a, b) >= least
+
+
+def _refused_as_not_causal(reason: str, node: Node) -> StreamingError:
+    path, line = str(node.target) if node.op == "call_module" else module_path_of(node), user_line_of(node)
+    where = f" in {path!r}" if path else ""
+    at = f" at {line}" if line else ""
+    name = path if node.op == "call_module" else str(node.target)
+    return StreamingError(
+        f"streaming: {name}{where}{at} gives something else in pieces than for the whole sequence: {reason}.",
+        hint="a conv, pooling, attention, mean or position over time needs all steps; stream the part of the "
+        "model in which every step is computed from those before it.",
+    )

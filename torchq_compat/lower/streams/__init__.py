@@ -1,1 +1,0 @@
-"""A converted model that is fed its sequences in pieces."""

@@ -1,1 +1,0 @@
-"""Measure the float model, this package and FX on the same batches."""

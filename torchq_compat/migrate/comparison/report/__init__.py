@@ -1,1 +1,0 @@
-"""Show the measurements: as tables, as JSON and as one HTML page."""

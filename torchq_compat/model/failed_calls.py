@@ -1,0 +1,187 @@
+"""Explain failed calls of captured models: which argument differs from the example, and which op failed."""
+
+from __future__ import annotations
+
+import linecache
+import operator
+import traceback
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from torchq_compat.capture.sizes.input_sizes import Dimension
+from torchq_compat.errors import CallError, InputError
+from torchq_compat.support.argument_checks import shown
+from torchq_compat.support.dtypes import dtype_name
+from torchq_compat.support.graph_nodes import module_path_of
+from torchq_compat.support.upstream import pytree
+
+if TYPE_CHECKING:
+    from torchq_compat.model.graph_module import QuantizationGraphModule
+
+
+#: What kernels and generated code raise on arguments that do not fit; a MemoryError has another cause.
+FAILURES = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+
+
+def explain_failed_call(
+    model: QuantizationGraphModule, stage: str, args: tuple[Any, ...], cause: BaseException
+) -> CallError | None:
+    """Return the error for the user; None if ``cause`` does not come from the arguments.
+
+    Args:
+        model: the model whose graph has the example's values on its placeholders.
+        stage: "prepared" or "converted".
+    """
+    if isinstance(cause, (RecursionError, torch.OutOfMemoryError)) or type(cause) is InputError:
+        return None  # An InputError says itself what is wrong.
+    expected = [
+        (str(node.target), node.meta.get("val")) for node in model.graph.nodes if node.op == "placeholder"
+    ]
+    given = pytree.tree_leaves(args)
+    sizes = model.record.signature.sizes.of_placeholders(model.graph)
+    problem = next(_differences(expected, given, sizes), "")
+    wanted = ", ".join(
+        f"{name}: {_described(value, dimensions)}"
+        for (name, value), dimensions in zip(expected, sizes, strict=True)
+    )
+    return _call_failed(stage, _place(cause), problem, cause, wanted)
+
+
+def check_structure(model: GraphModule, args: tuple[Any, ...]) -> None:
+    """Refuse elements and keys that the example did not have; the generated code would ignore them.
+
+    Raises:
+        CallError: ``args`` hold another number of values, or another nesting, than the example of ``model``.
+    """
+    info = getattr(model.graph._codegen, "pytree_info", None)
+    count = len(pytree.tree_leaves(args))
+    if info is not None and count != info.in_spec.num_leaves:
+        raise CallError(
+            f"the arguments hold {count} values where those of the example held {info.in_spec.num_leaves}.",
+            hint="pass tuples, lists and dicts of the structure of example_inputs, with the same keys.",
+        )
+    if info is not None and not _has_nesting(structure_of(info.in_spec.child(0)), args):
+        raise CallError(
+            "the arguments are nested in another way than those of the example.",
+            hint="pass tuples, lists and dicts of the structure of example_inputs, with the same keys.",
+        )
+
+
+def _has_nesting(structure: Any, args: Any) -> bool:
+    if structure == "other":
+        return True
+    if structure is None or type(args) not in (tuple, list):
+        return structure is None and type(args) not in (tuple, list, dict)
+    return len(args) == len(structure) and all(map(_has_nesting, structure, args))
+
+
+def structure_of(spec: pytree.TreeSpec) -> Any:
+    """Return ``spec`` as nested tuples with None for leaves; "other" if it has more than tuples and lists."""
+    if spec.is_leaf():
+        return None
+    children = [structure_of(child) for child in spec.children()]
+    return tuple(children) if spec.type in (tuple, list) and "other" not in children else "other"
+
+
+def has_structure(structure: Any, args: Any) -> bool:
+    """Return whether ``args`` are tensors in tuples and lists of ``structure``, from ``structure_of``."""
+    if structure is None:
+        return isinstance(args, Tensor)
+    if structure == "other" or type(args) not in (tuple, list) or len(args) != len(structure):
+        return False
+    return all(map(has_structure, structure, args))
+
+
+def has_example_dtypes(model: GraphModule, args: tuple[Any, ...]) -> bool:
+    """Return whether the tensors among ``args`` have the dtypes of the example of ``model``, or other floats
+    in place of floats."""
+    examples = [node.meta.get("val") for node in model.graph.find_nodes(op="placeholder")]
+    return all(
+        value.dtype is example.dtype or (value.is_floating_point() and example.is_floating_point())
+        for value, example in zip(pytree.tree_leaves(args), examples, strict=False)
+        if isinstance(value, Tensor) and isinstance(example, Tensor)
+    )
+
+
+def _differences(
+    expected: list[tuple[str, Any]], given: list[Any], sizes: list[tuple[Dimension, ...]]
+) -> Iterator[str]:
+    """Yield the differences of ``given`` from the example, argument by argument."""
+    if len(expected) != len(given):
+        yield f"its arguments hold {len(given)} values where the example held {len(expected)}"
+        return
+    for (name, example), value, dimensions in zip(expected, given, sizes, strict=True):
+        if not isinstance(example, Tensor):
+            continue
+        if not isinstance(value, Tensor):
+            yield f"argument {name!r} must be a tensor, got {shown(value)}"
+        elif value.dim() != example.dim():
+            yield f"argument {name!r} has {value.dim()} dimensions where the example had {example.dim()}"
+        elif value.dtype != example.dtype:
+            yield f"argument {name!r} is {value.dtype} where the example was {example.dtype}"
+        elif value.device != example.device:
+            yield f"argument {name!r} is on {value.device} where the example was on {example.device}"
+        else:
+            for size, each in zip(value.shape, dimensions, strict=True):
+                if each.is_fixed and size != each.example:
+                    where = f"in dimension {each.index}, the example {each.example}"
+                    yield f"argument {name!r} has size {size} {where}"
+
+
+def _described(value: Any, dimensions: Iterable[Dimension]) -> str:
+    if not isinstance(value, Tensor):
+        return "None" if value is None else type(value).__name__
+    sizes = ", ".join(str(each.example) if each.is_fixed else "any" for each in dimensions)
+    return f"{dtype_name(value.dtype)} ({sizes})"
+
+
+def _place(cause: BaseException) -> str:
+    """Return the node that failed, with the module path around it: "'encoder.fc' (linear)"."""
+    paths: list[str] = []
+    operation = ""
+    for frame, line in traceback.walk_tb(cause.__traceback__):
+        owner = frame.f_locals.get("self")
+        if not isinstance(owner, GraphModule) or "eval_with_key" not in frame.f_code.co_filename:
+            continue
+        node = _node_of_line(owner, linecache.getline(frame.f_code.co_filename, line))
+        if node is not None:
+            operation = node.name
+            paths.append(_path(node))
+    path = ".".join(filter(None, paths))
+    return f"{path!r} ({operation})" if path else operation
+
+
+def _node_of_line(module: GraphModule, line: str) -> Node | None:
+    """Return the node that ``line`` of the generated code computes."""
+    name = line.partition("=")[0].partition(":")[0].strip()
+    return next((node for node in module.graph.nodes if node.name == name), None)
+
+
+def _path(node: Node) -> str:
+    if node.op == "call_module":
+        return str(node.target)
+    path = module_path_of(node)
+    # A node inserted for an op has no module path of its own: use the path of that op.
+    if not path and any(word in str(node.target) for word in ("quantize_per", "choose_qparams")):
+        return next(filter(None, map(_path_of_reader, node.users)), "")
+    return path
+
+
+def _path_of_reader(node: Node) -> str:
+    is_result = node.target is operator.getitem
+    return next(filter(None, map(_path, node.users)), "") if is_result else _path(node)
+
+
+def _call_failed(stage: str, place: str, problem: str, cause: BaseException, wanted: str) -> CallError:
+    lines = str(cause).strip().splitlines() or [""]
+    where = f" at {place}" if place else ""
+    reason = f"{type(cause).__name__}: {lines[0]}"
+    return CallError(
+        f"the call of the {stage} model failed{where}: {f'{problem}; ' if problem else ''}{reason}",
+        hint=f"it was prepared for ({wanted}); compare the arguments in number, structure, shape, dtype "
+        "and device.",
+    )

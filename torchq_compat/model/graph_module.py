@@ -1,0 +1,569 @@
+"""The GraphModules that prepare_fx and convert_fx return; they are called like the float model."""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+import traceback
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import wraps
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Self, cast
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule
+from torch.fx.graph import PythonCode
+
+from torchq_compat.annotate.observed_graph import ObservedPlace, observer_label, observer_nodes
+from torchq_compat.capture.opaque_calls import refresh_boundaries
+from torchq_compat.capture.signature import CallSignature
+from torchq_compat.capture.training import freeze_batch_norm, set_training
+from torchq_compat.errors import (
+    CalibrationError,
+    CheckpointError,
+    ModuleAttributeError,
+    OnnxError,
+    TorchQCompatError,
+)
+from torchq_compat.fx_state.states import fx_state_loader, is_fx_state
+from torchq_compat.model.failed_calls import (
+    FAILURES,
+    check_structure,
+    explain_failed_call,
+    has_example_dtypes,
+    has_structure,
+    structure_of,
+)
+from torchq_compat.model.other_tools import (
+    StateOfCaptured,
+    guard,
+    refuse_fx_tracer,
+    refuse_numeric_suite,
+    refuse_torchao_prepare,
+    told_of_layers,
+)
+from torchq_compat.model.quantized_interface import (
+    QuantizedInterface,
+    input_qparams,
+    output_qparams,
+    take_integers,
+)
+from torchq_compat.model.state import check_state, qparams_state, set_qparams_state, with_plain_tables
+from torchq_compat.model.view_hooks import HOOKED, calling_hooks, is_of_a_hook
+from torchq_compat.model.views import ModuleFacts, hooked_views, install_prepared_views, install_views
+from torchq_compat.read.backend_configs import BackendTable
+from torchq_compat.read.qconfig_mappings import QConfigRules
+from torchq_compat.read.qparams import QParams, adopt_loaded_qparams
+from torchq_compat.support import metadata
+from torchq_compat.support.decisions import Decision
+from torchq_compat.support.graph_nodes import copied_weights
+from torchq_compat.support.later_stages import (
+    graph_for_onnx,
+    is_captured_for_onnx,
+    run_for_onnx,
+    scripted_graph,
+)
+from torchq_compat.support.torch_ao import freeze_bn_stats, update_bn_stats
+from torchq_compat.support.upstream import USER_PRESERVED_ATTRIBUTES_KEY
+
+if TYPE_CHECKING:
+    from torchq_compat.lower.torchscript.scripted import ScriptedGraph
+
+
+_CALIBRATION = threading.RLock()
+#: The path of a float model that is a custom module itself, in the module that wraps it.
+ROOT = "module"
+#: An attribute of FX's converted models: ``conv1_input_scale_0``.
+QPARAMS_OF_FX = re.compile(r".+_(scale|zero_point)_\d+")
+#: Attribute that holds the structure of the arguments, with the pytree_info it was read from.
+STRUCTURE = "_torchq_compat_structure"
+#: Legacy switch -> whether batch norms are frozen.
+BATCH_NORM_SWITCHES = {
+    freeze_bn_stats: True,
+    update_bn_stats: False,
+}
+
+
+class Stage(Enum):
+    PREPARED = "prepared"
+    CONVERTED = "converted"
+
+
+@dataclass(frozen=True)
+class ModelRecord:
+    """Facts about a model of this package, in ``GraphModule.meta``; frozen, so that copies of the model share
+    them.
+
+    Attributes:
+        rules: the QConfigMapping the model was prepared with; None if a torchao Quantizer was given instead.
+        backend: the BackendConfig the model was prepared with; None as for ``rules``.
+        is_custom_module: whether the float model is a custom module itself; see ``modules.registry``.
+        modules: path -> facts about that module of the float model.
+        batch_norms: path of every captured batch norm -> path of the op it follows.
+        steps: paths of the models that run one step of a loop; the modules in them can also be reached
+            without these prefixes.
+        observed: the places that prepare observes.
+        fx_converts_otherwise: paths of the ops that FX converts to other qparams or ranges than they trained
+            with; from convert on.
+        observer_qparams: whether it was converted to those.
+        trial_inputs: arguments that the float model took, for trials; None from convert on.
+    """
+
+    stage: Stage
+    signature: CallSignature
+    decisions: tuple[Decision, ...]
+    is_qat: bool
+    rules: QConfigRules | None
+    interface: QuantizedInterface = field(default_factory=QuantizedInterface)
+    backend: BackendTable | None = None
+    is_custom_module: bool = False
+    modules: Mapping[str, ModuleFacts] = field(default_factory=dict)
+    batch_norms: Mapping[str, str] = field(default_factory=dict)
+    steps: tuple[str, ...] = ()
+    observed: tuple[ObservedPlace, ...] = ()
+    fx_converts_otherwise: tuple[str, ...] = ()
+    observer_qparams: bool = False
+    trial_inputs: tuple[Any, ...] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+
+def is_asked_by_torch_jit(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).startswith(("torch.jit", "torch._jit_internal"))
+
+
+class QuantizationGraphModule(GraphModule):
+    """A captured model that supports the float model's call forms, ``train()`` and ``eval()``."""
+
+    #: Properties that torch.jit.trace would compile.
+    __jit_unused_properties__ = [  # noqa: RUF012 - torch.fx has a list there
+        "graph",
+        "code",
+        "_boxed_call",
+        "reference",
+        "lowering",
+        "record",
+        "is_prepared",
+        "__jit_ignored_attributes__",
+    ]
+
+    @classmethod
+    def wrap(cls, graph_module: GraphModule, record: ModelRecord, preserved: Mapping[str, Any]) -> Self:
+        """Return ``graph_module`` as this class, with the ``preserved`` attributes of the float model."""
+        wrapped = cls(graph_module, graph_module.graph)
+        wrapped.meta.update(graph_module.meta)
+        metadata.RECORD.write(wrapped, record)
+        # GraphModule.__deepcopy__ copies only the attributes named under this key.
+        wrapped.meta[USER_PRESERVED_ATTRIBUTES_KEY] = dict(preserved)
+        guard(wrapped, record.stage.value)
+        for name, value in preserved.items():
+            setattr(wrapped, name, value)
+        wrapped.train(record.stage is Stage.PREPARED and record.is_qat)
+        if record.stage is Stage.PREPARED:
+            install_prepared_views(wrapped, record.modules)
+        return wrapped
+
+    @property
+    def graph(self) -> Graph:
+        record = record_of(self)
+        if record is not None:
+            refuse_torchao_prepare(record.stage.value)
+            told_of_layers(record.stage.value)
+        return GraphModule.graph.fget(self)  # type: ignore[attr-defined, no-any-return]
+
+    @graph.setter
+    def graph(self, graph: Graph) -> None:
+        GraphModule.graph.fset(self, graph)  # type: ignore[attr-defined]
+
+    @property
+    def reference(self) -> QuantizationGraphModule:
+        """The model that the decisions of ``record`` describe: this one, unless it was lowered."""
+        return self
+
+    @property
+    def lowering(self) -> tuple[Decision, ...]:
+        """The decisions made after conversion."""
+        return ()
+
+    @property
+    def record(self) -> ModelRecord:
+        return metadata.RECORD.required(self)
+
+    def add_decisions(self, decisions: tuple[Decision, ...]) -> None:
+        """Add ``decisions`` about the finished model to its record."""
+        record = replace(self.record, decisions=(*self.record.decisions, *decisions))
+        metadata.RECORD.write(self, record)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        record, is_compiled = self.record, torch.compiler.is_compiling()
+        is_traced = not is_compiled and torch._C._is_tracing()
+        if is_traced and torch.onnx.is_in_onnx_export():
+            raise _old_exporter(record.stage.value)
+        bound = args
+        if is_compiled or is_traced or not record.signature.knows(args, kwargs):
+            bound = record.signature.bind(args, kwargs)
+            # Dynamo cannot trace the access to the graph, and compares structures itself.
+            if not is_compiled and not self._has_structure(bound):
+                check_structure(self.reference, bound)
+            if not is_compiled and not is_traced:
+                if has_example_dtypes(self.reference, bound):
+                    record.signature.accept(bound)
+                elif self.reference is not self:
+                    # Its quantize nodes refuse what the kernels would read as integers on their own qparams.
+                    return self.reference(*bound)
+        if is_traced:
+            return self._scripted().call(bound)
+        try:
+            observes = record.stage is Stage.PREPARED and not record.is_qat
+            hooked = hooked_views(self.reference) if HOOKED and not is_compiled else {}
+            if is_compiled or not (observes or hooked):
+                return super().__call__(*bound)
+            # Observers read, compare and write back: concurrent calibration would lose extremes.
+            with _CALIBRATION, calling_hooks(self, hooked) if hooked else nullcontext():
+                return super().__call__(*bound)
+        except FAILURES as cause:
+            error = None if is_of_a_hook(cause) else self._explained(bound, cause)
+            if error is None:
+                raise
+            raise error from cause
+
+    @property
+    def is_prepared(self) -> bool:
+        return self.record.stage is Stage.PREPARED
+
+    @property
+    def __jit_ignored_attributes__(self) -> list[str]:
+        """The names torch.jit.trace skips: it would compile what submodules export, and the scripted graph
+        calls none of them."""
+        return ["is_prepared", *self._modules]
+
+    def __dir__(self) -> list[str]:
+        names = set(super().__dir__())  # type: ignore[no-untyped-call]
+        # torch.jit would compile the ignored names too if it found them here.
+        if is_asked_by_torch_jit(sys._getframe(1)):
+            private = {name for name in vars(self) if name.startswith("_torchq_compat")}
+            return sorted(names - set(self._modules) - private)
+        return sorted(names - {"torchscript_observes"})
+
+    @torch.jit.export
+    def torchscript_observes(self) -> bool:
+        """Return False. torch.jit.trace reads ``__jit_ignored_attributes__`` only if a method is exported."""
+        return False
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """Return a plain module with the same computation, which torch.jit.script calls for and compiles.
+
+        Raises:
+            ExportError: a module or operator has no form in TorchScript.
+        """
+        return self._scripted().module()
+
+    def _scripted(self) -> ScriptedGraph:
+        scripted: ScriptedGraph = scripted_graph(self)
+        return scripted
+
+    def _has_structure(self, args: tuple[Any, ...]) -> bool:
+        """Return whether ``args`` are tensors, in tuples and lists of the same lengths as in the example."""
+        info = getattr(self.reference.graph._codegen, "pytree_info", None)
+        if info is None:
+            return all(isinstance(arg, Tensor) for arg in args)
+        known = vars(self).get(STRUCTURE)
+        if known is None or known[0] is not info:
+            known = vars(self)[STRUCTURE] = (info, structure_of(info.in_spec.child(0)))
+        return has_structure(known[1], args)
+
+    def _explained(self, args: tuple[Any, ...], cause: Exception) -> TorchQCompatError | None:
+        """Return the error that explains a failed call; None if ``cause`` says enough itself."""
+        if isinstance(cause, TorchQCompatError) or torch.compiler.is_compiling():
+            return None
+        stage = self.record.stage
+        if stage is Stage.PREPARED and not self.record.is_qat and isinstance(cause, RuntimeError):
+            place = _failing_observer(self, cause)
+            if place is not None:
+                return _observer_failed(place, cause)
+        return explain_failed_call(self.reference, stage.value, args, cause)
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """Call ``nn.Module.named_children``; refuse the Numeric Suite."""
+        if not torch.compiler.is_dynamo_compiling():  # It cannot look at frames.
+            refuse_numeric_suite(sys._getframe(1))
+        return super().named_children()
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """Call ``nn.Module.named_modules``; refuse the Numeric Suite."""
+        if not torch.compiler.is_dynamo_compiling():  # It cannot look at frames.
+            refuse_numeric_suite(sys._getframe(1))
+        modules: Iterator[tuple[str, nn.Module]] = super().named_modules(*args, **kwargs)
+        return modules
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state as ``nn.Module.state_dict`` does; iterating over it refuses the Numeric Suite."""
+        if not args and kwargs.get("destination") is None:
+            kwargs["destination"] = StateOfCaptured()
+            kwargs["destination"]._metadata = OrderedDict()
+        return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load a state as ``nn.Module.load_state_dict`` does; if it does not fit, the model is unchanged.
+
+        Raises:
+            CheckpointError: ``state_dict`` is not a state, has missing or unexpected keys, shapes or dtypes
+                that do not fit, or invalid qparams.
+        """
+        check_state(state_dict, self)
+        foreign = sorted(state_dict.keys() - self.state_dict().keys()) if is_fx_state(state_dict) else []
+        if foreign:
+            loader = fx_state_loader()
+            if loader is None:
+                raise _is_of_fx(foreign)
+            return loader(self, state_dict)
+        # torchao's observers keep the tensors they are given, uncopied: two models would share them.
+        own = OrderedDict((k, v.clone() if isinstance(v, Tensor) else v) for k, v in state_dict.items())
+        # Without version metadata torch treats the state as an old one, and resets the eps of observers.
+        own._metadata = getattr(state_dict, "_metadata", self.state_dict()._metadata)  # type: ignore[attr-defined]
+        state_dict = own
+        before = {name: value.clone() for name, value in self.state_dict().items()}
+        adopt_loaded_qparams(self, state_dict)
+        try:
+            return super().load_state_dict(state_dict, strict=strict, assign=assign)
+        except Exception as cause:
+            adopt_loaded_qparams(self, before)
+            super().load_state_dict(before, strict=False)
+            if isinstance(cause, CheckpointError):
+                raise
+            raise CheckpointError.other_model(str(cause)) from cause
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        with warnings.catch_warnings():
+            # Copying the TreeSpecs of an exported graph triggers a warning about torch's own pytree code.
+            warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
+            memo.update(copied_weights(self))
+            copied = cast("Self", super().__deepcopy__(memo))
+        if copied.record.stage is Stage.PREPARED:
+            install_prepared_views(copied, copied.record.modules)
+        return copied
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            record = record_of(self) if "meta" in vars(self) else None
+            for path in record.steps if record is not None and not name.startswith(("_", "loop")) else ():
+                step = self.get_submodule(path)
+                if name in step._modules:
+                    return step._modules[name]
+            if QPARAMS_OF_FX.fullmatch(name):
+                raise ModuleAttributeError(
+                    f"the model has no {name!r}: qparams have these names in FX's graphs.",
+                    hint="the module at a layer's path is a view with weight(), scale and zero_point; "
+                    "explain(model) has the qparams of every place.",
+                ) from None
+            if record is None or not record.is_custom_module or name == ROOT:
+                raise
+            return getattr(self.get_submodule(ROOT), name)
+
+    def _get_name(self) -> str:
+        # A tracer reads the name of its root first.
+        refuse_fx_tracer(self.record.stage.value)
+        return type(self).__name__
+
+    def __reduce__(self) -> Any:
+        raise CheckpointError(
+            f"a {self.record.stage.value} model cannot be pickled: its graph would lose what it knows "
+            "of the float model.",
+            hint="save model.state_dict() and load it into a model prepared (and converted) the same way; "
+            "to ship a converted model use torch.export.export and torch.export.save.",
+        )
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of dropout and batch norm, in the graph and in every module it calls."""
+        super().train(mode)
+        set_training(self, mode)
+        return self
+
+    def apply(self, fn: Callable[[nn.Module], Any]) -> Self:
+        """Call ``nn.Module.apply``; for torch.ao's batch norm switches, switch the batch norms of the graph.
+
+        These switches look for classes of fused QAT modules, which a captured model does not have.
+        """
+        if fn in BATCH_NORM_SWITCHES:
+            freeze_batch_norm(self, BATCH_NORM_SWITCHES[fn])
+            return self
+        return super().apply(fn)
+
+
+class ConvertedModel(QuantizationGraphModule):
+    """A quantized model, as ``convert_fx`` and ``convert_to_reference_fx`` return it."""
+
+    @property
+    def reference(self) -> ConvertedModel:
+        """The q-dq graph of ``convert_to_reference_fx``: this model itself, unless it was lowered."""
+        return self
+
+    def input_qparams(self) -> tuple[QParams | None, ...]:
+        """Return, for each flat input, the qparams of its integers; None if the input is not quantized."""
+        raise NotImplementedError
+
+    def output_qparams(self) -> tuple[QParams | None, ...]:
+        """Return, for each flat output, the qparams of its integers; None if the output is not quantized."""
+        raise NotImplementedError
+
+
+class ConvertedGraphModule(ConvertedModel):
+    """A q-dq graph, with all qparams in its state_dict, and views in place of the float model's modules."""
+
+    @classmethod
+    def wrap(cls, graph_module: GraphModule, record: ModelRecord, preserved: Mapping[str, Any]) -> Self:
+        """See ``QuantizationGraphModule``."""
+        wrapped = super().wrap(graph_module, record, preserved)
+        install_views(wrapped, record.modules)
+        wrapped._note_input_qparams()
+        return wrapped
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        copied = super().__deepcopy__(memo)
+        install_views(copied, copied.record.modules)
+        return copied
+
+    def get_extra_state(self) -> Tensor:
+        return qparams_state(self)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """See ``set_qparams_state``."""
+        set_qparams_state(self, state)
+
+    def input_qparams(self) -> tuple[QParams | None, ...]:
+        """See ``ConvertedModel``."""
+        if torch.compiler.is_dynamo_compiling():
+            return metadata.INPUT_QPARAMS.required(self)
+        return input_qparams(self, self.record.interface)
+
+    def _note_input_qparams(self) -> None:
+        if record_of(self) is not None:
+            metadata.INPUT_QPARAMS.write(self, self.input_qparams())
+
+    def output_qparams(self) -> tuple[QParams | None, ...]:
+        """See ``ConvertedModel``."""
+        return output_qparams(self, self.record.interface)
+
+    @property
+    def graph(self) -> Graph:
+        """The q-dq graph; for torch.export and torch.onnx, which interpret it, one with operators that every
+        runtime has."""
+        if self._is_asked_for_onnx():
+            return graph_for_onnx(self)
+        graph = super().graph
+        return (with_plain_tables(self, graph) or graph) if _is_exported_alone() else graph
+
+    @graph.setter
+    def graph(self, graph: Graph) -> None:
+        GraphModule.graph.fset(self, graph)  # type: ignore[attr-defined]
+
+    def recompile(self) -> PythonCode:
+        """See ``torch.fx.GraphModule``. Adapt ``forward`` too: torch.export calls it inside another model."""
+        code = super().recompile()
+        self._note_input_qparams()
+        plain = with_plain_tables(self, self._graph)
+        if plain is None:
+            return code
+        compiled = type(self).forward
+        exported = type(GraphModule(self, plain)).forward
+
+        @wraps(compiled)
+        def forward(self: ConvertedGraphModule, *args: Any) -> Any:
+            return exported(self, *args) if _is_exported_alone() else compiled(self, *args)
+
+        type(self).forward = forward
+        return code
+
+    def _is_asked_for_onnx(self) -> bool:
+        return is_captured_for_onnx() and record_of(self) is not None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_asked_for_onnx():
+            return run_for_onnx(self, self.record.signature.bind(args, kwargs))
+        if not self.record.interface.inputs:
+            return super().__call__(*args, **kwargs)
+        bound = self.record.signature.bind(args, kwargs)
+        return super().__call__(*take_integers(bound, self.input_qparams()))
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """See ``QuantizationGraphModule``."""
+        keys = super().load_state_dict(state_dict, strict=strict, assign=assign)
+        # The cells have new qparams now, so the boundaries around them are refreshed.
+        for module in reversed(list(self.modules())):
+            if isinstance(module, ConvertedGraphModule):
+                refresh_boundaries(module)
+        return keys
+
+
+def _is_exported_alone() -> bool:
+    """Return whether ``torch.export.export`` is capturing; ``torch.onnx.export`` runs the graph itself."""
+    return torch.compiler.is_exporting() and not torch.onnx.is_in_onnx_export()
+
+
+def preserved_of(model: GraphModule) -> dict[str, Any]:
+    """Return the preserved attributes of ``model``, which this package made."""
+    preserved: dict[str, Any] = model.meta.get(USER_PRESERVED_ATTRIBUTES_KEY, {})
+    return dict(preserved)
+
+
+def _failing_observer(model: nn.Module, cause: BaseException) -> str | None:
+    """Return the place in ``model`` of the innermost observer on the stack of ``cause``; None if none is."""
+    paths = {
+        observer: ".".join(filter(None, (prefix, observer_label(node))))
+        for prefix, graph_module in model.named_modules()
+        if isinstance(graph_module, GraphModule)
+        for node, observer in observer_nodes(graph_module)
+    }
+    frames = [frame for frame, _ in traceback.walk_tb(cause.__traceback__)]
+    owners = (frame.f_locals.get("self") for frame in reversed(frames))
+    return next((paths[owner] for owner in owners if isinstance(owner, nn.Module) and owner in paths), None)
+
+
+def record_of(model: object) -> ModelRecord | None:
+    """Return the record of ``model``; None if this package did not make it."""
+    meta = getattr(model, "meta", None)
+    record = meta.get(metadata.RECORD.name) if isinstance(meta, dict) else None
+    return record if isinstance(record, ModelRecord) else None
+
+
+def _is_of_fx(names: list[str]) -> CheckpointError:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return CheckpointError(
+        "the state has observers or weights by names that models of torch.ao's FX and eager mode have, and "
+        f"this one has not: {', '.join(names[:3])}{more}.",
+        hint="if FX saved it, load it with torchq_compat.checkpoints.load_fx_state(prepared, state_dict) "
+        "into a "
+        "model prepared here, and convert that; this model was left as it was.",
+    )
+
+
+def _old_exporter(stage: str) -> OnnxError:
+    return OnnxError(
+        f"torch.onnx.export(..., dynamo=False) cannot write a {stage} model: it traces TorchScript, which "
+        f"has no "
+        "loop of free length and none of the quantize operators.",
+        hint="call torchq_compat.to_onnx(converted, example_inputs, path=...), or torch.onnx.export without "
+        "dynamo=False.",
+    )
+
+
+def _observer_failed(place: str, cause: BaseException) -> CalibrationError:
+    first_line = str(cause).strip().split("\n", 1)[0]
+    return CalibrationError(
+        f"the observer at {place} failed on this batch: {type(cause).__name__}: {first_line}",
+        hint="look for NaN or infinity in the batch with torch.isfinite; earlier batches are kept.",
+    )

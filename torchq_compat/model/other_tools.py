@@ -1,0 +1,202 @@
+"""Tell tools that walk, trace or quantize graphs that they find no FX model here."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from collections import OrderedDict
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+from torch.fx import GraphModule, Tracer
+
+from torchq_compat.errors import ConvertError, FxError
+from torchq_compat.support.torch_ao import FX_ENGINE, QuantizationTracer
+from torchq_compat.support.upstream import get_node_name_to_scope
+from torchq_compat.support.user_warnings import warn_user
+
+# Telling code that walks the graph of one of our models that it finds no layers there.
+#
+# Legacy: FX's graphs call modules, so scripts and toolkits look for ``call_module`` nodes of layers; those
+# of torch.export have operators. ``torchq-compat run`` enables this, for code that was written for FX's
+# graphs.
+
+
+OWN = "torchq_compat."
+#: The packages that read graphs for their own purposes.
+READERS = (OWN, "torch.", "torchao.")
+_TELLS: list[bool] = []
+
+
+def tell_graph_readers() -> None:
+    """Warn whoever reads the graph of one of our models, from now on in this process."""
+    _TELLS[:] = [True]
+
+
+def told_of_layers(stage: str) -> None:
+    """Warn the code that reads the graph of a model, unless it is a library's, or only prints it.
+    It is called in the property ``graph`` of our models."""
+    if not _TELLS:
+        return
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _name(frame).startswith(OWN) and frame.f_code.co_name == "graph":
+        frame = frame.f_back
+    if frame is None or _name(frame).startswith(READERS):
+        return
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+    if "print" not in line:
+        warn_user(
+            f"the graph of a {stage} model is torch.export's: its layers are aten operators, and code that "
+            "looks for call_module nodes of layers finds none. Observers are called as in FX, by other "
+            "numbers, those of weights among them; explain(model) has every op with its module."
+        )
+
+
+def _name(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__"))
+
+
+# Refuse torch.ao's Numeric Suite, which would silently find nothing in a model of this package.
+#
+# The suite looks for torch.ao's modules, or for their names in a state_dict. So the models, and the states
+# they return, check the calling frame, as ``other_engines`` does.
+
+
+SUITE = "torch.ao.ns."
+#: Frames between the suite and our methods: children() calls named_children(), modules() calls
+#: named_modules(), and our methods call those of the base class. After torch.compile was used, torch._dynamo
+#: wraps ``Tracer.trace``.
+BETWEEN = ("torch.nn.modules.module", "torchq_compat.", "torch._dynamo.")
+
+
+class StateOfCaptured(OrderedDict[str, Any]):
+    """The state_dict of a captured model; it is pickled as a plain OrderedDict."""
+
+    def __iter__(self) -> Iterator[str]:
+        refuse_numeric_suite(sys._getframe(1))
+        return super().__iter__()
+
+    def __copy__(self) -> StateOfCaptured:
+        copied = StateOfCaptured(self.items())
+        vars(copied).update(vars(self))
+        return copied
+
+    def __reduce__(self) -> Any:
+        reduced: tuple[Any, ...] = tuple(super().__reduce__())
+        return (OrderedDict, *reduced[1:])
+
+
+def refuse_numeric_suite(frame: FrameType | None) -> None:
+    """Raise if the Numeric Suite reads the modules of a model, or the keys of a state, from ``frame``.
+
+    Raises:
+        FxError: the suite is the caller.
+    """
+    while frame is not None and _module_of(frame).startswith(BETWEEN):
+        frame = frame.f_back
+    called = ""
+    while frame is not None and _module_of(frame).startswith(SUITE):
+        called, frame = frame.f_code.co_name, frame.f_back
+    if called:
+        raise suite_error(called)
+
+
+def _module_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__"))
+
+
+def suite_error(function: str) -> FxError:
+    """Return the error for a ``function`` of the suite that was given a model of this package."""
+    return FxError(
+        f"{function} of the Numeric Suite finds nothing in a model of torchq_compat: its graph has no "
+        "modules of torch.ao.",
+        hint="torchq_compat.compare measures every place against the float model, and torchq_compat.suggest "
+        "returns the mapping that leaves the worst places float.",
+    )
+
+
+# Keep other engines from preparing, converting or tracing the models of this package.
+#
+# FX's ``convert_fx`` and torchao's ``convert_pt2e`` accept any GraphModule whose ``meta`` has what a
+# prepare wrote. In a model prepared by this package they would silently leave custom modules observed and
+# batch norms unfolded: a half-ported script would go on with a float model.
+
+
+#: The key of ``GraphModule.meta`` that torch.ao's and torchao's prepare write, and their convert reads first.
+OBSERVED_KEY = "_observed_graph_module_attrs"
+CALLERS_OF_TRACE = 4
+
+
+def guard(graph_module: GraphModule, stage: str) -> None:
+    """Make every other convert fail on ``graph_module`` with a ConvertError."""
+    kept = graph_module.meta.get(OBSERVED_KEY)
+    if not isinstance(kept, _Guard):
+        graph_module.meta[OBSERVED_KEY] = _Guard(kept, stage)
+
+
+def unguard(graph_module: GraphModule) -> None:
+    """Undo ``guard``, before this package passes the model to torchao."""
+    kept = graph_module.meta.get(OBSERVED_KEY)
+    if isinstance(kept, _Guard):
+        graph_module.meta[OBSERVED_KEY] = vars(kept)["kept"]
+        if vars(kept)["kept"] is None:
+            del graph_module.meta[OBSERVED_KEY]
+
+
+def refuse_fx_tracer(stage: str) -> None:
+    """Raise if FX's prepare or fuse is the caller; called from a method that torch.fx's tracers call first.
+
+    Raises:
+        ConvertError: FX's ``prepare_fx`` or ``fuse_fx`` was given a model of this package.
+        FxError: the Numeric Suite was given a model of this package.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    if isinstance(frame and frame.f_locals.get("self"), Tracer):
+        refuse_numeric_suite(frame and frame.f_back)
+    if frame is not None and isinstance(frame.f_locals.get("self"), QuantizationTracer):
+        raise _other_engine(stage)
+    # fuse_fx calls the tracer through torch.fx.symbolic_trace.
+    for _ in range(CALLERS_OF_TRACE):
+        if frame is None:
+            return
+        if frame.f_globals.get("__name__") == FX_ENGINE:
+            raise _other_engine(stage)
+        frame = frame.f_back
+
+
+def refuse_torchao_prepare(stage: str) -> None:
+    """Raise if torchao's prepare is the caller; called where the graph of a model is read.
+
+    Raises:
+        ConvertError: ``prepare_pt2e`` or ``prepare_qat_pt2e`` was given a model of this package.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith("torchq_compat."):
+        frame = frame.f_back
+    # This is the function of torchao's prepare that reads the graph first (torchao 0.18).
+    if frame is not None and frame.f_code is get_node_name_to_scope.__code__:
+        raise _other_engine(stage)
+
+
+class _Guard:
+    """A stand-in for the value that torchao's prepare left; reading any attribute raises a ConvertError."""
+
+    #: torchao's convert reads this of every submodule; a standalone module is one, and is converted before.
+    is_observed_standalone_module = False
+
+    def __init__(self, kept: Any, stage: str) -> None:
+        self.kept = kept
+        self.stage = stage
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("__") or name == "is_observed_standalone_module":
+            return object.__getattribute__(self, name)
+        raise _other_engine(vars(self)["stage"])
+
+
+def _other_engine(stage: str) -> ConvertError:
+    return ConvertError(
+        f"this model was {stage} by torchq_compat: torch.ao's and torchao's functions cannot take it on.",
+        hint="import prepare_fx, convert_fx and convert_to_reference_fx from torchq_compat, all of them.",
+    )

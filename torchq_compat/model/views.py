@@ -1,0 +1,523 @@
+"""Views of the float model's modules in a prepared or converted model, such as ``q.conv1.weight()``."""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+from torch.utils.hooks import RemovableHandle
+from torchao.quantization.pt2e import fake_quantize
+
+from torchq_compat.capture.origins import is_fx_leaf
+from torchq_compat.errors import ModuleAttributeError
+from torchq_compat.model.view_hooks import HOOK_STATE, HOOKED, check_hookable, has_hooks
+from torchq_compat.read.observers import LegacyFakeQuantizeAdapter
+from torchq_compat.read.qdq import DEQUANTIZE_DYNAMIC, DEQUANTIZE_PER_CHANNEL, DEQUANTIZES, QUANTIZE
+from torchq_compat.support.graph_nodes import attribute_of, module_path_of
+from torchq_compat.support.quantized_tensors import of_integers, of_integers_per_channel
+from torchq_compat.support.torch_ao import fake_quantize as legacy_fake_quantize
+
+# Views of the float model's modules in a converted model: ``q.conv1.weight()``, ``.scale``, ``print(q)``.
+#
+# Legacy: modules of ``torch.ao.nn.quantized``. A captured graph has no modules, so a view is put at the
+# path of each float module. A view holds only the tensors that the graph has at that path, and reads the
+# rest from the graph.
+
+
+RELU = (torch.ops.aten.relu.default, torch.ops.aten.relu_.default)
+LEGACY_DTYPES = {torch.int8: torch.qint8, torch.uint8: torch.quint8, torch.int32: torch.qint32}
+#: Types of a float module's attributes that are settings: neither tensors nor containers of tensors.
+SETTINGS = (int, float, str, bool, tuple, type(None))
+FUSED_RELU = re.compile(r"(?P<op>Conv)(?P<rank>\dd)|(?P<linear>Linear)")
+
+
+@dataclass(frozen=True)
+class ModuleFacts:
+    """Facts about a float module.
+
+    Attributes:
+        kind: the name of its class.
+        settings: its plain public attributes.
+        shown: its ``extra_repr()``.
+        also: the other paths of the same module.
+    """
+
+    kind: str
+    settings: Mapping[str, Any]
+    shown: str
+    also: tuple[str, ...] = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleFacts:
+        return self
+
+
+def describe_modules(model: nn.Module) -> dict[str, ModuleFacts]:
+    """Return path -> facts, for all modules of ``model`` that FX does not trace into, such as torch.nn's."""
+    found = {}
+    paths: dict[nn.Module, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        paths.setdefault(module, []).append(path)
+    for path, module in model.named_modules():
+        if path and is_fx_leaf(module) and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            settings = {
+                name: value
+                for name, value in vars(module).items()
+                if not name.startswith("_") and isinstance(value, SETTINGS) and name != "training"
+            }
+            found[path] = ModuleFacts(
+                type(module).__name__, settings, module.extra_repr(), tuple(paths[module][1:])
+            )
+    return found
+
+
+def install_views(converted: GraphModule, facts: Mapping[str, ModuleFacts]) -> None:
+    """Put a view at every path of ``facts`` that has no module of its own in ``converted``."""
+    nodes = nodes_by_path(converted)
+    for path, fact in facts.items():
+        kind = _kind_of(fact, nodes.get(path, []))
+        parent, name = parent_of(converted, path) if kind else (None, "")
+        if parent is None:
+            continue
+        standing = parent._modules.get(name)
+        if standing is None and name in vars(parent):
+            continue
+        if standing is not None and type(standing) is not nn.Module and not isinstance(standing, ModuleView):
+            continue
+        view = _view_class(kind)(converted, path, fact)
+        if standing is not None:
+            # The view gets the parameters and buffers themselves, which the graph reads at this path.
+            stand_in_for(standing, view)
+        bias = view._parameters.get("bias")
+        if "Quantized" in kind and bias is not None and not isinstance(bias, BiasParameter):
+            view._parameters["bias"] = BiasParameter(bias.data, bias.requires_grad)
+        view.training = converted.training
+        parent._modules[name] = view
+    order_as_float_model(converted, facts)
+
+
+def order_as_float_model(model: nn.Module, facts: Mapping[str, ModuleFacts]) -> None:
+    """Order the submodules of ``model`` as in ``facts``, for ``named_modules``; submodules not in it come
+    first."""
+    placed: set[str] = set()
+    for path in facts:
+        parent = model
+        names = path.split(".")
+        for depth, name in enumerate(names, 1):
+            child = parent._modules.get(name)
+            if child is None:
+                break
+            if (prefix := ".".join(names[:depth])) not in placed:
+                placed.add(prefix)
+                parent._modules[name] = parent._modules.pop(name)
+            parent = child
+
+
+def stand_in_for(standing: nn.Module, view: ModuleView) -> None:
+    """Give ``view`` everything that ``standing``, the module it replaces, holds, including hooks."""
+    if isinstance(standing, ModuleView):
+        HOOKED.discard(standing)
+    vars(view).update({key: value for key, value in vars(standing).items() if key != "_view"})
+    if has_hooks(view):
+        HOOKED.add(view)
+
+
+class BiasParameter(nn.Parameter):
+    """A bias that can also be called, like ``bias()`` of torch.ao's modules; saved as a plain parameter."""
+
+    def __call__(self) -> Tensor:
+        return self
+
+
+class ModuleView(nn.Module):
+    """A stand-in for a module of the float model in the converted model."""
+
+    def __init__(self, converted: GraphModule, path: str, facts: ModuleFacts) -> None:
+        super().__init__()
+        vars(self)["_view"] = (weakref.ref(converted), path, facts)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            owner, path, facts = vars(self)["_view"]
+            if name.startswith("__") or owner() is None:
+                raise
+        found = self._answer(owner(), path, name)
+        if found is MISSING:
+            found = facts.settings.get(name, MISSING) if name not in _ANSWERS else MISSING
+        if found is MISSING:
+            raise self._refusal(path, facts.kind, name)
+        return found
+
+    def _answer(self, owner: GraphModule, path: str, name: str) -> Any:
+        return _ANSWERS[name](owner, path) if name in _ANSWERS else MISSING
+
+    def _refusal(self, path: str, kind: str, name: str) -> ModuleAttributeError:
+        return ModuleAttributeError(
+            f"{path!r} of the converted model is a view of what was {kind}: it has no {name!r}.",
+            hint="it has the float module's settings, and weight(), scale and zero_point where it "
+            "is quantized; explain(model) has the rest.",
+        )
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: the ops of the module are in the graph.
+
+        Raises:
+            ModuleAttributeError: always.
+        """
+        _, path, facts = vars(self)["_view"]
+        raise ModuleAttributeError(
+            f"{path!r} of the converted model is a view of what was {facts.kind}: it cannot be called.",
+            hint="call the whole model; its graph computes what the module computed.",
+        )
+
+    def register_forward_hook(self, hook: Any, **kwargs: Any) -> RemovableHandle:
+        """Register a forward hook as ``nn.Module`` does; the graph calls it at the module's ops.
+
+        Raises:
+            ModuleAttributeError: the module has no result of its own in the graph.
+        """
+        self._take_hooks()
+        return super().register_forward_hook(hook, **kwargs)
+
+    def register_forward_pre_hook(self, hook: Any, **kwargs: Any) -> RemovableHandle:
+        """Register a forward pre-hook as ``nn.Module`` does; it may read the inputs, but not change them.
+
+        Raises:
+            ModuleAttributeError: the module has no result of its own in the graph.
+        """
+        self._take_hooks()
+        return super().register_forward_pre_hook(hook, **kwargs)
+
+    def _take_hooks(self) -> None:
+        owner, path, _ = vars(self)["_view"]
+        if owner() is not None:
+            check_hookable(owner(), path)
+        HOOKED.add(self)
+
+    def _refuse_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse a backward hook, which would never be called.
+
+        Raises:
+            ModuleAttributeError: always.
+        """
+        _, path, facts = vars(self)["_view"]
+        raise ModuleAttributeError(
+            f"a backward hook at {path!r} would never be called: it is a view of what was {facts.kind}, "
+            "whose ops are in the graph of the model.",
+            hint="a forward hook there is called, and may call register_hook of the result it is given.",
+        )
+
+    register_full_backward_hook = _refuse_hook
+    register_full_backward_pre_hook = _refuse_hook
+    register_backward_hook = _refuse_hook
+
+    def __copy__(self) -> nn.Module:
+        return self
+
+    def __reduce__(self) -> Any:
+        # A copy of the model gets its own views.
+        names = ("_parameters", "_buffers", "_modules", *(HOOK_STATE if has_hooks(self) else ()))
+        return _plain_module, ({name: vars(self)[name] for name in names},)
+
+    def extra_repr(self) -> str:
+        owner, path, facts = vars(self)["_view"]
+        if owner() is None:
+            return ""
+        shown = [facts.shown] if facts.shown else []
+        scale, zero_point = (_ANSWERS[name](owner(), path) for name in ("scale", "zero_point"))
+        if scale is not MISSING and type(self).__name__.startswith("Quantized"):
+            shown += [f"scale={scale}, zero_point={zero_point}"]
+        weight = _weight_node(owner(), path)
+        if weight is not None:
+            shown += [f"weight={str(_weight_attribute(owner(), weight).dtype).removeprefix('torch.')}"]
+            shown += ["per channel" if weight.target is DEQUANTIZE_PER_CHANNEL else "per tensor"]
+        return ", ".join(shown)
+
+
+#: The answer for an attribute that a view does not have.
+MISSING = object()
+
+
+def _plain_module(state: dict[str, Any]) -> nn.Module:
+    module = nn.Module()
+    vars(module).update(state)
+    return module
+
+
+def hooked_views(owner: GraphModule) -> dict[str, nn.Module]:
+    """Return path -> view, for the views in ``owner`` that have hooks."""
+    found: dict[str, nn.Module] = {}
+    for view in HOOKED:
+        of, path, _ = vars(view)["_view"]
+        if of() is owner and has_hooks(view):
+            found[path] = view
+    return dict(sorted(found.items()))
+
+
+@cache
+def _view_class(name: str) -> type[ModuleView]:
+    return type(name, (ModuleView,), {"__module__": __name__})
+
+
+def parent_of(model: nn.Module, path: str) -> tuple[nn.Module | None, str]:
+    """Return the parent module of ``path`` and the last name of it.
+
+    Missing parents are made; the parent is None if a module on the way is not a plain ``nn.Module``.
+    """
+    *parents, name = path.split(".")
+    module = model
+    for each in parents:
+        if each not in module._modules:
+            if each in vars(module):
+                return None, name
+            module._modules[each] = nn.Module()
+        child = module._modules[each]
+        if child is None or type(child) is not nn.Module:
+            return None, name
+        module = child
+    return module, name
+
+
+def nodes_by_path(graph_module: GraphModule) -> dict[str, list[Node]]:
+    """Return module path -> ops of that module, without q-dq."""
+    found: dict[str, list[Node]] = {}
+    for node in graph_module.graph.nodes:
+        if node.op == "call_function" and node.target not in (*DEQUANTIZES, QUANTIZE):
+            found.setdefault(module_path_of(node).partition("@")[0], []).append(node)
+    return found
+
+
+def _nodes_at(graph_module: GraphModule, path: str) -> list[Node]:
+    return nodes_by_path(graph_module).get(path, [])
+
+
+def _kind_of(facts: ModuleFacts, nodes: list[Node]) -> str:
+    """Return the class name of the module in FX's converted model; empty if FX has no such module there."""
+    if not nodes:
+        return ""
+    weight = _weight_of(nodes)
+    if weight is None:
+        is_fused_away = nodes[0].target in RELU and _is_behind_weighted(nodes[0])
+        return "" if is_fused_away else facts.kind
+    if _is_dynamic(nodes):
+        return f"DynamicQuantized{facts.kind}"
+    fused = FUSED_RELU.fullmatch(facts.kind)
+    if fused is not None and any(user.target in RELU for user in nodes[-1].users):
+        kind = f"ConvReLU{fused['rank']}" if fused["op"] else "LinearReLU"
+        return f"Quantized{kind}"
+    return f"Quantized{facts.kind}"
+
+
+def _is_behind_weighted(node: Node) -> bool:
+    source = node.args[0]
+    return isinstance(source, Node) and _weight_of([source]) is not None
+
+
+def _weight_of(nodes: list[Node]) -> Node | None:
+    """Return the dequantize of an integer weight that one of ``nodes`` reads; None if there is none."""
+    for node in nodes:
+        for source in node.all_input_nodes:
+            if source.target in DEQUANTIZES and _reads_attribute(source):
+                return source
+    return None
+
+
+def _reads_attribute(node: Node) -> bool:
+    return isinstance(node.args[0], Node) and node.args[0].op == "get_attr"
+
+
+def _is_dynamic(nodes: list[Node]) -> bool:
+    sources = [source for node in nodes for source in node.all_input_nodes]
+    return any(source.target is DEQUANTIZE_DYNAMIC for source in sources)
+
+
+def _weight_node(owner: GraphModule, path: str) -> Node | None:
+    return _weight_of(_nodes_at(owner, path))
+
+
+def _weight_attribute(owner: GraphModule, dequantize: Node) -> Any:
+    source = dequantize.args[0]
+    assert isinstance(source, Node)
+    return attribute_of(owner, source)
+
+
+def _weight(owner: GraphModule, path: str) -> Any:
+    """Return a function that returns the quantized weight, like ``weight()`` of torch.ao's modules."""
+    node = _weight_node(owner, path)
+    if node is None:
+        return MISSING
+
+    def weight() -> Tensor:
+        values: list[Any] = [
+            attribute_of(owner, each) if isinstance(each, Node) else each for each in node.args
+        ]
+        integers, *qparams = values
+        if integers.dtype not in LEGACY_DTYPES:
+            return Tensor(integers)
+        if node.target is DEQUANTIZE_PER_CHANNEL:
+            scales, zero_points, axis = qparams[:3]
+            made = of_integers_per_channel(integers, scales, zero_points, axis)
+        else:
+            made = of_integers(integers, *qparams[:2])
+        assert isinstance(made, Tensor)
+        return made
+
+    return weight
+
+
+def _bias(owner: GraphModule, path: str) -> Any:
+    """Return a function that returns the bias, like ``bias()`` of torch.ao's modules; it includes a folded
+    batch norm."""
+    weight = _weight_node(owner, path)
+    if weight is None:
+        return MISSING
+    op = next(node for node in _nodes_at(owner, path) if weight in node.all_input_nodes)
+    found = op.args[2] if len(op.args) > 2 else op.kwargs.get("bias")
+
+    def bias() -> Any:
+        return attribute_of(owner, found) if isinstance(found, Node) else None
+
+    return bias
+
+
+def _output_qparams(owner: GraphModule, path: str) -> Iterator[Any]:
+    """Yield scale and zero point of the result of the module's op, or of the ReLU after it."""
+    nodes = _nodes_at(owner, path)
+    node = nodes[-1] if nodes else None
+    if node is not None and _hands_on_qparams(node):
+        return  # As ReLU6, pools and dropouts of torch.ao: they have no scale.
+    while node is not None:
+        quantize = next((user for user in node.users if user.target is QUANTIZE), None)
+        if quantize is not None:
+            yield from quantize.args[1:3]
+            return
+        node = next((user for user in node.users if user.target in RELU), None)
+
+
+def _hands_on_qparams(node: Node) -> bool:
+    """Return whether the result of ``node`` is quantized with the qparams of its one quantized input."""
+    given = [source.args[1:] for source in node.all_input_nodes if source.target in DEQUANTIZES]
+    return len(given) == 1 and any(
+        user.args[1:] == given[0] for user in node.users if user.target is QUANTIZE
+    )
+
+
+def _scale(owner: GraphModule, path: str) -> Any:
+    return next(_output_qparams(owner, path), MISSING)
+
+
+def _zero_point(owner: GraphModule, path: str) -> Any:
+    return next(iter(list(_output_qparams(owner, path))[1:]), MISSING)
+
+
+_ANSWERS = {"weight": _weight, "bias": _bias, "scale": _scale, "zero_point": _zero_point}
+
+
+# Views of the float model's modules in a prepared model: ``prepared.conv1.weight_fake_quant``, ``print``.
+#
+# Legacy: FX's prepared model calls float modules and those of ``torch.ao.nn.qat``. A captured graph only
+# reads their parameters: a view holds them at the same path, and has the module's other attributes.
+
+
+FAKE_QUANTIZE = "weight_fake_quant"
+
+
+def install_prepared_views(prepared: GraphModule, facts: Mapping[str, ModuleFacts]) -> None:
+    """Put a view at every path of ``facts`` that has ops in the graph and no module of its own."""
+    with_ops = nodes_by_path(prepared)
+    for path, fact in facts.items():
+        parent, name = parent_of(prepared, path) if path in with_ops else (None, "")
+        standing = None if parent is None else parent._modules.get(name)
+        is_taken = standing is not None and type(standing) is not nn.Module
+        if parent is None or is_taken or (standing is None and name in vars(parent)):
+            continue
+        view = _prepared_view_class(fact.kind)(prepared, path, fact)
+        if standing is not None:
+            stand_in_for(standing, view)
+        view.training = prepared.training
+        parent._modules[name] = view
+    order_as_float_model(prepared, facts)
+
+
+class PreparedView(ModuleView):
+    """A stand-in for a module of the float model in the prepared model, with its parameters."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: the ops of the module are in the graph.
+
+        Raises:
+            ModuleAttributeError: always.
+        """
+        _, path, facts = vars(self)["_view"]
+        raise ModuleAttributeError(
+            f"{path!r} of the prepared model is a view of what was {facts.kind}: it cannot be called.",
+            hint="call the whole model; its graph computes what the module computed.",
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Put a fake-quantize at ``weight_fake_quant`` where the graph calls that of the weight, as FX's QAT
+        modules do."""
+        owner, path, _ = vars(self).get("_view", (None, "", None))
+        prepared: Any = None if owner is None or name != FAKE_QUANTIZE else owner()
+        target = None if prepared is None else _weight_observer(prepared, path)
+        if target is None:
+            super().__setattr__(name, value)
+        else:
+            prepared.set_submodule(target, value)
+
+    def extra_repr(self) -> str:
+        return str(vars(self)["_view"][2].shown)
+
+    def _answer(self, owner: GraphModule, path: str, name: str) -> Any:
+        return _weight_fake_quantize(owner, path) if name == FAKE_QUANTIZE else MISSING
+
+    def _refusal(self, path: str, kind: str, name: str) -> ModuleAttributeError:
+        return ModuleAttributeError(
+            f"{path!r} of the prepared model is a view of what was {kind}: it has no {name!r}.",
+            hint="it has the float module's settings and parameters, and weight_fake_quant where its weight "
+            "is fake-quantized; explain(model) has the rest.",
+        )
+
+
+@cache
+def _prepared_view_class(name: str) -> type[PreparedView]:
+    return type(name, (PreparedView,), {"__module__": __name__})
+
+
+def _weight_fake_quantize(prepared: GraphModule, path: str) -> Any:
+    """Return the fake-quantize of the weight of ``path``; before a batch norm, that of the scaled weight.
+
+    A fake-quantize of the user's own class is returned as the user made it, without its adapter.
+    """
+    target = _weight_observer(prepared, path)
+    module = None if target is None else prepared.get_submodule(target)
+    if isinstance(module, LegacyFakeQuantizeAdapter):
+        return module.legacy
+    return MISSING if module is None else module
+
+
+def _weight_observer(prepared: GraphModule, path: str) -> str | None:
+    """Return the path of the fake-quantize of the weight of ``path``; None if there is none."""
+    weight = f"{path}.weight"
+    for node in prepared.graph.nodes:
+        if node.op == "call_module" and _is_of_weight(node, weight):
+            module = prepared.get_submodule(str(node.target))
+            if isinstance(module, (fake_quantize.FakeQuantizeBase, legacy_fake_quantize.FakeQuantizeBase)):
+                return str(node.target)
+    return None
+
+
+def _is_of_weight(node: Node, weight: str) -> bool:
+    """Return whether ``node`` reads ``weight``, directly or as the first factor of a product."""
+    source = node.args[0]
+    while isinstance(source, Node) and source.op == "call_function" and source.args:
+        source = source.args[0]
+    return isinstance(source, Node) and source.op == "get_attr" and source.target == weight

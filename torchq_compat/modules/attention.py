@@ -1,0 +1,432 @@
+"""nn.MultiheadAttention, observed and converted, behind its calling contract."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from torchq_compat.capture.torch_export import capture_flat
+from torchq_compat.errors import CustomModuleError
+from torchq_compat.modules.parts import (
+    ConvertedPartGraphModule,
+    ObservedValue,
+    Part,
+    PartGraphModule,
+    PartKind,
+    PartOwner,
+    PartSpecs,
+    convert_parts,
+    converted_qparams,
+    own_linear,
+    own_parameter,
+    prepare_parts,
+)
+from torchq_compat.read.qparams import QParams
+from torchq_compat.read.qspecs import OpSpecs
+from torchq_compat.support.argument_checks import checked_arguments, instance_of
+from torchq_compat.support.dtypes import as_dtype
+from torchq_compat.support.torch_ao import quantizable, quantized
+
+# The quantized parts of attention, which FX observes in ``torch.ao.nn.quantizable.MultiheadAttention``.
+#
+# They are the projections into queries, keys and values, the output projection, and the returned weights.
+# As in FX, scores, softmax and the weighted sum are computed in floats.
+
+
+PROJECTION_PARTS = (
+    Part("linear_Q", PartKind.LINEAR, "linear_output", "W_q query + b_q"),
+    Part("linear_K", PartKind.LINEAR, "linear_output", "W_k key + b_k"),
+    Part("linear_V", PartKind.LINEAR, "linear_output", "W_v value + b_v"),
+)
+OUT_PARTS = (
+    Part("quant_attn_output", PartKind.IDENTITY, "attention", "softmax(q k / sqrt(d)) v"),
+    Part("out_proj", PartKind.LINEAR, "output", "W_o attention + b_o"),
+)
+WEIGHTS_PARTS = (
+    Part("quant_attn_output_weights", PartKind.IDENTITY, "attention_weights", "softmax(q k / sqrt(d))"),
+)
+
+
+class ProjectIn(nn.Module):
+    """Input projections: (L, N, E), (S, N, kdim), (S, N, vdim) -> (L, N, E), (S, N, E), (S, N, E)."""
+
+    def __init__(self, attention: nn.MultiheadAttention) -> None:
+        super().__init__()
+        biases: tuple[Tensor | None, ...] = (None,) * 3
+        if attention.in_proj_bias is not None:
+            biases = attention.in_proj_bias.chunk(3)
+        self.linear_Q, self.linear_K, self.linear_V = map(own_linear, _in_weights(attention), biases)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.linear_Q(query), self.linear_K(key), self.linear_V(value)
+
+    @staticmethod
+    def example_inputs(attention: nn.MultiheadAttention) -> tuple[Tensor, ...]:
+        device = attention.out_proj.weight.device
+        # The two lengths differ from each other and from the batch, so that export does not make them equal.
+        return (
+            torch.zeros(3, 2, attention.embed_dim, device=device),
+            torch.zeros(4, 2, attention.kdim, device=device),
+            torch.zeros(4, 2, attention.vdim, device=device),
+        )
+
+
+class ProjectOut(nn.Module):
+    """The output projection: (L, N, E) -> (L, N, E)."""
+
+    def __init__(self, attention: nn.MultiheadAttention) -> None:
+        super().__init__()
+        self.quant_attn_output = ObservedValue()
+        self.out_proj = own_linear(attention.out_proj.weight, attention.out_proj.bias)
+
+    def forward(self, attended: Tensor) -> tuple[Tensor, ...]:
+        return (self.out_proj(self.quant_attn_output(attended)),)
+
+
+class ReturnedWeights(nn.Module):
+    """The returned weights, (N, L, S) or (N, H, L, S) flattened to one dimension -> the same, observed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.quant_attn_output_weights = ObservedValue()
+
+    def forward(self, weights: Tensor) -> tuple[Tensor, ...]:
+        return (self.quant_attn_output_weights(weights),)
+
+
+def _in_weights(attention: nn.MultiheadAttention) -> tuple[Tensor, ...]:
+    if attention.in_proj_weight is not None:
+        return attention.in_proj_weight.chunk(3)
+    return attention.q_proj_weight, attention.k_proj_weight, attention.v_proj_weight
+
+
+# The calling contract of nn.MultiheadAttention: arguments, masks and shapes.
+#
+# Source: the documentation of torch.nn.MultiheadAttention. Shapes are written with L target length, S source
+# length, N batch, E embedding, H heads.
+
+
+SIGNATURE = inspect.signature(nn.MultiheadAttention.forward)
+
+
+@dataclass(frozen=True)
+class AttentionStructure:
+    """The constructor arguments of a torch.nn.MultiheadAttention."""
+
+    embed_dim: int
+    num_heads: int
+    dropout: float
+    batch_first: bool
+    kdim: int
+    vdim: int
+    add_zero_attn: bool
+
+    @classmethod
+    def of(cls, module: nn.MultiheadAttention) -> AttentionStructure:
+        return cls(
+            embed_dim=module.embed_dim,
+            num_heads=module.num_heads,
+            dropout=float(module.dropout),
+            batch_first=module.batch_first,
+            kdim=module.kdim,
+            vdim=module.vdim,
+            add_zero_attn=module.add_zero_attn,
+        )
+
+    @property
+    def head_dim(self) -> int:
+        return self.embed_dim // self.num_heads
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One call, with inputs of shape (length, batch, width).
+
+    Attributes:
+        query: (L, N, E).
+        key: (S, N, kdim).
+        value: (S, N, vdim).
+        mask: the mask added to the scores, broadcastable to (N, H, L, S), or None.
+        need_weights: whether the weights are returned.
+        average: whether the returned weights are averaged over the heads.
+        batched: whether the caller's inputs have a batch dimension.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    need_weights: bool
+    average: bool
+    batched: bool
+
+    @classmethod
+    def read(cls, structure: AttentionStructure, path: str, args: Any, kwargs: Any) -> AttentionCall:
+        """Return the call ``attention(*args, **kwargs)``.
+
+        Raises:
+            CustomModuleError: if nn.MultiheadAttention would refuse the arguments; names ``path``.
+        """
+        try:
+            bound = SIGNATURE.bind(None, *args, **kwargs)
+        except TypeError as cause:
+            raise CustomModuleError.call_failed(path, str(cause)) from cause
+        bound.apply_defaults()
+        given = bound.arguments
+        if given["is_causal"] and given["attn_mask"] is None:
+            raise CustomModuleError.call_failed(path, "is_causal is a hint about attn_mask, which is missing")
+        inputs = (given["query"], given["key"], given["value"])
+        _check_inputs(structure, path, inputs)
+        batched = given["query"].dim() == 3
+        query, key, value = (_length_first(structure, tensor, batched) for tensor in inputs)
+        masks = (given["attn_mask"], given["key_padding_mask"])
+        mask = _merge_masks(structure, path, masks, query, key, batched)
+        return cls(query, key, value, mask, given["need_weights"], given["average_attn_weights"], batched)
+
+    def results(
+        self, structure: AttentionStructure, output: Tensor, weights: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return ``output`` (L, N, E) and ``weights`` (N, L, S) or (N, H, L, S) in the form the caller
+        expects."""
+        if not self.batched:
+            return output.squeeze(1), None if weights is None else weights.squeeze(0)
+        return (output.transpose(0, 1) if structure.batch_first else output), weights
+
+
+def _length_first(structure: AttentionStructure, tensor: Tensor, batched: bool) -> Tensor:
+    if not batched:
+        return tensor.unsqueeze(1)
+    return tensor.transpose(0, 1) if structure.batch_first else tensor
+
+
+def _check_inputs(structure: AttentionStructure, path: str, inputs: tuple[Any, ...]) -> None:
+    widths = (structure.embed_dim, structure.kdim, structure.vdim)
+    for name, tensor, width in zip(("query", "key", "value"), inputs, widths, strict=True):
+        if not isinstance(tensor, Tensor) or tensor.is_nested:
+            raise CustomModuleError.call_failed(path, f"{name} must be a dense tensor")
+        if tensor.dim() not in (2, 3) or tensor.dim() != inputs[0].dim():
+            raise CustomModuleError.call_failed(path, f"{name} must have 2 or 3 dimensions, as query")
+        if tensor.shape[-1] != width:
+            raise CustomModuleError.call_failed(path, f"the last dimension of {name} must be {width}")
+
+
+def _merge_masks(
+    structure: AttentionStructure,
+    path: str,
+    masks: tuple[Tensor | None, Tensor | None],
+    query: Tensor,
+    key: Tensor,
+    batched: bool,
+) -> Tensor | None:
+    """Return attn_mask and key_padding_mask as one float mask, where True becomes -inf."""
+    merged: Tensor | None = None
+    attn_mask, key_padding_mask = masks
+    for name, mask in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask)):
+        if mask is not None and not (mask.dtype is torch.bool or mask.is_floating_point()):
+            raise CustomModuleError.call_failed(path, f"{name} must be bool or floating point")
+    length, source, batch, heads = query.shape[0], key.shape[0], query.shape[1], structure.num_heads
+    if attn_mask is not None:
+        if attn_mask.dim() not in (2, 3):
+            raise CustomModuleError.call_failed(path, "attn_mask must have 2 or 3 dimensions")
+        leading = () if attn_mask.dim() == 2 else (batch * heads,)
+        _check_shape(path, "attn_mask", attn_mask, (*leading, length, source))
+        merged = _additive(attn_mask, query.dtype)
+        if attn_mask.dim() == 3:
+            merged = merged.reshape(batch, heads, length, source)
+    if key_padding_mask is not None:
+        padding = key_padding_mask if batched else key_padding_mask.unsqueeze(0)
+        _check_shape(path, "key_padding_mask", padding, (batch, source))
+        padding = _additive(padding, query.dtype)[:, None, None]
+        merged = padding if merged is None else merged + padding
+    return merged
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    if mask.is_floating_point():
+        return mask.to(dtype)
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, float("-inf"))
+
+
+def _check_shape(path: str, name: str, mask: Tensor, expected: tuple[Any, ...]) -> None:
+    if tuple(mask.shape) != expected:
+        raise CustomModuleError.call_failed(path, f"the size of {name} does not fit query and key")
+
+
+# MultiheadAttention, observed and converted.
+#
+# Legacy: ``torch.ao.nn.quantizable.MultiheadAttention`` and ``torch.ao.nn.quantized.MultiheadAttention``,
+# which FX maps and then crashes on, whatever the call style. The classes here derive from them.
+
+
+class AttentionModule(PartOwner):
+    """The base class of the observed and the converted module.
+
+    Args:
+        structure: the constructor arguments of the float module.
+        bias_k: (1, 1, E), appended to the keys in floats, or None.
+        bias_v: (1, 1, E), appended to the values in floats, or None.
+        project_in: the projections of query, key and value.
+        project_out: the projection of the attended values.
+        returned_weights: observes the attention weights that a call returns.
+    """
+
+    inputs_named_as = nn.MultiheadAttention
+
+    def __init__(
+        self,
+        structure: AttentionStructure,
+        bias_k: Tensor | None,
+        bias_v: Tensor | None,
+        project_in: GraphModule,
+        project_out: GraphModule,
+        returned_weights: GraphModule,
+    ) -> None:
+        super().__init__()
+        self.structure = structure
+        self.bias_k = bias_k
+        self.bias_v = bias_v
+        self.project_in = project_in
+        self.project_out = project_out
+        self.returned_weights = returned_weights
+
+    embed_dim = property(lambda self: self.structure.embed_dim)
+    num_heads = property(lambda self: self.structure.num_heads)
+    dropout = property(lambda self: self.structure.dropout)
+    batch_first = property(lambda self: self.structure.batch_first)
+    kdim = property(lambda self: self.structure.kdim)
+    vdim = property(lambda self: self.structure.vdim)
+    add_zero_attn = property(lambda self: self.structure.add_zero_attn)
+    head_dim = property(lambda self: self.structure.head_dim)
+
+    def graphs(self) -> Iterator[tuple[str, GraphModule]]:
+        yield "project_in", self.project_in
+        yield "project_out", self.project_out
+        yield "returned_weights", self.returned_weights
+
+    def result_dtypes(self, count: int) -> tuple[torch.dtype | None, ...]:
+        return (self.specs.group_dtype("output"), self.specs.group_dtype("attention_weights"))[:count]
+
+    def opaque_call(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """Run a call of ``torch.nn.MultiheadAttention``.
+
+        Raises:
+            CustomModuleError: if the float module would refuse the arguments.
+        """
+        call = AttentionCall.read(self.structure, self.module_path, args, kwargs)
+        dtype = call.query.dtype
+        q, k, v = self.project_in(*(as_dtype(x, torch.float32) for x in (call.query, call.key, call.value)))
+        attended, weights = self._attend(q, k, v, call.mask)
+        (output,) = self.project_out(attended)
+        returned: Tensor | None = None
+        if call.need_weights:
+            wanted = weights.mean(1) if call.average else weights
+            (flat,) = self.returned_weights(wanted.flatten())
+            returned = as_dtype(flat.view_as(wanted), dtype)
+        return call.results(self.structure, as_dtype(output, dtype), returned)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return attended values (L, N, E) and weights (N, H, L, S), computed in floats."""
+        if self.bias_k is not None and self.bias_v is not None:
+            k = torch.cat([k, self.bias_k.expand(1, k.shape[1], -1)])
+            v = torch.cat([v, self.bias_v.expand(1, v.shape[1], -1)])
+        queries, keys, values = (self._heads(tensor) for tensor in (q, k, v))
+        if self.structure.add_zero_attn:
+            keys, values = (F.pad(tensor, (0, 0, 0, 1)) for tensor in (keys, values))
+        scores = (queries * self.head_dim**-0.5) @ keys.transpose(-2, -1)
+        if mask is not None:
+            scores = scores + F.pad(mask.float(), (0, keys.shape[2] - mask.shape[-1]))
+        weights = F.dropout(scores.softmax(-1), self.structure.dropout, self.training)
+        attended = (weights @ values).permute(2, 0, 1, 3).flatten(2)
+        return attended, weights
+
+    def _heads(self, tensor: Tensor) -> Tensor:
+        """Split the heads: (length, N, E) -> (N, H, length, E / H)."""
+        length, batch, _ = tensor.shape
+        return tensor.reshape(length, batch, self.num_heads, self.head_dim).permute(1, 2, 0, 3)
+
+
+class ObservedMultiheadAttention(AttentionModule, quantizable.MultiheadAttention):
+    """A MultiheadAttention whose projections are observed, or fake-quantized."""
+
+    def _get_name(self) -> str:
+        return "QuantizableMultiheadAttention"
+
+    @classmethod
+    def observe(cls, module: nn.MultiheadAttention, specs: PartSpecs) -> Self:
+        """Return an observed module with copies of the parameters of the float ``module``."""
+        activation = specs.op_specs.activation_dtype
+        inputs = dict.fromkeys(("query", "key", "value"), activation)
+        device = module.out_proj.weight.device
+        attended = torch.zeros(3, 2, module.embed_dim, device=device)
+        observed = cls(
+            AttentionStructure.of(module),
+            None if module.bias_k is None else own_parameter(module.bias_k),
+            None if module.bias_v is None else own_parameter(module.bias_v),
+            _prepare(ProjectIn(module), ProjectIn.example_inputs(module), PROJECTION_PARTS, specs, inputs),
+            _prepare(ProjectOut(module), (attended,), OUT_PARTS, specs, {"attended": activation}),
+            _prepare(ReturnedWeights(), (torch.zeros(4, device=device),), WEIGHTS_PARTS, specs, {}),
+        )
+        observed.specs = specs
+        observed.qconfig = specs.op_specs.qconfig
+        observed.train(module.training)
+        return observed
+
+    @classmethod
+    @checked_arguments(other=instance_of(nn.MultiheadAttention))
+    def from_float(cls, other: nn.MultiheadAttention) -> Any:
+        """Observe the float module ``other`` by its qconfig. Legacy signature.
+
+        Raises:
+            CustomModuleError: if it has no qconfig.
+        """
+        qconfig = getattr(other, "qconfig", None)
+        if qconfig is None:
+            raise CustomModuleError(
+                f"the float {type(other).__name__} has no qconfig.",
+                hint="prepare_fx sets it before it calls from_float; on your own, set its qconfig first.",
+            )
+        return cls.observe(other, PartSpecs(OpSpecs(qconfig)))
+
+
+class ConvertedMultiheadAttention(AttentionModule, quantized.MultiheadAttention):
+    """A MultiheadAttention of q-dq projections with folded integer weights."""
+
+    def _get_name(self) -> str:
+        return "QuantizedMultiheadAttention"
+
+    @classmethod
+    def from_observed(cls, other: nn.Module) -> Self:
+        """Convert copies of the graphs of ``other``.
+
+        Raises:
+            CustomModuleError: ``other`` was not observed by this package.
+        """
+        if not isinstance(other, ObservedMultiheadAttention):
+            raise CustomModuleError.not_observed_here(type(other).__name__)
+        graphs = [
+            ConvertedPartGraphModule.wrap(convert_parts(copy.deepcopy(graph))) for _, graph in other.graphs()
+        ]
+        project_in, project_out, returned_weights = graphs
+        converted = cls(
+            other.structure, other.bias_k, other.bias_v, project_in, project_out, returned_weights
+        )
+        converted.take_over(other)
+        return converted
+
+    def opaque_output_qparams(self, results: list[Tensor]) -> tuple[QParams | None, ...]:
+        all_qparams = (*converted_qparams(self.project_out), *converted_qparams(self.returned_weights))
+        return all_qparams[: len(results)]
+
+
+def _prepare(
+    module: nn.Module, example: tuple[Tensor, ...], parts: Any, specs: PartSpecs, input_dtypes: Any
+) -> PartGraphModule:
+    return PartGraphModule.wrap(prepare_parts(capture_flat(module, example), parts, specs, input_dtypes))

@@ -1,0 +1,175 @@
+"""The base of the handlers for the package's own kinds: a float, an observed and a converted class."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from torchq_compat.annotate.observed_graph import ObserverFault, observer_faults
+from torchq_compat.capture.call_layouts import CallLayout
+from torchq_compat.capture.opaque_calls import OpaqueBoundary, OpaqueModule
+from torchq_compat.model.quantized_interface import quantized_values, result_details
+from torchq_compat.modules.parts import Part, PartOwner, measured_parts, part_nodes, part_of, saturated_parts
+from torchq_compat.modules.registry import ConvertRequest, CustomModuleHandler, ExplainModel, ObserveRequest
+from torchq_compat.support.decisions import Action, Decision
+from torchq_compat.support.dtypes import is_integer
+from torchq_compat.support.user_warnings import warn_user
+
+#: The classes of a kind: the package's own, and torch.ao's if there is one.
+Standard = tuple[type[nn.Module] | None, ...]
+#: A part is far worse than others if its dB are below the first, and by the second below the median.
+FAR_WORSE, FAR_BELOW = 28.0, 8.0
+
+
+class PartOwnerHandler(CustomModuleHandler):
+    """Base of the handlers of modules that consist of graphs of parts."""
+
+    def boundary(self, opaque: OpaqueModule, request: ObserveRequest, layout: CallLayout) -> OpaqueBoundary:
+        """Return a boundary that quantizes every float input by the QConfig; results have the qparams of the
+        parts, or are floats."""
+        assert isinstance(opaque, PartOwner)
+        count = layout.outputs.count()
+        dtypes = tuple(
+            dtype if dtype is not None and is_integer(dtype) else None
+            for dtype in opaque.result_dtypes(count)
+        )
+        return OpaqueBoundary(
+            input_specs=tuple(
+                None if is_index else request.specs.activation for is_index in layout.inputs.holds_indices()
+            ),
+            output_dtypes=dtypes,
+            output_specs=(None,) * count,
+            accepted=frozenset(dtype for dtype in dtypes if dtype is not None),
+        )
+
+    def observer_faults(self, opaque: OpaqueModule) -> list[tuple[str, ObserverFault]]:
+        assert isinstance(opaque, PartOwner)
+        return [
+            (f"{path}.{name}", fault)
+            for path, graph in opaque.graphs()
+            for name, fault in observer_faults(graph)
+        ]
+
+    def explain(self, opaque: OpaqueModule, path: str, explain_model: ExplainModel) -> Iterator[Decision]:
+        assert isinstance(opaque, PartOwner)
+        for graph_path, graph in opaque.graphs():
+            saturated, measured = dict(saturated_parts(graph)), dict(measured_parts(graph))
+            parts = {node for _, node in part_nodes(graph)}
+            for name, node in part_nodes(graph):
+                details, reason = _observation(graph, node), "part of the custom module"
+                if name in saturated:
+                    details["saturated"] = saturated[name]
+                if is_far_worse(name, measured):
+                    others = statistics.median(measured.values())
+                    reason = f"{reason}; {measured[name]:.0f} dB where its parts have {others:.0f}"
+                    reason += self.mending_profile(part_of(node))
+                where, formula = f"{path}.{graph_path}.{name}", part_of(node).formula
+                values = quantized_values(graph, node, where, parts - {node}, parts)
+                action = Action.QUANTIZED
+                if _stays_float(opaque, part_of(node)):
+                    reason += "; its result stays float, as its observer is of a float dtype"
+                    action = Action.QUANTIZED if values else Action.FLOAT
+                yield Decision(where, formula, action, reason, details, values=values, is_part=True)
+
+    def mending_profile(self, part: Part) -> str:
+        """Return advice, as text, for a ``part`` that needs more than 8 bits; empty if there is none."""
+        return ""
+
+
+def _stays_float(opaque: PartOwner, part: Part) -> bool:
+    """Return whether the constructor given for ``part`` quantizes nothing."""
+    given = opaque.specs.constructors.by_group.get(part.group)
+    return given is not None and not is_integer(given.settings.dtype)
+
+
+def is_far_worse(name: str, measured: Mapping[str, float]) -> bool:
+    """Return whether the part ``name`` has far fewer dB than other parts, on calibration values."""
+    if name not in measured or len(measured) < 3:
+        return False
+    return measured[name] < min(FAR_WORSE, statistics.median(measured.values()) - FAR_BELOW)
+
+
+def has_own_forward(module: nn.Module, float_class: type[nn.Module]) -> bool:
+    """Return whether ``module``, an instance of ``float_class``, has another ``forward`` than the class."""
+    return "forward" in vars(module) or type(module).forward is not float_class.forward
+
+
+def warn_if_forward_overridden(module: nn.Module, float_class: type[nn.Module], path: str) -> None:
+    """Warn if ``module`` has another ``forward`` than ``float_class``: only the parts of ``float_class`` are
+    observed."""
+    if has_own_forward(module, float_class):
+        name = type(module).__name__
+        warn_user(
+            f"{name} at {path!r} has a forward of its own, which is not called once it is mapped: what is "
+            f"observed is nn.{float_class.__name__} with its parameters. Map {name} to an observed class of "
+            f"yours, or move the code into a module around an nn.{float_class.__name__}."
+        )
+
+
+def observed_by_its_class(request: ObserveRequest, standard: Standard, build: Callable[[], Any]) -> Any:
+    """Return ``build()`` if the observed class has the ``from_float`` of a ``standard`` class; else the
+    result of its own ``from_float``."""
+    if inherits(request.observed_class, "from_float", standard):
+        made = build()
+    else:
+        request.module.qconfig = request.qconfig  # type: ignore[assignment]  # where FX puts it
+        made = request.observed_class.from_float(request.module)  # type: ignore[attr-defined]
+    _warn_if_observed_class_unused(request, standard, made)
+    return made
+
+
+def _warn_if_observed_class_unused(request: ObserveRequest, standard: Standard, made: object) -> None:
+    """Warn if the user's observed class has its own ``forward``, which ``made`` does not call."""
+    observed = request.observed_class
+    is_standard = any(_computes_alike(observed, each) for each in standard if each is not None)
+    if is_standard or (type(made) is observed and not issubclass(observed, OpaqueModule)):
+        return
+    warn_user(
+        f"{observed.__name__} at {request.path!r} has a forward of its own, which is not called: what is "
+        "observed is the class it inherits from. Move the code into a module around the float one."
+    )
+
+
+def _computes_alike(observed: type[nn.Module], standard: type[nn.Module]) -> bool:
+    return issubclass(observed, standard) and all(
+        getattr(observed, method, None) is getattr(standard, method, None)
+        for method in ("forward", "opaque_call")
+    )
+
+
+def converted_by_its_class(request: ConvertRequest, standard: Standard, build: Callable[[], Any]) -> Any:
+    """Return ``build()`` if the script names no quantized class, or one with the ``from_observed`` of a
+    ``standard`` class; else the result of its own ``from_observed``."""
+    if request.quantized_class is None or inherits(request.quantized_class, "from_observed", standard):
+        return build()
+    return request.quantized_class.from_observed(request.observed)  # type: ignore[attr-defined]
+
+
+def hint_to_map(float_class: type[nn.Module], observed: str) -> str:
+    """Return a hint on how to map a class of torch.nn that no mapping names."""
+    return map_class(f"torch.nn.{float_class.__name__}", observed)
+
+
+def map_class(float_class: str, observed: str) -> str:
+    """Return a hint on how to map ``float_class``, which no mapping names."""
+    setter = "PrepareCustomConfig().set_float_to_observed_mapping"
+    return f"map it: {setter}({float_class}, {observed})"
+
+
+def inherits(cls: type[nn.Module], method: str, standard: Standard) -> bool:
+    """Return whether ``cls`` inherits ``method`` unchanged from one of the ``standard`` classes."""
+    own = getattr(cls, method).__func__
+    return any(getattr(known, method).__func__ is own for known in standard if known is not None)
+
+
+def _observation(graph: GraphModule, node: Node) -> dict[str, Any]:
+    """Return the observer and dtype of ``node``; in a converted graph, its dtype, scale and zero point."""
+    for user in node.users:
+        if user.op == "call_module":
+            observer = graph.get_submodule(str(user.target))
+            return {"observer": type(observer).__name__, "dtype": observer.dtype}
+    return result_details(node)

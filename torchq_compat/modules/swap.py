@@ -1,0 +1,215 @@
+"""Swaps custom modules: decides which modules become opaque calls, then inserts the opaque calls.
+
+One function decides, another changes the model, which is the package's own copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchq_compat.capture.opaque_stub import StubRegistry
+from torchq_compat.capture.origins import computes_like, is_fx_leaf
+from torchq_compat.modules.registry import CustomModuleHandler, ObserveRequest, handlers
+from torchq_compat.read.backend_configs import BackendTable
+from torchq_compat.read.custom_configs import PrepareSettings, StandaloneSettings
+from torchq_compat.read.qconfig_mappings import QConfigRules, Selection, select_for_module
+from torchq_compat.read.qspecs import OpSpecs
+from torchq_compat.support.decisions import Action, Decision
+from torchq_compat.support.torch_ao import NoopObserver, QConfig, QuantType
+
+SCRIPTED = "TorchScript is not quantized inside; give prepare_fx the module that it was made of"
+NO_MAPPING = "no custom-module mapping for its class"
+NO_QUANTIZATION: Any = QConfig(activation=NoopObserver, weight=NoopObserver)  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True)
+class Swap:
+    """One module that becomes an opaque call.
+
+    Attributes:
+        paths: the module's paths; the first is its path in the graph, the others are aliases.
+        request: how to observe the module; None to leave it float in an opaque call.
+    """
+
+    module: nn.Module
+    paths: tuple[str, ...]
+    handler: CustomModuleHandler
+    request: ObserveRequest | None
+
+
+def decide_swaps(
+    model: nn.Module,
+    rules: QConfigRules,
+    settings: PrepareSettings,
+    backend: BackendTable,
+    untraced_because: str = "",
+) -> tuple[list[Swap], list[Decision]]:
+    """Return which modules of ``model`` become opaque calls, and the decisions about those that stay float.
+
+    Args:
+        untraced_because: why modules of torch.nn that FX does not trace are not traced here; empty if they
+            are.
+    """
+    swaps: list[Swap] = []
+    decisions: list[Decision] = []
+    for module, paths in _modules_with_paths(model):
+        if _inside(paths, swaps):
+            continue
+        swap, decision = _decide(module, paths, rules, settings, backend)
+        if swap is None and untraced_because and is_untraced_in_fx(module, backend):
+            swap, decision = _left_whole(module, paths, untraced_because)
+        swaps.extend(filter(None, [swap]))
+        decisions.extend(filter(None, [decision]))
+    return swaps, decisions
+
+
+def _decide(
+    module: nn.Module,
+    paths: tuple[str, ...],
+    rules: QConfigRules,
+    settings: PrepareSettings,
+    backend: BackendTable,
+) -> tuple[Swap | None, Decision | None]:
+    """Return the swap of ``module``, if it becomes an opaque call, and the decision to show about it, if
+    any."""
+    path, kind = paths[0], type(module).__name__
+    if _is_non_traceable(module, paths, settings):
+        return _left_whole(module, paths, "non_traceable: never quantized inside")
+    if isinstance(module, torch.jit.ScriptModule):
+        return _left_whole(module, paths, SCRIPTED, warn=True)
+    handler, request, reason = _find(module, path, rules, settings, backend)
+    if handler is not None:
+        return Swap(module, paths, handler, request), Decision(path, kind, Action.QUANTIZED, reason)
+    opaque = next((h for h in handlers() if h.is_opaque(module)), None)
+    swap_of_opaque = None if opaque is None else Swap(module, paths, opaque, None)
+    hint = next((r for h in handlers() if (r := h.mapping_hint(module)) is not None), None)
+    if hint is None:
+        return swap_of_opaque, None
+    advice = hint if reason == NO_MAPPING else ""
+    return swap_of_opaque, _left_float(module, path, rules, reason, advice)
+
+
+def is_untraced_in_fx(module: nn.Module, backend: BackendTable) -> bool:
+    """Return whether ``module`` is a composite one of torch.nn, such as a TransformerEncoder, which FX leaves
+    float in one call."""
+    is_composite = next(module.children(), None) is not None
+    return is_composite and is_fx_leaf(module) and backend.find((type(module),)) is None
+
+
+def _left_whole(
+    module: nn.Module, paths: tuple[str, ...], reason: str, *, warn: bool = False
+) -> tuple[Swap, Decision]:
+    decision = Decision(paths[0], type(module).__name__, Action.FLOAT, reason, warn=warn)
+    return Swap(module, paths, _fallback(), None), decision
+
+
+def apply_swaps(model: nn.Module, swaps: list[Swap], stubs: StubRegistry) -> None:
+    """Replace every swapped module of ``model`` by a capture stub."""
+    for swap in swaps:
+        fake_call = swap.handler.fake_call(swap.module, swap.paths[0])
+        caller = stubs.add(swap.paths[0], swap.module, fake_call)
+        for path in swap.paths:
+            model.set_submodule(path, caller)
+
+
+def _modules_with_paths(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, ...]]]:
+    paths: dict[nn.Module, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if path:
+            paths.setdefault(module, []).append(path)
+    for module, found in paths.items():
+        yield module, tuple(found)
+
+
+def _inside(paths: tuple[str, ...], swaps: list[Swap]) -> bool:
+    """Return whether a module is reached only through custom modules, whose handlers decide about it."""
+    outer = tuple(f"{path}." for swap in swaps for path in swap.paths)
+    return all(path.startswith(outer) for path in paths)
+
+
+def _is_non_traceable(module: nn.Module, paths: tuple[str, ...], settings: PrepareSettings) -> bool:
+    """Return whether the script names ``module`` non-traceable; modules of torch.nn are excepted, which FX
+    never traces anyway."""
+    named = type(module) in settings.kept_float_classes or any(p in settings.kept_float_names for p in paths)
+    return named and not is_fx_leaf(module)
+
+
+def _fallback() -> CustomModuleHandler:
+    return next(handler for handler in handlers() if handler.is_fallback)
+
+
+def _find(
+    module: nn.Module, path: str, rules: QConfigRules, settings: PrepareSettings, backend: BackendTable
+) -> tuple[CustomModuleHandler | None, ObserveRequest | None, str]:
+    """Return the handler that quantizes ``module``, its request and the reason; or None, None and the reason
+    why there is none."""
+    holder = next((h for h in handlers() if h.holds_model(module)), None)
+    if holder is not None:
+        request = ObserveRequest(module, path, type(module), NO_QUANTIZATION, OpSpecs(NO_QUANTIZATION))
+        return holder, request, "its step is prepared as a model of its own, by the same rules"
+    selection = select_for_module(rules, type(module), path)
+    standalone = settings.standalone_names.get(path) or settings.standalone_classes.get(type(module))
+    if standalone is not None:
+        return _find_standalone(module, path, selection, standalone)
+    if selection.qconfig is None:
+        return None, None, f"its qconfig is None ({selection.rule})"
+    specs = OpSpecs(selection.qconfig)
+    mapping = settings.float_to_observed.get(specs.quant_type, {})
+    mapped = mapping.get(type(module)) or _mapping_of_base(module, mapping)
+    request = ObserveRequest(module, path, mapped or type(module), selection.qconfig, specs)
+    if mapped is not None:
+        handler = next(h for h in handlers() if h.takes(type(module), mapped))
+        return handler, request, f"custom module {mapped.__name__}, qconfig from {selection.rule}"
+    unmapped = next((h for h in handlers() if h.takes_unmapped(module, specs, backend)), None)
+    if unmapped is not None:
+        why = "the backend quantizes it dynamically" if specs.is_dynamic else "the model was built with it"
+        return unmapped, request, f"{why}, qconfig from {selection.rule}"
+    return None, None, _why_unmapped(type(module), specs.quant_type, settings)
+
+
+def _mapping_of_base(
+    module: nn.Module, mapping: Mapping[type[nn.Module], type[nn.Module]]
+) -> type[nn.Module] | None:
+    """Return the observed class mapped for a base class of torch.nn that ``module`` computes like: a user's
+    subclass or a parametrized module, without its own ``forward``."""
+    for base in type(module).__mro__[1:]:
+        if base in mapping and computes_like(type(module), base) and "forward" not in vars(module):
+            known = next(h for h in handlers() if h.takes(base, mapping[base]))
+            return None if known.is_fallback else mapping[base]
+    return None
+
+
+def _why_unmapped(module_class: type[nn.Module], wanted: QuantType, settings: PrepareSettings) -> str:
+    mapped = [
+        kind.name.lower() for kind, classes in settings.float_to_observed.items() if module_class in classes
+    ]
+    if mapped:
+        return f"its qconfig is {wanted.name.lower()} and its class is mapped for {mapped[0]} qconfigs"
+    return NO_MAPPING
+
+
+def _find_standalone(
+    module: nn.Module, path: str, selection: Selection, standalone: StandaloneSettings
+) -> tuple[CustomModuleHandler | None, ObserveRequest | None, str]:
+    handler = next(h for h in handlers() if h.carries_standalone)
+    # If no qconfig is selected for the module, one that quantizes nothing: its own mapping decides.
+    qconfig = selection.qconfig or NO_QUANTIZATION
+    request = ObserveRequest(module, path, type(module), qconfig, OpSpecs(qconfig), standalone)
+    own = "of its own" if standalone.rules is not None else f"from {selection.rule}"
+    return handler, request, f"standalone module, qconfig {own}"
+
+
+def _left_float(module: nn.Module, path: str, rules: QConfigRules, reason: str, hint: str) -> Decision:
+    wanted = select_for_module(rules, type(module), path).qconfig is not None
+    return Decision(
+        path,
+        type(module).__name__,
+        Action.FLOAT,
+        f"{reason}; {hint}" if wanted and hint else reason,
+        warn=wanted,
+    )

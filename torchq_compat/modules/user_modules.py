@@ -1,0 +1,473 @@
+"""Users' own custom modules: any float class with an observed and a quantized class."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+from torchao.quantization.pt2e.quantizer import QuantizationSpec
+
+from torchq_compat.capture.call_layouts import (
+    CallLayout,
+    Structure,
+    input_labels,
+    most_specific,
+    output_labels,
+)
+from torchq_compat.capture.opaque_calls import OpaqueBoundary, OpaqueModule
+from torchq_compat.capture.opaque_stub import FakeCall
+from torchq_compat.errors import TorchQCompatError, UserModuleError
+from torchq_compat.modules.registry import (
+    ConvertRequest,
+    CustomModuleHandler,
+    ObserveRequest,
+    handler_of,
+    handlers,
+    register,
+)
+from torchq_compat.modules.user_shapes import fake_call_of
+from torchq_compat.read.observers import translate_constructor
+from torchq_compat.read.qdq import DEQUANTIZE
+from torchq_compat.read.qparams import PerTensorQParams, QParams, covering
+from torchq_compat.read.qspecs import OpSpecs, make_spec
+from torchq_compat.support.dtypes import LEGACY_DTYPES, dtype_name, dtype_range, is_integer
+from torchq_compat.support.quantized_tensors import as_float, of_integers, quantize
+from torchq_compat.support.torch_ao import FakeQuantize, HistogramObserver, MovingAverageMinMaxObserver
+from torchq_compat.support.upstream import pytree
+from torchq_compat.support.user_warnings import warn_user
+
+# Reads which inputs and outputs of a user's module are quantized, and in which dtype.
+#
+# The default is FX's convention: every float input and output is quantized by the module's QConfig. The
+# observed class changes this with attributes:
+#
+#     class ObservedAttention(nn.Module):
+#         quantized_inputs = {"mask": None, "state.0": torch.int16}
+#         quantized_outputs = {"1": None}
+#
+# Keys are labels (see ``tensor_labels``); the key of a structure applies to all tensors in it. Values: None
+# leaves a tensor float, a dtype observes it in this dtype, an observer constructor with this observer.
+
+
+def choose_specs(
+    settings: dict[Any, Any], labels: list[str], specs: OpSpecs, path: str, setting: str
+) -> tuple[QuantizationSpec | None, ...]:
+    """Return the spec of every labelled tensor.
+
+    Raises:
+        ConfigError: if a value is not None, a dtype or a constructor.
+        CustomModuleError: if a dtype is not an integer dtype.
+    """
+    by_label = {str(key): value for key, value in settings.items()}
+    chosen = []
+    for label in labels:
+        key = most_specific(by_label, label)
+        named = f"{setting}[{key!r}] of the module at {path!r}"
+        chosen.append(specs.activation if key is None else _spec(by_label[key], specs, named))
+    return tuple(chosen)
+
+
+def check_keys(settings: Any, labels: Iterable[str], path: str, setting: str) -> None:
+    """Check that settings are a dict whose keys are labels of some call.
+
+    Raises:
+        CustomModuleError: if they are not; names the key and the labels.
+    """
+    if not isinstance(settings, Mapping):
+        raise UserModuleError(
+            f"{setting} of the module at {path!r} must be a dict, got {type(settings).__name__}.",
+            hint=f'write {setting} = {{"name": choice}}; a choice is None (floats), an integer dtype, or '
+            "an observer constructor.",
+        )
+    known = sorted(set(labels))
+    for key in map(str, settings):
+        if not any(label == key or label.startswith(f"{key}.") for label in known):
+            raise UserModuleError(
+                f"{setting} of the module at {path!r} names {key!r}, which its calls do not have.",
+                hint="they have " + (", ".join(repr(k) for k in known) or "none") + ".",
+            )
+
+
+def _spec(value: Any, specs: OpSpecs, named: str) -> QuantizationSpec | None:
+    if value is None:
+        return None
+    if not isinstance(value, torch.dtype):
+        return make_spec(translate_constructor(value, named))
+    if value == specs.activation_dtype:
+        return specs.activation
+    if not is_integer(value):
+        raise UserModuleError(
+            f"{named} is {dtype_name(value)}, which is no integer dtype.",
+            hint="None leaves a tensor in floats.",
+        )
+    low, high = dtype_range(value)
+    if specs.activation_constructor.settings.is_fake_quantize:
+        kind: Any = FakeQuantize.with_args(observer=MovingAverageMinMaxObserver)  # type: ignore[no-untyped-call]
+    else:
+        kind = HistogramObserver
+    constructor = kind.with_args(dtype=value, quant_min=low, quant_max=high)
+    return make_spec(translate_constructor(constructor, named))
+
+
+# One output observer for a module that is called several times, whose qparams cover all calls.
+
+
+class CoveringObserver(nn.Module):
+    """Per-tensor qparams whose range contains the ranges of several observers of one dtype."""
+
+    def __init__(self, observers: Sequence[nn.Module]) -> None:
+        super().__init__()
+        first: Any = observers[0]
+        self.dtype: torch.dtype = first.dtype
+        self.qscheme: torch.qscheme = first.qscheme
+        self.quant_min: int = first.quant_min
+        self.quant_max: int = first.quant_max
+        self.observers = nn.ModuleList(observers)
+
+    def calculate_qparams(self) -> tuple[Tensor, Tensor]:
+        """Return scale (1,) float32 and zero point (1,) int64."""
+        qparams = covering([self._qparams(observer) for observer in self.observers])
+        return torch.tensor([qparams.scale]), torch.tensor([qparams.zero_point])
+
+    def _qparams(self, observer: Any) -> PerTensorQParams:
+        scale, zero_point = observer.calculate_qparams()
+        return PerTensorQParams(float(scale), int(zero_point), self.quant_min, self.quant_max, self.dtype)
+
+
+def observer_of_all_calls(observers: Sequence[nn.Module]) -> nn.Module:
+    """Return one observer that covers ``observers``, one for each call."""
+    return observers[0] if len(observers) == 1 else CoveringObserver(observers)
+
+
+# A user's module as an opaque module: the same object, its class replaced by a subclass that the graph can
+# call with flat tensors.
+#
+# The module keeps its path, its state and its ``isinstance`` relations; ``torch.nn.utils.parametrize`` adds
+# behaviour to a module in the same way.
+
+
+class OpaqueUserModule(OpaqueModule):
+    """A mixin for the class of a user's module, so that the graph can call the module.
+
+    Attributes:
+        opaque_path: the module's path in the model.
+        opaque_takes_floats: whether the module gets its quantized inputs as floats; otherwise it gets
+            quantized tensors, as in FX.
+    """
+
+    opaque_path: str
+    opaque_takes_floats: bool
+    #: The class the user wrote.
+    opaque_users_class: type[nn.Module]
+
+    def opaque_call(self, *args: Any, **kwargs: Any) -> Any:
+        return super(OpaqueModule, self).forward(*args, **kwargs)
+
+    def opaque_receive(self, q: Tensor, qparams: QParams) -> Tensor:
+        if self.opaque_takes_floats:
+            return super().opaque_receive(q, qparams)
+        if not _has_legacy_dtype(qparams):
+            raise UserModuleError(
+                f"an input of {self.opaque_users_class.__qualname__} at {self.opaque_path!r} is "
+                f"{dtype_name(qparams.dtype)}, which torch.ao's quantized tensors cannot "
+                "hold.",
+                hint="set takes_floats = True on the quantized class: it then gets floats.",
+            )
+        return _legacy_tensor(q, qparams)
+
+    def opaque_hand_out(self, result: Tensor, qparams: QParams | None) -> Tensor:
+        return super().opaque_hand_out(as_float(result), qparams)
+
+    def opaque_check_results(self, layout: CallLayout, results: Any) -> None:
+        found, _ = Structure.take_apart(results)
+        if found != layout.outputs:
+            raise UserModuleError.other_results(
+                self.opaque_path, self.opaque_users_class, _shown(layout.outputs), _shown(found)
+            )
+
+
+class HeldGraphModule(OpaqueUserModule):
+    """Holds a GraphModule that a user's class returned: each has its own class, which cannot be extended."""
+
+    def __init__(self, held: GraphModule) -> None:
+        nn.Module.__init__(self)
+        self.held = held
+
+    def opaque_call(self, *args: Any, **kwargs: Any) -> Any:
+        return self.held(*args, **kwargs)
+
+
+def as_opaque_module(module: nn.Module, path: str, *, takes_floats: bool) -> OpaqueUserModule:
+    """Return ``module`` as an opaque module. Changes its class, unless it is a GraphModule."""
+    users_class = type(module)
+    opaque: Any = module
+    if isinstance(module, GraphModule):
+        opaque = HeldGraphModule(module)
+    else:
+        namespace = {"__module__": users_class.__module__, "__qualname__": users_class.__qualname__}
+        opaque.__class__ = type(users_class.__name__, (OpaqueUserModule, users_class), namespace)
+    opaque.opaque_users_class = users_class
+    opaque.opaque_path = path
+    opaque.opaque_takes_floats = takes_floats
+    opaque.opaque_layouts = []
+    assert isinstance(opaque, OpaqueUserModule)
+    return opaque
+
+
+def as_users_module(opaque: OpaqueUserModule) -> nn.Module:
+    """Return the module as the user's class made it."""
+    if isinstance(opaque, HeldGraphModule):
+        return opaque.held
+    users_class = opaque.opaque_users_class
+    for name in (
+        "opaque_users_class",
+        "opaque_path",
+        "opaque_takes_floats",
+        "opaque_layouts",
+        "opaque_observed_class",
+    ):
+        vars(opaque).pop(name, None)
+    module: Any = opaque
+    module.__class__ = users_class
+    assert isinstance(module, nn.Module)
+    return module
+
+
+def _shown(structure: Structure) -> str:
+    """Return a structure for messages, without dtypes."""
+    return str(structure.put_together(["tensor"] * structure.count()))
+
+
+def _has_legacy_dtype(qparams: QParams) -> bool:
+    """Return whether quantized tensors have a dtype for the integers of ``qparams``: quint8, qint8 or
+    qint32."""
+    return qparams.dtype in LEGACY_DTYPES
+
+
+def _legacy_tensor(q: Tensor, qparams: QParams) -> Tensor:
+    """Return the torch.ao quantized tensor with the integers ``q``, which classes of legacy scripts accept.
+
+    Values with several qparams (directions of a recurrent module) are quantized again with qparams that cover
+    all, because hardly any quantized operator accepts per-channel activations.
+    """
+    if not isinstance(qparams, PerTensorQParams):
+        whole = covering([piece for _, piece in qparams.runs])
+        q, qparams = whole.quantize(qparams.dequantize(q)), whole
+    return of_integers(q, qparams.scale, qparams.zero_point)
+
+
+# The handler of all other modules: any float class with an observed and a quantized class.
+#
+# Legacy: ``PrepareCustomConfig.set_float_to_observed_mapping`` and ``ConvertCustomConfig``. FX quantized
+# the first positional input and the one output of such a module; this package quantizes all inputs and
+# outputs, see ``boundary_settings``. As in FX the quantized module computes with torch.ao's quantized
+# tensors. If its class has ``takes_floats = True``, it gets floats rounded to the qparams of its inputs,
+# and its results are quantized after the call.
+
+
+class UserModuleHandler(CustomModuleHandler):
+    """Calls ``from_float`` and ``from_observed`` of the user's classes. A registered subclass can override
+    more for a class, such as ``fake_call`` and ``boundary``."""
+
+    is_fallback = True
+
+    def takes(self, float_class: type[nn.Module], observed_class: type[nn.Module]) -> bool:
+        return True
+
+    def is_opaque(self, module: nn.Module) -> bool:
+        return False
+
+    def fake_call(self, module: nn.Module, path: str) -> FakeCall:
+        knowing = next((handler for handler in handlers() if handler.is_opaque(module)), None)
+        return fake_call_of(module, path) if knowing is None else knowing.fake_call(module, path)
+
+    def observe(self, request: ObserveRequest) -> OpaqueModule:
+        for module in request.module.modules():
+            # FX sets it there. Submodules have it too, for from_float of custom modules inside.
+            module.qconfig = request.qconfig  # type: ignore[assignment]
+        observed = made_by(request.observed_class, "from_float", request.module, request.path)
+        if isinstance(observed, OpaqueModule) and handler_of(observed) is not None:
+            return observed
+        if getattr(observed, "qconfig", None) is None:
+            observed.qconfig = request.qconfig  # type: ignore[assignment]
+        return as_opaque_module(observed, request.path, takes_floats=True)
+
+    def owns(self, opaque: nn.Module) -> bool:
+        return isinstance(opaque, OpaqueUserModule)
+
+    def mapping_hint(self, module: nn.Module) -> str | None:
+        return None
+
+    def boundary(self, opaque: OpaqueModule, request: ObserveRequest, layout: CallLayout) -> OpaqueBoundary:
+        """Return the boundary that ``quantized_inputs`` and ``quantized_outputs`` of the class describe."""
+        assert isinstance(opaque, OpaqueUserModule)
+        if not request.specs.is_static:
+            return OpaqueBoundary.floats(layout.inputs.count(), layout.outputs.count())
+        users_class, path = opaque.opaque_users_class, request.path
+        calls = opaque.opaque_layouts
+        inputs: dict[Any, Any] = getattr(opaque, "quantized_inputs", {})
+        outputs: dict[Any, Any] = getattr(opaque, "quantized_outputs", {})
+        check_keys(inputs, _all(input_labels(users_class, c.inputs) for c in calls), path, "quantized_inputs")
+        check_keys(outputs, _all(output_labels(c.outputs) for c in calls), path, "quantized_outputs")
+        return OpaqueBoundary(
+            input_specs=choose_specs(
+                inputs, input_labels(users_class, layout.inputs), request.specs, path, "quantized_inputs"
+            ),
+            output_dtypes=(None,) * layout.outputs.count(),
+            output_specs=choose_specs(
+                outputs, output_labels(layout.outputs), request.specs, path, "quantized_outputs"
+            ),
+        )
+
+    def check_call(
+        self, opaque: OpaqueModule, path: str, layout: int, arguments: list[Any], expected: list[Tensor]
+    ) -> None:
+        assert isinstance(opaque, OpaqueUserModule)
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                results = opaque(*arguments, opaque_layout=layout)
+        except TorchQCompatError:
+            raise
+        except Exception as cause:
+            raise _call_raised(path, opaque.opaque_users_class, cause) from cause
+        for wanted, found in zip(map(_shown_setting, expected), map(_shown_setting, results), strict=True):
+            if wanted != found:
+                raise UserModuleError.other_results(path, opaque.opaque_users_class, wanted, found)
+
+    def convert(self, request: ConvertRequest) -> OpaqueModule:
+        opaque, path = request.observed, request.path
+        assert isinstance(opaque, OpaqueUserModule)
+        if request.quantized_class is None:
+            warn_user(
+                f"{opaque.opaque_users_class.__name__} at {path!r} stays observed and computes in floats: "
+                "observed_to_quantized_mapping has no entry for its class."
+            )
+            return opaque
+        layouts = opaque.opaque_layouts
+        observed = as_users_module(opaque)
+        if request.output_observers:
+            # FX sets it there; legacy classes read their output qparams from it.
+            first, *more = (observer_of_all_calls(each) for each in request.output_observers)
+            observed.activation_post_process = nn.ModuleList([first, *more]) if more else first
+        quantized = made_by(request.quantized_class, "from_observed", observed, path)
+        if isinstance(quantized, OpaqueModule) and handler_of(quantized) is not None:
+            converted: OpaqueModule = quantized
+        else:
+            converted = as_opaque_module(
+                quantized, path, takes_floats=getattr(quantized, "takes_floats", False)
+            )
+        converted.opaque_layouts = list(layouts)
+        return converted
+
+
+def made_by(owner: type[nn.Module], method: str, module: nn.Module, path: str) -> nn.Module:
+    """Call ``from_float`` or ``from_observed`` of the user's ``owner`` on ``module``.
+
+    Raises:
+        UserModuleError: if the method raises, or does not return a module.
+    """
+    try:
+        made = getattr(owner, method)(module)
+    except TorchQCompatError:
+        raise
+    except Exception as cause:
+        raise _method_raised(path, owner, method, cause) from cause
+    if not isinstance(made, nn.Module):
+        raise UserModuleError(
+            f"{owner.__qualname__}.{method} for the module at {path!r} returned {type(made).__name__}.",
+            hint=f"{method} has to return the nn.Module to use instead.",
+        )
+    return made
+
+
+def _all(label_lists: Any) -> list[str]:
+    return [label for labels in label_lists for label in labels]
+
+
+def _shown_setting(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} of {dtype_name(tensor.dtype)}"
+
+
+register(UserModuleHandler())
+
+
+def _call_raised(path: str, owner: type, cause: BaseException) -> UserModuleError:
+    first_line = str(cause).strip().split("\n", 1)[0]
+    return UserModuleError(
+        f"{owner.__qualname__} at {path!r} cannot be called as the float module is: "
+        f"{type(cause).__name__}: {first_line}",
+        hint="its forward has to take the arguments of the float module's.",
+    )
+
+
+def _method_raised(path: str, owner: type, method: str, cause: BaseException) -> UserModuleError:
+    first_line = str(cause).strip().split("\n", 1)[0]
+    return UserModuleError(
+        f"{owner.__qualname__}.{method} failed for the module at {path!r}: "
+        f"{type(cause).__name__}: {first_line}",
+        hint=f"{method} gets the module to replace and has to return the nn.Module to use instead.",
+    )
+
+
+# Converts non-traceable modules whose class the script maps.
+#
+# Legacy: ``ConvertCustomConfig.set_observed_to_quantized_mapping`` with a class that prepare only named
+# non-traceable. FX calls ``from_observed`` of the mapped class, passes the new module the quantized tensor
+# of a quantized producer, and dequantizes the results.
+
+
+class QuantizedCall(nn.Module):
+    """A quantized module that is called with floats and returns floats.
+
+    Args:
+        quantized: the user's module.
+        qparams: (scale, zero point, torch.ao dtype) of the first argument, if its producer is quantized.
+    """
+
+    def __init__(self, quantized: nn.Module, qparams: tuple[float, int, torch.dtype] | None) -> None:
+        super().__init__()
+        self.quantized = quantized
+        self.qparams = qparams
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.qparams is not None:
+            args = (quantize(args[0], *self.qparams), *args[1:])
+        return pytree.tree_map_only(Tensor, as_float, self.quantized(*args, **kwargs))
+
+
+def convert_float_calls(
+    converted: GraphModule, mapping: Mapping[type[nn.Module], type[nn.Module]]
+) -> dict[str, type[nn.Module]]:
+    """Replace every module of a ``mapping`` class that the graph calls with floats; return path -> new class.
+
+    Raises:
+        CustomModuleError: if ``from_observed`` of a quantized class fails.
+    """
+    replaced: dict[str, type[nn.Module]] = {}
+    for node in converted.graph.nodes:
+        path = str(node.target)
+        if node.op != "call_module" or path in replaced:
+            continue
+        module = converted.get_submodule(path)
+        if isinstance(module, OpaqueModule) or type(module) not in mapping:
+            continue
+        quantized_class = mapping[type(module)]
+        quantized = made_by(quantized_class, "from_observed", module, path)
+        takes_floats = getattr(quantized, "takes_floats", False)
+        converted.set_submodule(path, QuantizedCall(quantized, None if takes_floats else _qparams(node)))
+        replaced[path] = quantized_class
+    return replaced
+
+
+def _qparams(call: Node) -> tuple[float, int, torch.dtype] | None:
+    producer = call.args[0] if call.args else None
+    if not isinstance(producer, Node) or producer.target is not DEQUANTIZE:
+        return None
+    scale, zero_point, dtype = producer.args[1], producer.args[2], producer.args[5]
+    assert isinstance(scale, float)
+    assert isinstance(zero_point, int)
+    legacy = LEGACY_DTYPES.get(dtype)  # type: ignore[arg-type]
+    return None if legacy is None else (scale, zero_point, legacy)

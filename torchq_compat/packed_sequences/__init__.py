@@ -1,1 +1,0 @@
-"""Packed sequences inside a model, with packing and unpacking as operators of the captured graph."""

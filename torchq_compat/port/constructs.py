@@ -1,0 +1,108 @@
+"""A construct of legacy code, the sites where it stands in a source, and their edits."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+# A construct: one kind of legacy code, its code (TQ...), its replacement, and its section of the guide.
+
+
+GUIDE = "migration/README.md"
+
+
+class Construct(NamedTuple):
+    """One kind of legacy code.
+
+    Attributes:
+        code: stable, for filters and tools. TQ1xx: handled by ``rewrite``; TQ2xx: for manual review.
+        title: a short description.
+        becomes: the replacement.
+        guide: the text of the migration guide about it, in Markdown, without the heading.
+    """
+
+    code: str
+    title: str
+    becomes: str
+    guide: str
+
+    @property
+    def anchor(self) -> str:
+        """The anchor of the section of the guide, as GitHub derives it from the heading."""
+        return re.sub(r"[^\w\- ]", "", f"{self.code} {self.title}".lower()).replace(" ", "-")
+
+    @property
+    def link(self) -> str:
+        return f"{GUIDE}#{self.anchor}"
+
+    @property
+    def section(self) -> str:
+        """The section of the guide, with its heading."""
+        return f"### {self.code} {self.title}\n\n{self.guide}"
+
+
+# Edits of a text at byte offsets; bytes that are not edited are kept.
+
+
+class Edit(NamedTuple):
+    """Replace the bytes from ``start`` up to ``end`` by ``text``."""
+
+    start: int
+    end: int
+    text: str
+
+
+def apply_edits(data: bytes, edits: Iterable[Edit]) -> bytes:
+    """Return ``data`` after the edits, which must not overlap; equal edits are applied once."""
+    pieces, position = [], 0
+    for edit in sorted(set(edits)):
+        if edit.start < position:
+            raise ValueError(f"edits overlap at byte {edit.start}")
+        pieces += [data[position : edit.start], edit.text.encode()]
+        position = edit.end
+    return b"".join([*pieces, data[position:]])
+
+
+def overlap(first: Iterable[Edit], second: Iterable[Edit]) -> bool:
+    """Return whether an edit of ``first`` and a different edit of ``second`` touch the same bytes."""
+    others = list(second)
+    return any(a != b and a.start < b.end and b.start < a.end for a in first for b in others)
+
+
+# A site: one place in the source that needs attention, and the edits that rewrite it, if there are any.
+
+
+@dataclass(frozen=True, order=True)
+class ImportRequest:
+    """An import that is needed at a byte offset: ``import module``, or ``from module import name``."""
+
+    module: str
+    name: str = ""
+    offset: int = 0
+
+    @property
+    def statement(self) -> str:
+        return f"from {self.module} import {self.name}" if self.name else f"import {self.module}"
+
+
+@dataclass(frozen=True)
+class Site:
+    """One place that needs attention.
+
+    Attributes:
+        code: the code of the construct.
+        offset: the offset of its first byte.
+        what: the name or expression found.
+        edits: the edits that ``rewrite`` would make; all are applied or none.
+        imports: the imports that the edited code needs.
+        refusal: why it is left for manual review; empty if ``rewrite`` handles it.
+    """
+
+    code: str
+    offset: int
+    what: str
+    edits: tuple[Edit, ...] = ()
+    imports: tuple[ImportRequest, ...] = ()
+    refusal: str = ""

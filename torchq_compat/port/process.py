@@ -1,0 +1,134 @@
+"""What all commands share: their version, a clean stop, quiet imports, progress and tables."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, metadata, version
+from typing import TypeVar
+
+from rich.console import Console
+from rich.progress import track
+from rich.text import Text
+
+from torchq_compat.port.source.files import Problem
+
+# Handle SIGTERM in the commands, so that no temporary file and no process is left.
+
+
+@contextmanager
+def stopping_cleanly() -> Iterator[None]:
+    """Exit on SIGTERM inside the ``with`` block as on an interrupt: remove temporary files, then end.
+
+    An existing handler, which is a script's own, is kept, and an ignored signal stays ignored.
+    """
+
+    def stop(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+# The version and home page of the project, from the package's metadata.
+
+
+def project_address() -> str | None:
+    """Return the project's home page; None if the package runs from a source tree without metadata."""
+    try:
+        urls = metadata("torchq-compat").get_all("Project-URL") or []
+    except PackageNotFoundError:
+        return None
+    return dict(url.split(", ", 1) for url in urls).get("Homepage")
+
+
+def package_version() -> str:
+    """Return the version; ``unknown`` if the package runs from a source tree without metadata."""
+    try:
+        return version("torchq-compat")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+# Suppress messages of torch and torchao during their import on which a user of this tool cannot act.
+#
+# A CPU build of torch cannot load torchao's GPU libraries and logs each file; torchao still registers an
+# enumeration in a way that torch 2.13 deprecates; a CUDA build says that triton is missing; without NumPy,
+# which neither of them needs, torch warns once.
+# Only these messages are suppressed, and only during the imports: a script's own logs are not affected.
+
+
+#: Logger -> a part of the message to suppress.
+NOISE = {
+    "torchao": "Failed to load ",
+    "torch.utils._pytree": "Calling register_constant() on Enum subclasses is deprecated",
+    "torch.utils.flop_counter": "triton not found",
+}
+
+
+@contextmanager
+def import_noise_held_back() -> Iterator[None]:
+    """Suppress the known messages inside the ``with`` block."""
+    # This filter is kept: undoing it would also undo the filters that torchao installs meanwhile.
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+    filters = {name: _without(part) for name, part in NOISE.items()}
+    for name, noise_filter in filters.items():
+        logging.getLogger(name).addFilter(noise_filter)
+    try:
+        yield
+    finally:
+        for name, noise_filter in filters.items():
+            logging.getLogger(name).removeFilter(noise_filter)
+
+
+def _without(part: str) -> logging.Filter:
+    class WithoutNoise(logging.Filter):
+        def filter(self, record: logging.LogRecord) -> bool:
+            return part not in record.getMessage()
+
+    return WithoutNoise()
+
+
+# Terminal output of the commands: progress on standard error, tables on standard output.
+
+
+ItemT = TypeVar("ItemT")
+
+
+def progress(description: str, items: Sequence[ItemT]) -> Iterable[ItemT]:
+    """Return ``items``, with a progress bar while they are iterated, on a terminal only."""
+    console = Console(stderr=True)
+    return track(items, description, console=console, transient=True, disable=not console.is_terminal)
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Raise, where rich would exit; the command line handles a broken pipe."""
+        raise BrokenPipeError
+
+
+def print_finding(line: str) -> None:
+    """Print ``line`` without wrapping; on a terminal its code is bold."""
+    if not sys.stdout.isatty():
+        print(line)
+        return
+    text = Text(line)
+    text.highlight_regex(r"\bTQ\d{3}\b", "bold")
+    _Console(highlight=False).print(text, soft_wrap=True)
+
+
+def print_problems(problems: Iterable[Problem]) -> None:
+    for problem in problems:
+        print(f"torchq-compat: problem: {problem}", file=sys.stderr)

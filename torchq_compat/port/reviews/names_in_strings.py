@@ -1,0 +1,36 @@
+"""Find legacy names in string literals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import libcst as cst
+
+from torchq_compat.port.constructs import Construct, Site
+from torchq_compat.port.reviews.review import ManualReview
+from torchq_compat.port.source.moved_tables import MOVED
+from torchq_compat.port.source.parsed import ParsedSource
+
+LEGACY_STRINGS = frozenset(
+    [moved.legacy for moved in MOVED] + [f"{moved.legacy}.{name}" for moved in MOVED for name in moved.names]
+)
+
+
+def find(source: ParsedSource) -> Iterator[Site]:
+    for string in source.nodes(cst.SimpleString):
+        if string.raw_value in LEGACY_STRINGS:
+            refusal = "a name in a text: only its user knows what it is for"
+            yield Site("TQ204", source.start(string), source.code(string), refusal=refusal)
+
+
+CONSTRUCT = Construct(
+    code="TQ204",
+    title="legacy names in strings",
+    becomes="the new name, if the string is used as one",
+    guide="""\
+`importlib.import_module("torch.ao.quantization.quantize_fx")`, a mock's target, a registry key: only the
+code that uses the text knows whether to change it.
+""",
+)
+
+REVIEW = ManualReview(CONSTRUCT, find)

@@ -1,0 +1,186 @@
+"""The command ``torchq-compat rewrite PATH...``: turn legacy FX code into code for this package.
+
+It prints the differences, or writes them with ``--write``, each file in one step. Code that cannot be
+rewritten safely is not changed, but listed. Exit code: 0 all done, 1 something is left for manual review, 2
+an error of usage or a file that could not be read or written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from torchq_compat.errors import RewriteUsageError, TorchQCompatError
+from torchq_compat.port.process import print_problems, progress, stopping_cleanly
+from torchq_compat.port.rewrites import REWRITES
+from torchq_compat.port.rewrites.declaration import Rewrite
+from torchq_compat.port.scanner import Finding, InvalidResultError, Origin, Scan, rewrite_text, scan_paths
+from torchq_compat.port.source.files import Document, Problem, UnreadableError, replace_file
+from torchq_compat.support.report import counted
+
+DONE, LEFT, PROBLEM = 0, 1, 2
+NAMES = tuple(rewrite.name for rewrite in REWRITES)
+COLOURS = {"+": "green", "-": "red", "@": "cyan"}
+EXAMPLES = """\
+examples:
+  torchq-compat rewrite train.py
+  torchq-compat rewrite src notebooks --write
+  torchq-compat rewrite src --only quantize-fx-functions --only qconfig-dicts
+  torchq-compat rewrite --list
+
+exit code: 0 all done, 1 something is left for manual review, 2 an error of usage or a file that could not be
+read or written
+"""
+
+
+@dataclass(frozen=True)
+class Change:
+    """The rewritten text of one file."""
+
+    document: Document
+    text: str
+    content: bytes
+
+    @property
+    def path(self) -> Path:
+        return self.document.path
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "rewrite",
+        help="rewrite legacy FX code for this package",
+        description="Print the changes to Python files and notebooks, or make them with --write. "
+        "Formatting, comments, line endings and encoding are kept.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "paths", metavar="PATH", nargs="*", type=Path, help="a file, or a folder to search recursively"
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="change the files instead of printing the differences"
+    )
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument(
+        "--only",
+        metavar="NAME",
+        action="append",
+        choices=NAMES,
+        help="run only this rewrite; may be repeated",
+    )
+    choice.add_argument(
+        "--skip", metavar="NAME", action="append", choices=NAMES, help="skip this rewrite; may be repeated"
+    )
+    parser.add_argument("--list", action="store_true", help="list the rewrites by name")
+    parser.set_defaults(command=rewrite_command)
+
+
+def rewrite_command(args: argparse.Namespace) -> int:
+    """Rewrite, print and return the exit code.
+
+    Raises:
+        PathError: a path does not exist.
+        RewriteUsageError: no path is given.
+    """
+    if args.list:
+        for rewrite in REWRITES:
+            print(f"{rewrite.name:<24}{rewrite.code}  {rewrite.summary}")
+        return DONE
+    if not args.paths:
+        raise RewriteUsageError("there is no PATH to rewrite.", hint="name files or folders, or use --list.")
+    scan = scan_paths(args.paths, progress)
+    problems = list(scan.problems)
+    changes = list(_changes(scan, _chosen(args), problems))
+    if args.write:
+        with stopping_cleanly():
+            changes = [change for change in changes if _write(change, problems)]
+    else:
+        _print_diffs(changes)
+    left = [finding for finding in scan.findings if finding.by == "manual review"]
+    _print_summary(changes, left, written=args.write)
+    print_problems(problems)
+    if problems:
+        return PROBLEM
+    return LEFT if left else DONE
+
+
+def _chosen(args: argparse.Namespace) -> tuple[Rewrite, ...]:
+    only, skip = args.only or NAMES, args.skip or ()
+    return tuple(rewrite for rewrite in REWRITES if rewrite.name in only and rewrite.name not in skip)
+
+
+def _changes(scan: Scan, rewrites: tuple[Rewrite, ...], problems: list[Problem]) -> Iterator[Change]:
+    affected = {finding.path for finding in scan.findings if finding.by == "rewrite"}
+    for document, origin in scan.documents:
+        if document.path not in affected:
+            continue
+        try:
+            change = _change(document, origin, rewrites)
+        except (InvalidResultError, UnreadableError) as error:
+            problems.append(Problem(document.path, str(error)))
+            continue
+        if change.text != document.text:
+            yield change
+
+
+def _change(document: Document, origin: Origin, rewrites: tuple[Rewrite, ...]) -> Change:
+    text = rewrite_text(document.text, rewrites, origin)
+    content = document.source.raw if text == document.text else document.bytes_with(text)
+    return Change(document, text, content)
+
+
+def _write(change: Change, problems: list[Problem]) -> bool:
+    try:
+        replace_file(change.document.source, change.content)
+    except OSError as error:
+        problems.append(Problem(change.path, f"cannot be written: {error.strerror or error}"))
+        return False
+    except TorchQCompatError as error:
+        problems.append(Problem(change.path, error.message))
+        return False
+    return True
+
+
+def _print_diffs(changes: list[Change]) -> None:
+    console = Console(soft_wrap=True, highlight=False)
+    for change in changes:
+        for line in diff_lines(change):
+            if console.is_terminal:
+                console.print(Text(line, style=COLOURS.get(line[:1], "")))
+            else:
+                sys.stdout.write(f"{line}\n")
+
+
+def diff_lines(change: Change) -> Iterator[str]:
+    """Yield a unified diff that ``patch`` accepts; for a notebook, the diff of its code."""
+    before = change.document.text.splitlines(keepends=True)
+    after = change.text.splitlines(keepends=True)
+    name = change.path.as_posix()
+    for line in difflib.unified_diff(before, after, f"a/{name.lstrip('/')}", f"b/{name.lstrip('/')}"):
+        body = line.rstrip("\r\n")
+        yield body
+        if body == line and not line.startswith(("---", "+++", "@@")):
+            yield "\\ No newline at end of file"
+
+
+def _print_summary(changes: list[Change], left: list[Finding], *, written: bool) -> None:
+    """Print the summary on standard error, so that standard output has the differences only."""
+    verb = "rewritten" if written else "to rewrite (--write does it)"
+    print(
+        f"torchq-compat: {counted(len(changes), 'file')} {verb}, "
+        f"{counted(len(left), 'place')} left for manual review",
+        file=sys.stderr,
+    )
+    for finding in left:
+        print(finding.line, file=sys.stderr)
+    if left:
+        codes = sorted({finding.construct.code for finding in left})
+        print(f"  torchq-compat explain {' '.join(codes)}", file=sys.stderr)

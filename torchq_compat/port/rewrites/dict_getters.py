@@ -1,0 +1,87 @@
+"""Rewrite ``get_default_qconfig_dict`` and related functions to the functions that return the object."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import libcst as cst
+
+from torchq_compat.port.constructs import Construct, Edit, Site
+from torchq_compat.port.legacy_api.fx_calls import fx_calls, only_value
+from torchq_compat.port.legacy_api.names import DICT_GETTERS
+from torchq_compat.port.rewrites.declaration import Rewrite
+from torchq_compat.port.source.parsed import ParsedSource, dotted, imported_module
+
+
+def find(source: ParsedSource) -> Iterator[Site]:
+    for node in source.nodes(cst.ImportFrom):
+        if isinstance(node.names, cst.ImportStar):
+            continue
+        for alias in node.names:
+            new_name = DICT_GETTERS.get(f"{imported_module(node)}.{dotted(alias.name)}")
+            if new_name is not None:
+                yield _import_site(source, node, alias, new_name)
+    for attribute in source.nodes(cst.Attribute):
+        names = source.names(attribute)
+        new_name = DICT_GETTERS.get(next(iter(names))) if len(names) == 1 else None
+        if new_name is not None:
+            refusal = _refusal(source, attribute)
+            edit = Edit(source.start(attribute.attr), source.end(attribute.attr), new_name)
+            edits = () if refusal else (edit,)
+            yield Site("TQ109", source.start(attribute), attribute.attr.value, edits, refusal=refusal)
+
+
+def _import_site(source: ParsedSource, node: cst.ImportFrom, alias: cst.ImportAlias, new_name: str) -> Site:
+    name = dotted(alias.name)
+    local = alias.evaluated_alias or name
+    uses = source.references(local, node)
+    start = source.start(alias)
+    refusal = next(filter(None, (_refusal(source, use) for use in uses)), "")
+    if not refusal and alias.asname is None and source.binds(new_name):
+        refusal = f"the name {new_name} is already bound in this file"
+    if not refusal and name in source.taken_by_others:
+        refusal = f"another file uses {name}"
+    if refusal:
+        return Site("TQ109", start, name, refusal=refusal)
+    edits = [Edit(source.start(alias.name), source.end(alias.name), new_name)]
+    if alias.asname is None:
+        edits += [Edit(source.start(use), source.end(use), new_name) for use in uses]
+    return Site("TQ109", start, name, tuple(edits))
+
+
+def _refusal(source: ParsedSource, function: cst.CSTNode) -> str:
+    """Return the reason why the dict cannot become an object: code other than an FX call uses it; empty if
+    none does."""
+    call = source.parent(function)
+    if not isinstance(call, cst.Call) or call.func is not function:
+        return f"the function itself is used at line {source.line(source.start(function))}"
+    arguments = {arg for fx in fx_calls(source) for arg in fx.node.args}
+    parent = source.parent(call)
+    if parent in arguments:
+        return ""
+    target = parent.targets[0].target if isinstance(parent, cst.Assign) else None
+    if not isinstance(target, cst.Name) or only_value(source, target) is None:
+        return f"the dict is used at line {source.line(source.start(call))}"
+    for use in source.references(target.value, target):
+        if source.parent(use) not in arguments:
+            return f"the dict is used at line {source.line(source.start(use))}"
+    return ""
+
+
+CONSTRUCT = Construct(
+    code="TQ109",
+    title="functions that return dicts",
+    becomes="the function that returns the object",
+    guide="""\
+`get_default_qconfig_dict` and `get_default_qat_qconfig_dict`: `get_default_qconfig_mapping` and
+`get_default_qat_qconfig_mapping`. Left where something else than `prepare_fx` uses the dict.
+""",
+)
+
+REWRITE = Rewrite(
+    name="dict-getters",
+    construct=CONSTRUCT,
+    summary="get_default_qconfig_dict and related functions return the object",
+    find=find,
+    order=50,
+)

@@ -1,0 +1,67 @@
+"""Rewrite ``convert_fx(model, is_reference=True)``, removed in torch 1.13, to
+``convert_to_reference_fx(model)``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import libcst as cst
+
+from torchq_compat.port.constructs import Construct, Edit, ImportRequest, Site
+from torchq_compat.port.legacy_api.fx_calls import FxCall, fx_calls
+from torchq_compat.port.rewrites.declaration import Rewrite
+from torchq_compat.port.source.imports import is_free
+from torchq_compat.port.source.parsed import ParsedSource
+
+NEW_NAME = "convert_to_reference_fx"
+
+
+def find(source: ParsedSource) -> Iterator[Site]:
+    for call in fx_calls(source):
+        if call.function != "convert_fx":
+            continue
+        for index, arg in enumerate(call.node.args):
+            if arg.keyword is not None and arg.keyword.value == "is_reference":
+                yield _site(source, call, index)
+
+
+def _site(source: ParsedSource, call: FxCall, index: int) -> Site:
+    arg = call.node.args[index]
+    start = source.start(arg)
+    value = arg.value.value if isinstance(arg.value, cst.Name) else ""
+    what = f"is_reference={source.code(arg.value)}"
+    if value not in ("True", "False") or not index:
+        return Site("TQ108", start, what, refusal="which function to call depends on a value")
+    before = call.node.args[index - 1].value
+    removed = Edit(source.full_end(before), source.full_end(arg.value), "")
+    if b"#" in source.data[removed.start : start]:
+        return Site("TQ108", start, what, refusal="there is a comment before it")
+    edits = [removed]
+    imports: tuple[ImportRequest, ...] = ()
+    if value == "True":
+        function = call.node.func
+        name = function.attr if isinstance(function, cst.Attribute) else function
+        edits.append(Edit(source.start(name), source.end(name), NEW_NAME))
+        if name is function:
+            imports = (ImportRequest("torchq_compat.quantize_fx", NEW_NAME, source.start(function)),)
+    if not all(is_free(source, request) for request in imports):
+        return Site("TQ108", start, what, refusal=f"the name {NEW_NAME} means something else in this file")
+    return Site("TQ108", start, what, tuple(edits), imports)
+
+
+CONSTRUCT = Construct(
+    code="TQ108",
+    title="is_reference",
+    becomes="convert_to_reference_fx",
+    guide="""\
+`convert_fx(model, is_reference=True)` is `convert_to_reference_fx(model)` since torch 1.13.
+""",
+)
+
+REWRITE = Rewrite(
+    name="is-reference",
+    construct=CONSTRUCT,
+    summary="convert_fx(is_reference=True) becomes convert_to_reference_fx",
+    find=find,
+    order=100,
+)

@@ -1,0 +1,90 @@
+"""Rewrite ``convert_fx(model)`` in a file that trains to ``convert_fx(model, observer_qparams=True)``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import libcst as cst
+
+from torchq_compat.port.constructs import Construct, Edit, Site
+from torchq_compat.port.legacy_api.fx_calls import FX_NAMES, FxCall, fx_calls
+from torchq_compat.port.legacy_api.names import CONVERTING
+from torchq_compat.port.rewrites.declaration import Rewrite
+from torchq_compat.port.source.parsed import ParsedSource
+
+CODE = "TQ116"
+ARGUMENT = "observer_qparams"
+QUANTIZATION = (
+    "torch.ao.quantization.",
+    "torch.quantization.",
+    "torch.ao.nn.",
+    "torch.nn.",
+    "torchq_compat.",
+)
+#: What may follow the last argument, if a line may be added behind it.
+ENDS_LINE = re.compile(rb"[ \t]*,[ \t]*(#.*)?\r?\n")
+#: Parts of names that only code has which trains, or fake-quantizes.
+OF_TRAINING = ("qat", "fake_quant", "fakequant")
+
+
+def find(source: ParsedSource) -> Iterator[Site]:
+    # Calls that are ported already are as their author wants them.
+    calls = [call for call in fx_calls(source) if call.function in CONVERTING and _is_legacy(source, call)]
+    if calls and _trains(source):
+        for call in calls:
+            if call.node.args and not _has_argument(call):
+                yield _site(source, call)
+
+
+def _is_legacy(source: ParsedSource, call: FxCall) -> bool:
+    return source.names(call.node.func) <= FX_NAMES
+
+
+def _has_argument(call: FxCall) -> bool:
+    return any(arg.keyword is not None and arg.keyword.value == ARGUMENT for arg in call.node.args)
+
+
+def _trains(source: ParsedSource) -> bool:
+    """Return whether the file names anything of quantization-aware training."""
+    names = {source.follow(name) for name in source.imported_names()}
+    names |= {name for node in source.nodes(cst.Attribute) for name in source.names(node)}
+    return any(
+        name.startswith(QUANTIZATION) and any(word in name.lower() for word in OF_TRAINING) for name in names
+    )
+
+
+def _site(source: ParsedSource, call: FxCall) -> Site:
+    last = call.node.args[-1]
+    start, end = source.start(last), source.full_end(last.value)
+    line = source.data[source.data.rfind(b"\n", 0, start) + 1 : start]
+    behind = source.data.find(b"\n", end) + 1
+    if line.strip():
+        edit = Edit(end, end, f", {ARGUMENT}=True")
+    elif ENDS_LINE.fullmatch(source.data[end:behind]):
+        # The argument has a line of its own, with its comma and perhaps a comment.
+        edit = Edit(behind, behind, f"{line.decode()}{ARGUMENT}=True,{source.newline()}")
+    else:
+        edit = Edit(end, end, f",{source.newline()}{line.decode()}{ARGUMENT}=True")
+    return Site(CODE, source.start(call.node), source.code(call.node.func), (edit,))
+
+
+CONSTRUCT = Construct(
+    code=CODE,
+    title="converting a trained model",
+    becomes="observer_qparams=True: FX's qparams; without it those that were trained",
+    guide="""\
+FX converts a trained model with the qparams of the observers in its fake-quantizes, over the dtype's whole
+range; `convert_fx` here with those it trained with. In a file that prepares for training or uses
+fake-quantizes, calls of `convert_fx` and `convert_to_reference_fx` get `observer_qparams=True`, so that the
+script prints what it printed. Remove it to keep what was trained, mostly nearer to `prepared.eval()`.
+""",
+)
+
+REWRITE = Rewrite(
+    name="observer-qparams",
+    construct=CONSTRUCT,
+    summary="convert_fx in files that train asks for FX's qparams",
+    find=find,
+    order=70,
+)

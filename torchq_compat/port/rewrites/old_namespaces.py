@@ -1,0 +1,146 @@
+"""Rewrite ``torch.quantization``, ``torch.nn.quantized`` and related namespaces to ``torch.ao``.
+
+The old namespaces still work and have the same objects, so only files that use FX graph mode are rewritten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import libcst as cst
+
+from torchq_compat.port.constructs import Construct, Edit, ImportRequest, Site
+from torchq_compat.port.legacy_api.fx_calls import FX_NAMES, uses_fx
+from torchq_compat.port.legacy_api.names import NAMESPACES, NOT_IN_NAMESPACES
+from torchq_compat.port.rewrites.declaration import Rewrite
+from torchq_compat.port.source.imports import COMMENTS_BETWEEN_NAMES, NewImport, is_free, statement_edits
+from torchq_compat.port.source.parsed import ParsedSource, dotted, imported_module
+
+
+def find(source: ParsedSource) -> Iterator[Site]:
+    if not uses_fx(source):
+        return
+    for node in source.nodes(cst.ImportFrom):
+        if not isinstance(node.names, cst.ImportStar):
+            yield from _import_from(source, node, node.names)
+    for statement in source.nodes(cst.Import):
+        for alias in statement.names:
+            yield from _import(source, statement, alias)
+    for attribute in source.nodes(cst.Attribute):
+        yield from _attribute(source, attribute)
+
+
+def new_namespace(name: str) -> str | None:
+    """Return ``name`` under torch.ao, if it is an old namespace or in one; None otherwise."""
+    for old, new in NAMESPACES.items():
+        if name == old or name.startswith(f"{old}."):
+            return None if _is_excluded(name) else new + name[len(old) :]
+    return None
+
+
+def _is_excluded(name: str) -> bool:
+    parts = name.split(".")
+    prefixes = {".".join(parts[:cut]) for cut in range(1, len(parts) + 1)}
+    return not prefixes.isdisjoint(NOT_IN_NAMESPACES) or any(part.startswith("_") for part in parts)
+
+
+def _import_from(
+    source: ParsedSource, node: cst.ImportFrom, aliases: Sequence[cst.ImportAlias]
+) -> Iterator[Site]:
+    """Yield the sites of a from-import: the names that moved get a statement of their own if others stay."""
+    module = imported_module(node)
+    moving, staying = [], []
+    for alias in aliases:
+        new = new_namespace(f"{module}.{dotted(alias.name)}")
+        if new is None or node.module is None:
+            continue
+        if any(_is_excluded(use) for use in _attribute_uses(source, node, alias, module)):
+            staying.append(alias)
+        else:
+            package, _, name = new.rpartition(".")
+            local = alias.evaluated_alias
+            moving.append(NewImport(alias, package, f"{name} as {local}" if local else name))
+    site = Site("TQ104", source.start(node), f"from {module}")
+    edits = statement_edits(source, node, moving)
+    if edits:
+        yield replace(site, edits=edits)
+    elif moving:
+        yield replace(site, refusal=COMMENTS_BETWEEN_NAMES)
+    for alias in staying:
+        what = f"from {module} import {dotted(alias.name)}"
+        refusal = "not everything used of it is under torch.ao"
+        yield replace(site, offset=source.start(alias), what=what, refusal=refusal)
+
+
+def _import(source: ParsedSource, node: cst.Import, alias: cst.ImportAlias) -> Iterator[Site]:
+    name = dotted(alias.name)
+    new = new_namespace(name)
+    if new is None:
+        return
+    site = Site("TQ104", source.start(alias), f"import {name}")
+    if any(_is_excluded(use) for use in _attribute_uses(source, node, alias, "")):
+        yield replace(site, refusal="not everything used of it is under torch.ao")
+    else:
+        yield replace(site, edits=(Edit(source.start(alias.name), source.end(alias.name), new),))
+
+
+def _attribute_uses(
+    source: ParsedSource, node: cst.Import | cst.ImportFrom, alias: cst.ImportAlias, module: str
+) -> Iterator[str]:
+    """Yield the full names used of an imported namespace."""
+    name = dotted(alias.name)
+    local = alias.evaluated_alias or name.partition(".")[0]
+    for use in source.references(local, node):
+        parent = source.parent(use)
+        if isinstance(parent, cst.Attribute) and alias.asname is None and not module:
+            continue  # import a.b: its uses are dotted, and are sites of their own
+        full = f"{module}.{name}" if module else name
+        if not isinstance(parent, cst.Attribute):
+            yield full
+        elif not _is_function_of_fx(f"{full}.{parent.attr.value}", source.parent(parent)):
+            yield f"{full}.{parent.attr.value}"
+
+
+def _is_function_of_fx(module: str, node: cst.CSTNode) -> bool:
+    """Return whether ``node`` is a function of ``module`` that another rewrite moves."""
+    return isinstance(node, cst.Attribute) and f"{module}.{node.attr.value}" in FX_NAMES
+
+
+def _attribute(source: ParsedSource, node: cst.Attribute) -> Iterator[Site]:
+    """Yield the site of a ``torch.quantization`` written out; deeper names keep their ending."""
+    code, names = source.code(node), source.names(node)
+    if len(names) != 1 or (name := next(iter(names))) not in NAMESPACES:
+        return
+    parent = source.parent(node)
+    used = f"{name}.{parent.attr.value}" if isinstance(parent, cst.Attribute) else name
+    new = new_namespace(used)
+    if new is None or any(used == old or used.startswith(f"{old}.") for old in NAMESPACES if old != name):
+        return
+    site = Site("TQ104", source.start(node), code)
+    request = ImportRequest("torch", offset=source.start(node))
+    if not is_free(source, request):
+        yield replace(site, refusal="the name torch means something else in this file")
+        return
+    edit = Edit(source.start(node), source.end(node), NAMESPACES[name])
+    yield replace(site, edits=(edit,), imports=(request,))
+
+
+CONSTRUCT = Construct(
+    code="TQ104",
+    title="old namespaces",
+    becomes="the same object under torch.ao",
+    guide="""\
+`torch.quantization`, `torch.nn.intrinsic`, `torch.nn.qat`, `torch.nn.quantizable` and `torch.nn.quantized`
+hand on the objects of their namesakes under `torch.ao`. Rewritten in files that use FX; other files are not
+touched.
+""",
+)
+
+REWRITE = Rewrite(
+    name="old-namespaces",
+    construct=CONSTRUCT,
+    summary="torch.quantization and related namespaces are spelled torch.ao",
+    find=find,
+    order=10,
+)

@@ -1,0 +1,68 @@
+"""Rewrite observers of torch.ao in a file for PT2E to torchao's: its prepare fails on torch.ao's, or drops
+them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import libcst as cst
+
+from torchq_compat.port.constructs import Construct, Site
+from torchq_compat.port.legacy_api.fx_calls import uses_fx
+from torchq_compat.port.legacy_api.moved_names import MovedNames
+from torchq_compat.port.legacy_api.names import PT2E_OBSERVERS, new_module
+from torchq_compat.port.rewrites.declaration import Rewrite
+from torchq_compat.port.source.parsed import ParsedSource
+
+CODE = "TQ115"
+PT2E = "torchao.quantization.pt2e"
+PREPARES = frozenset(f"{PT2E}.quantize_pt2e.{name}" for name in ("prepare_pt2e", "prepare_qat_pt2e"))
+MOVED = MovedNames(CODE, (), PT2E_OBSERVERS)
+
+
+def find(source: ParsedSource) -> Iterator[Site]:
+    used = _names_today(source)
+    if not any(name == PT2E or name.startswith(f"{PT2E}.") for name in used):
+        return
+    legacy_configuration = uses_fx(source) or any("qconfig" in name.lower() for name in used)
+    if not legacy_configuration:
+        yield from MOVED.find(source)
+    elif PREPARES & used:
+        for site in MOVED.find(source):
+            yield replace(
+                site,
+                edits=(),
+                imports=(),
+                refusal="the file also has QConfigs, which take torch.ao's; the specs of prepare_pt2e take "
+                "torchao's",
+            )
+
+
+def _names_today(source: ParsedSource) -> set[str]:
+    """Return the full names that the file imports or uses, as they are called now."""
+    names = {source.follow(name) for name in source.imported_names()}
+    names |= {name for node in source.nodes(cst.Attribute) for name in source.names(node)}
+    return {new_module(name) or name for name in names}
+
+
+CONSTRUCT = Construct(
+    code=CODE,
+    title="observers of torch.ao in a file for PT2E",
+    becomes="the observer of that name in torchao.quantization.pt2e",
+    guide="""\
+`prepare_pt2e` of torchao quantizes nothing with an observer of `torch.ao.quantization` in a
+`QuantizationSpec`, and fails where it has `.with_args`. In a file that uses PT2E and neither FX nor QConfigs,
+observers and fake-quantizes come from `torchao.quantization.pt2e.observer` and `.fake_quantize`, which have
+the same names and numbers. `prepare_fx`, `annotate_outputs` and `check_annotations` of this package take
+either.
+""",
+)
+
+REWRITE = Rewrite(
+    name="pt2e-observers",
+    construct=CONSTRUCT,
+    summary="observers in specs of PT2E come from torchao",
+    find=find,
+    order=7,
+)

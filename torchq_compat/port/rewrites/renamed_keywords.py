@@ -1,0 +1,47 @@
+"""Rewrite keywords that torch 1.13 renamed: ``qconfig_dict=`` to ``qconfig_mapping=``, and related ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torchq_compat.port.constructs import Construct, Edit, Site
+from torchq_compat.port.legacy_api.fx_calls import fx_calls
+from torchq_compat.port.rewrites.declaration import Rewrite
+from torchq_compat.port.source.parsed import ParsedSource
+from torchq_compat.read.old_forms import KEYWORDS
+
+#: This one was renamed too, but has no counterpart: see ``manual_review.equalization``.
+NOT_CARRIED_OVER = "_equalization_config"
+
+
+def find(source: ParsedSource) -> Iterator[Site]:
+    for call in fx_calls(source):
+        given = {arg.keyword.value for arg in call.node.args if arg.keyword is not None}
+        for arg in call.node.args:
+            keyword = arg.keyword
+            new = KEYWORDS.get(keyword.value) if keyword is not None else None
+            if keyword is None or new not in call.parameters or new == NOT_CARRIED_OVER:
+                continue
+            start = source.start(keyword)
+            refusal = f"{new} is given too" if new in given else ""
+            edits = () if refusal else (Edit(start, source.end(keyword), new),)
+            yield Site("TQ107", start, f"{keyword.value}=", edits, refusal=refusal)
+
+
+CONSTRUCT = Construct(
+    code="TQ107",
+    title="renamed keywords",
+    becomes="the keyword's name since torch 1.13",
+    guide="""\
+`qconfig_dict=`, `prepare_custom_config_dict=`, `convert_custom_config_dict=`, `fuse_custom_config_dict=`
+and `backend_config_dict=` have had their present names since torch 1.13.
+""",
+)
+
+REWRITE = Rewrite(
+    name="renamed-keywords",
+    construct=CONSTRUCT,
+    summary="qconfig_dict= and related keywords get the names of torch 1.13",
+    find=find,
+    order=60,
+)

@@ -1,0 +1,306 @@
+"""The models a script quantized, and their summary at its end."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from torchq_compat import explain
+from torchq_compat.errors import LeftFloatError
+from torchq_compat.model.graph_module import QuantizationGraphModule
+from torchq_compat.ops import preserves_values
+from torchq_compat.support.atomic_files import write_whole
+from torchq_compat.support.decisions import Action, Decision, Report
+from torchq_compat.support.report import counted
+
+# Find the decisions about ops that compute nothing: ops that move values, or make constants.
+#
+# FX leaves them float if their input is not quantized, and nothing is lost; a summary that counted them as
+# "float" would hide the modules that matter. If their input is quantized, they are quantized without
+# effect, as a dropout is.
+
+
+RELU = torch.ops.aten.relu.default
+#: Base names of aten operators that make constants.
+MAKES_CONSTANTS = ("arange", "empty", "full", "ones", "zeros")
+
+
+def computes_nothing(model: nn.Module, decision: Decision) -> bool:
+    """Return whether ``decision`` is about an op of ``model`` that only moves values or makes constants."""
+    is_of_one_op = decision.action in (Action.FLOAT, Action.QUANTIZED) and " + " not in decision.kind
+    if not is_of_one_op or not isinstance(model, GraphModule):
+        return False
+    name = decision.node or decision.path.rpartition("/")[2]
+    captured = model.reference if isinstance(model, QuantizationGraphModule) else model
+    node = next((node for node in captured.graph.nodes if node.name == name), None)
+    # A relu counts as preserving values, but users count it as a layer.
+    moves = node is not None and node.target is not RELU and preserves_values(node)
+    return moves or (node is not None and _makes_constants(node))
+
+
+def _makes_constants(node: Node) -> bool:
+    name = getattr(node.target, "__name__", "").partition(".")[0]
+    return name.removeprefix("new_").removesuffix("_like") in MAKES_CONSTANTS
+
+
+# The models a script quantized, and their summary at its end.
+
+
+MAX_LINES = 12
+MAX_PATHS = 3
+MAX_KINDS = 6
+#: The width of tables in a file, where each row is one line.
+WIDTH = 400
+#: Function -> the stage of the model it returns, in the summary; other functions are not in it.
+STAGES = {
+    "prepare_fx": "prepared",
+    "prepare_qat_fx": "prepared for training",
+    "convert_fx": "converted",
+    "convert_to_reference_fx": "converted to reference",
+}
+
+#: The function for eager models, which have no decisions.
+EAGER = "quantize_dynamic"
+
+#: Under ``run``, so that the script prints what it printed.
+CONVERTS_AS_FX = (
+    "as FX: converted with the qparams of its observers; convert_fx here keeps those it trained with, and so "
+    "does run --trained-qparams"
+)
+#: FX converts a fused fake-quantize with its observer's qparams, and a reduced range with the dtype's range.
+CONVERTS_WHAT_WAS_TRAINED = (
+    "converted with the qparams and ranges of its training; FX converts with others, and its results may be "
+    "some steps away: compare by prepared.eval(), which gives the same in both"
+)
+#: The prepared model of FX has the parameters of the float model itself.
+KEEPS_ITS_WEIGHTS = (
+    "the float model keeps its weights, which FX trains too: "
+    "model.load_state_dict(prepared.state_dict(), strict=False) copies them"
+)
+
+#: Actions of decisions about input sizes, folded batch norms and lowering.
+NOT_OF_OPS = (Action.FREE, Action.FIXED, Action.FOLDED, Action.LOWERED, Action.REFERENCE)
+
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class RecordedModel:
+    """The outcome for one model.
+
+    Attributes:
+        names: classes of the float models with this outcome.
+        stage: the last stage it reached, in words.
+        report: the report of ``explain``.
+        computing: the decisions about its modules and ops, without those that compute nothing.
+        moving: the number of its ops that compute nothing and stay float.
+        is_trained: whether it was converted from a model of prepare_qat_fx.
+        fx_converts_otherwise: whether FX converts other qparams or ranges than were trained.
+        observer_qparams: whether it was converted to those.
+    """
+
+    names: tuple[str, ...]
+    stage: str
+    report: Report
+    computing: tuple[Decision, ...]
+    moving: int
+    is_trained: bool = False
+    fx_converts_otherwise: bool = False
+    observer_qparams: bool = False
+
+    @property
+    def title(self) -> str:
+        return f"{', '.join(self.names)}, {self.stage}"
+
+
+class Recorder:
+    """Records every model that passes through the wrapped functions.
+
+    Only decisions are kept, not models: if a script frees its models, their memory must be freed. A model is
+    identified by its decisions, so preparing, copying and converting it is one entry, and so are models that
+    differ only in their weights.
+
+    Args:
+        strict: whether to raise a LeftFloatError if a module of a prepared model stays float.
+    """
+
+    def __init__(self, *, strict: bool = False) -> None:
+        self._strict = strict
+        self._has_told_floats = False  # The LeftFloatError has named them.
+        self._models: dict[tuple[tuple[str, str, str], ...], RecordedModel] = {}
+        self._eager: list[str] = []
+
+    @property
+    def models(self) -> tuple[RecordedModel, ...]:
+        return tuple(self._models.values())
+
+    def wrap(self, function: Function) -> Function:
+        """Return ``function`` so that its models are recorded. It keeps its name, module and signature."""
+        first_parameter = next(iter(inspect.signature(function).parameters))
+
+        @functools.wraps(function)
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            result = function(*args, **kwargs)
+            source = args[0] if args else kwargs[first_parameter]
+            self._record(function.__name__, source, result)
+            return result
+
+        return recorded
+
+    def summary(self, script: str) -> str:
+        """Return what was quantized and what stayed float, in at most twelve lines."""
+        if not self._models and not self._eager:
+            return f"torchq-compat: {script} prepared no model with FX graph mode quantization."
+        lines = [f"torchq-compat: {script} on torch.export and torchao (PT2E)"]
+        for model in self._models.values():
+            told, *floats = _lines(model)
+            lines += [told, *([] if self._has_told_floats else floats)]
+        lines += dict.fromkeys(self._eager)
+        if len(lines) > MAX_LINES:
+            hidden = len(lines) - MAX_LINES + 1
+            lines[MAX_LINES - 1 :] = [f"  ... {hidden} more lines; torchq_compat.explain(model) has them all"]
+        return "\n".join(lines)
+
+    def _record(self, function: str, source: Any, result: Any) -> None:
+        if function == EAGER:
+            self._eager.append(_eager_line(source, result))
+        stage = STAGES.get(function)
+        if stage is None:
+            return
+        report = explain(result)
+        decisions = _own_decisions(result)
+        key = tuple(sorted((d.path, d.kind, d.action.value) for d in decisions))
+        known = self._models.get(key)
+        names = known.names if known else ()
+        is_prepared = stage.startswith("prepared")
+        if known is None or is_prepared:
+            names = tuple(dict.fromkeys((*names, type(source).__name__)))
+        moving = [d for d in decisions if computes_nothing(result, d)]
+        computing = tuple(d for d in decisions if d not in moving)
+        left_float = sum(d.action is Action.FLOAT for d in moving)
+        is_trained = not is_prepared and isinstance(source, QuantizationGraphModule) and source.record.is_qat
+        record = result.record if isinstance(result, QuantizationGraphModule) else None
+        self._models[key] = RecordedModel(
+            names,
+            stage,
+            report,
+            computing,
+            left_float,
+            is_trained,
+            fx_converts_otherwise=bool(record and record.fx_converts_otherwise),
+            observer_qparams=bool(record and record.observer_qparams),
+        )
+        if self._strict and is_prepared:
+            self._has_told_floats = True
+            _refuse_left_float(source, computing)
+            self._has_told_floats = False
+
+
+def _refuse_left_float(model: nn.Module, decisions: Iterable[Decision]) -> None:
+    modules = {path for path, _ in model.named_modules()}
+    left = [d for d in decisions if d.action is Action.FLOAT and d.path in modules]
+    if left:
+        shown = "; ".join(f"{d.kind} {d.path!r}: {d.reason}" for d in left[:MAX_PATHS])
+        more = f"; and {len(left) - MAX_PATHS} more" if len(left) > MAX_PATHS else ""
+        raise LeftFloatError(
+            f"{counted(len(left), 'module')} of {type(model).__name__} left float: {shown}{more}.",
+            hint="quantize them through the configuration, or run without --strict.",
+        )
+
+
+def _eager_line(source: nn.Module, result: nn.Module) -> str:
+    kinds = Counter(
+        name
+        for module in result.modules()
+        if (name := module._get_name()).startswith(("Dynamic", "Quantized"))  # type: ignore[no-untyped-call]
+    )
+    shown = ", ".join(f"{count} {kind}" for kind, count in kinds.items()) or "nothing"
+    return f"  {type(source).__name__}, quantized dynamically: {shown}"
+
+
+def _own_decisions(model: nn.Module) -> tuple[Decision, ...]:
+    """Return the decisions about modules and ops of ``model`` that are the same before and after convert:
+    none about parts of custom modules, sizes of inputs, or lowering."""
+    # For a lowered op that the configuration left float, explain shows only the lowering.
+    reference = model.reference if isinstance(model, QuantizationGraphModule) else model
+    decided = [d for d in explain(reference) if d.action not in NOT_OF_OPS]
+    # What was dropped of a module, like a training mode, says nothing about its children.
+    paths = {decision.path for decision in decided if decision.action is not Action.DROPPED}
+    return tuple(d for d in decided if paths.isdisjoint(_parents(d.path)))
+
+
+def _parents(path: str) -> Iterator[str]:
+    while "." in path:
+        path = path.rpartition(".")[0]
+        yield path
+
+
+def _lines(model: RecordedModel) -> list[str]:
+    counts = Counter(decision.action for decision in model.computing)
+    kinds = Counter(decision.kind for decision in model.computing if decision.action is Action.QUANTIZED)
+    shown = [f"{count} {kind}" for kind, count in kinds.most_common(MAX_KINDS)]
+    which = f" ({', '.join(shown)}{', ...' if len(kinds) > MAX_KINDS else ''})" if shown else ""
+    moving = f", {model.moving} that only move values" if model.moving else ""
+    result = f"{counts[Action.QUANTIZED]} quantized{which}, {counts[Action.FLOAT]} float{moving}"
+    return [f"  {model.title}: {result}", *_unlike_fx_lines(model), *_float_lines(model.computing)]
+
+
+def _unlike_fx_lines(model: RecordedModel) -> Iterator[str]:
+    """Yield one line for each reason why the numbers differ from FX's, or from ``convert_fx``'s here."""
+    if model.fx_converts_otherwise:
+        yield f"    {CONVERTS_AS_FX if model.observer_qparams else f'unlike FX: {CONVERTS_WHAT_WAS_TRAINED}'}"
+    if model.is_trained:
+        yield f"    unlike FX: {KEEPS_ITS_WEIGHTS}"
+    groups: dict[str, list[str]] = {}
+    for decision in model.report:
+        if decision.unlike_fx:
+            groups.setdefault(decision.unlike_fx, []).append(decision.path or "(model)")
+    for told, paths in groups.items():
+        yield f"    unlike FX: {_shortened(paths)}: {told}"
+
+
+def _shortened(paths: list[str]) -> str:
+    more = f" and {len(paths) - MAX_PATHS} more" if len(paths) > MAX_PATHS else ""
+    return f"{', '.join(paths[:MAX_PATHS])}{more}"
+
+
+def _float_lines(decisions: tuple[Decision, ...]) -> Iterator[str]:
+    """Yield one line for each reason why something stayed float, those with a warning first."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    left_float = [d for d in decisions if d.action is Action.FLOAT]
+    for decision in sorted(left_float, key=lambda d: not d.warn):
+        groups.setdefault((decision.kind, decision.reason), []).append(decision.path or "(model)")
+    for (kind, reason), paths in groups.items():
+        yield f"    float: {kind} {_shortened(paths)}: {reason}"
+
+
+def write_explanation(models: Iterable[RecordedModel], path: Path) -> None:
+    """Write the decisions to ``path`` in one step: as JSON if its name ends in .json, otherwise as tables.
+
+    Raises:
+        OSError: the file cannot be written; an existing one is left as it was.
+    """
+    content = _as_json(models) if path.suffix == ".json" else _as_text(models)
+    write_whole(path, content)
+
+
+def _as_text(models: Iterable[RecordedModel]) -> str:
+    return "".join(f"{model.title}\n\n{model.report.to_text(WIDTH)}\n\n" for model in models)
+
+
+def _as_json(models: Iterable[RecordedModel]) -> str:
+    data = [
+        {"model": list(model.names), "stage": model.stage, "decisions": model.report.as_dicts()}
+        for model in models
+    ]
+    return json.dumps(data, indent=2, default=str) + "\n"

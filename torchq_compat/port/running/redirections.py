@@ -1,0 +1,176 @@
+"""Legacy FX functions -> the functions of this package, in the process that runs a legacy script."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from torchq_compat.model.graph_module import record_of
+from torchq_compat.model.other_tools import StateOfCaptured, suite_error
+from torchq_compat.port.legacy_api.names import CONVERTING, EAGER_FUNCTIONS
+from torchq_compat.port.running.removed_imports import legacy_module, put_stand_in
+from torchq_compat.port.source.moved_tables import MOVED_FUNCTIONS, Moved
+
+# Legacy FX functions -> the functions of this package, in the process that runs a legacy script.
+#
+# The functions are replaced on the legacy modules themselves, so every kind of import finds the new ones:
+# by name, under an alias, through importlib, or as attributes of ``torch.ao.quantization``. The modules
+# stay, because torch and torchao use their other contents; a module that torch has removed gets a stand-in.
+# ``torch.ao.quantization.fx.custom_config`` is not redirected: ``torchq_compat.custom_config`` has its
+# classes.
+
+
+Function = Callable[..., Any]
+
+
+#: Not in the table for ``rewrite``, since scripts can keep these names; redirected in a running process only.
+BATCH_NORM_SWITCHES = Moved(
+    "torch.ao.nn.intrinsic.qat",
+    "torchq_compat.nn.intrinsic.qat",
+    {name: name for name in ("freeze_bn_stats", "update_bn_stats")},
+)
+#: Private functions of FX that scripts call nevertheless.
+PRIVATE_FUNCTIONS = (
+    Moved(
+        "torch.ao.quantization.quantize_fx",
+        "torchq_compat.quantize_fx",
+        {"_convert_to_reference_decomposed_fx": "convert_to_reference_fx"},
+    ),
+    Moved(
+        "torch.ao.quantization.quantize_fx",
+        "torchq_compat.port.running.private_functions",
+        {"_prepare_fx": "prepare_fx", "_convert_fx": "convert_fx", "_fuse_fx": "fuse_fx"},
+    ),
+)
+REDIRECTIONS = (*MOVED_FUNCTIONS, *EAGER_FUNCTIONS, *PRIVATE_FUNCTIONS, BATCH_NORM_SWITCHES)
+
+
+def redirect(
+    wrap: Callable[[Function, Function], Function], instead: Mapping[str, str] | None = None
+) -> None:
+    """Replace every legacy function that a module of this process holds.
+
+    Args:
+        wrap: (function of ours, the legacy function it replaces) -> the replacement. If torch has removed the
+            legacy function, both arguments are ours.
+        instead: function of ours -> the function to use in its place.
+    """
+    instead = instead or {}
+    replacements: dict[int, Function] = {}
+    for moved in REDIRECTIONS:
+        ours = importlib.import_module(moved.replacement)
+        functions = {name: getattr(ours, instead.get(new, new)) for name, new in moved.names.items()}
+        legacy = legacy_module(moved.legacy)
+        if legacy is None:
+            put_stand_in(moved.legacy, {name: wrap(ours, ours) for name, ours in functions.items()})
+            continue
+        for name, function in functions.items():
+            original = getattr(legacy, name, None)
+            # The old namespace re-exports only some functions of the new one.
+            if original is not None:
+                replacements.setdefault(id(original), wrap(_with_parameters_of(original, function), original))
+    replace_everywhere(replacements)
+
+
+def _with_parameters_of(original: Function, function: Function) -> Function:
+    """Return ``function``, ignoring keywords that only ``original`` has and that do not matter here."""
+    dropped = set(inspect.signature(original).parameters) - set(inspect.signature(function).parameters)
+    if not dropped:
+        return function
+
+    @functools.wraps(function)
+    def without_dropped(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **{key: value for key, value in kwargs.items() if key not in dropped})
+
+    return without_dropped
+
+
+def replace_everywhere(replacements: dict[int, Function]) -> None:
+    """Set each attribute of a loaded module whose value has an id in ``replacements`` to the replacement."""
+    for module in list(sys.modules.values()):
+        for name, value in list(getattr(module, "__dict__", {}).items()):
+            if id(value) in replacements:
+                setattr(module, name, replacements[id(value)])
+
+
+# A switch that restores FX's own functions in a process that redirects them to this package's.
+
+
+_CALLED: ContextVar[bool] = ContextVar("torchq_compat_fx_is_called", default=False)
+
+
+def fx_is_called() -> bool:
+    return _CALLED.get()
+
+
+@contextmanager
+def calling_fx() -> Iterator[None]:
+    """Let FX's functions be FX's own inside the ``with`` block, also if user classes call them."""
+    token = _CALLED.set(True)
+    try:
+        yield
+    finally:
+        _CALLED.reset(token)
+
+
+# FX's numbers of trained models in a legacy script under ``run``: convert with the observers' qparams.
+
+
+def converting_as_fx(function: Function) -> Function:
+    """Return ``function``; if it converts, with ``observer_qparams=True`` unless the script gives it."""
+    if function.__name__ not in CONVERTING:
+        return function
+
+    @functools.wraps(function)
+    def converting(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **{"observer_qparams": True, **kwargs})
+
+    return converting
+
+
+# Make the Numeric Suite raise an error with advice if a legacy script gives it one of our models.
+#
+# The suite looks for torch.ao's modules, or for their names in a state_dict; for a captured model it
+# silently returns nothing.
+
+
+MODULES = ("torch.ao.ns._numeric_suite", "torch.ao.ns._numeric_suite_fx")
+#: Keys that only the state of a captured, converted model has.
+OUR_KEY = re.compile(r"(.*\.)?(_frozen_param\d+|_scale_\d+)")
+
+
+def refuse_numeric_suite() -> None:
+    """Let the functions of the suite raise an FxError if they are given a model of ours, or its state."""
+    replacements: dict[int, Callable[..., Any]] = {}
+    for name in MODULES:
+        # The FX suite is missing if torch has no FX engine.
+        module = legacy_module(name)
+        for function in vars(module).values() if module else ():
+            if inspect.isfunction(function) and function.__module__ == name:
+                replacements[id(function)] = _refusing(function)
+    replace_everywhere(replacements)
+
+
+def _refusing(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if any(_is_ours(value) for value in (*args, *kwargs.values())):
+            raise suite_error(function.__name__)
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def _is_ours(value: Any) -> bool:
+    if isinstance(value, StateOfCaptured):
+        return True
+    if isinstance(value, Mapping):
+        return any(isinstance(key, str) and OUR_KEY.fullmatch(key) for key in value)
+    return record_of(value) is not None

@@ -1,0 +1,139 @@
+"""The process in which ``torchq-compat run`` redirects the FX names and then runs the script.
+
+It is started as ``python -P -c ... PACKAGE_PARENT OPTIONS SCRIPT ARGS...`` by ``port.run_command``. What
+a script can see of its start (arguments, ``sys.path[0]``, ``__main__``, ``__file__``) is the same as under
+``python SCRIPT ARGS...``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torchq_compat.port.process import import_noise_held_back, stopping_cleanly
+from torchq_compat.port.run_command import RunOptions
+
+SCRIPT_RAISED = 1
+#: The folders of the frames above the script's own, and of those below its calls.
+TOOL = str(Path(__file__).parents[1])
+PACKAGE = str(Path(__file__).parents[2])
+
+
+def main() -> int:
+    """Run the script that ``sys.argv`` names; its ``SystemExit`` and ``KeyboardInterrupt`` are not caught."""
+    _, _, options, script, *args = sys.argv
+    # _finish runs at interpreter exit, after the script's own atexit functions, however the script ends.
+    atexit.register(_finish, _redirect(RunOptions.from_json(options)), Path(script).name)
+    try:
+        execute_script(script, args)
+    except Exception as error:
+        if type(error).__name__ == "LeftFloatError":
+            # --strict requested this error: the script is not at fault.
+            print(f"torchq-compat: {_script_line(error)}{' '.join(str(error).splitlines())}", file=sys.stderr)
+        else:
+            show_script_error(error)
+        return SCRIPT_RAISED
+    return 0
+
+
+def show_script_error(error: Exception) -> None:
+    """Print the traceback that ``python SCRIPT`` would print."""
+    traceback = _from_script_on(error.__traceback__)
+    sys.excepthook(type(error), error.with_traceback(traceback), traceback)
+
+
+def _redirect(options: RunOptions) -> Callable[[str], str]:
+    """Redirect the FX names and return the function that reports the recorded models."""
+    with import_noise_held_back():
+        from torchq_compat.model.other_tools import tell_graph_readers
+        from torchq_compat.port.running.first_call import waiting_for_first_call
+        from torchq_compat.port.running.fx_draws import (
+            accept_checkpoints,
+            drawing_as_fx,
+            remembering_prepared,
+        )
+        from torchq_compat.port.running.recorder import Recorder, write_explanation
+        from torchq_compat.port.running.redirections import converting_as_fx, redirect, refuse_numeric_suite
+        from torchq_compat.port.running.removed_imports import (
+            redirect_removed_imports,
+            restore_removed_captures,
+        )
+
+        recorder = Recorder(strict=options.strict)
+
+        def wrapped(function: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+            converting = function if options.trained_qparams else converting_as_fx(function)
+            waiting = waiting_for_first_call(recorder.wrap(remembering_prepared(converting)))
+            return drawing_as_fx(waiting, original)
+
+        redirect(wrapped, options.replacements)
+        refuse_numeric_suite()
+        tell_graph_readers()
+        redirect_removed_imports()
+        restore_removed_captures()
+        accept_checkpoints()
+
+    def report(script: str) -> str:
+        if options.explain:
+            with stopping_cleanly():
+                write_explanation(recorder.models, Path(options.explain))
+        return recorder.summary(script)
+
+    return report
+
+
+def execute_script(script: str, args: list[str]) -> None:
+    """Execute the file as ``__main__``, which is kept for functions that run at interpreter exit."""
+    sys.argv = [script, *args]
+    sys.path[0] = os.path.dirname(os.path.realpath(script))
+    path = os.path.join(os.getcwd(), script)
+    namespace = sys.modules["__main__"].__dict__
+    namespace.clear()
+    namespace.update(
+        __name__="__main__",
+        __file__=path,
+        __loader__=SourceFileLoader("__main__", path),
+        __builtins__=builtins,
+        __package__=None,
+        __spec__=None,
+        __doc__=None,
+    )
+    exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), namespace)
+
+
+def _script_line(error: Exception) -> str:
+    """Return the line of the script, or of a module it imports, that led to ``error``, as ``file:line: ``."""
+    traceback = _from_script_on(error.__traceback__)
+    while traceback is not None and (below := traceback.tb_next) is not None:
+        if below.tb_frame.f_code.co_filename.startswith(PACKAGE):
+            break
+        traceback = below
+    return f"{traceback.tb_frame.f_code.co_filename}:{traceback.tb_lineno}: " if traceback else ""
+
+
+def _from_script_on(traceback: TracebackType | None) -> TracebackType | None:
+    while traceback is not None and traceback.tb_frame.f_code.co_filename.startswith(TOOL):
+        traceback = traceback.tb_next
+    return traceback
+
+
+def _finish(report: Callable[[str], str], script: str) -> None:
+    # If standard output is closed or broken, the summary is printed nevertheless.
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+    try:
+        print(report(script), file=sys.stderr)
+    except SystemExit:
+        # Python would print an exception at interpreter exit, and exit with the script's code.
+        os.kill(os.getpid(), signal.SIGTERM)
+    except OSError as error:
+        print(f"torchq-compat: problem: the explanation was not written: {error}", file=sys.stderr)

@@ -1,0 +1,403 @@
+"""Imports of a source: those that rewritten code needs, and those whose names moved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import libcst as cst
+
+from torchq_compat.port.constructs import Edit, ImportRequest
+from torchq_compat.port.source.moved_tables import MOVED, Moved
+from torchq_compat.port.source.parsed import ParsedSource, dotted, imported_module
+
+# Add the imports that rewritten code needs: each once, above its use, near related imports.
+
+
+LIBRARIES = ("torch", "torchq_compat")
+#: Full name -> another full name of the same object.
+SAME_OBJECT = {
+    "torch.ao.quantization.qconfig_mapping.QConfigMapping": "torch.ao.quantization.QConfigMapping",
+    "torch.ao.quantization.quantize_fx.QConfigMapping": "torch.ao.quantization.QConfigMapping",
+    **{
+        f"{moved.legacy}.{name}": f"{moved.replacement}.{new_name}"
+        for moved in MOVED
+        for name, new_name in moved.names.items()
+    },
+}
+
+
+def is_free(source: ParsedSource, request: ImportRequest) -> bool:
+    """Return whether the name that ``request`` binds has no other meaning in the text."""
+    name = request.name or request.module.partition(".")[0]
+    if not source.binds(name):
+        return True
+    full = f"{request.module}.{name}" if request.name else name
+    return all(full in _imported(node) for node in source.binders(name))
+
+
+class _Place(NamedTuple):
+    """The place for a new import.
+
+    Attributes:
+        at: byte offset.
+        extends: whether ``at`` is inside a ``from ... import`` to which the name is added.
+        indent: the indent of a new line.
+        function: offset of the function that gets the import, -1 for the whole file.
+    """
+
+    at: int
+    extends: bool = False
+    indent: str = ""
+    function: int = -1
+
+
+def import_edits(source: ParsedSource, requests: Iterable[ImportRequest]) -> list[Edit]:
+    """Return the edits of ``source`` that satisfy all ``requests``, each import once per file or per
+    function."""
+    places: dict[tuple[int, str], tuple[_Place, ImportRequest]] = {}
+    for request in sorted(requests, key=lambda request: request.offset):
+        if not _is_satisfied(source, request):
+            place = _place(source, request)
+            places.setdefault((place.function, request.statement), (place, request))
+    joined: dict[_Place, list[ImportRequest]] = {}
+    for _, (place, request) in sorted(places.items()):
+        joined.setdefault(place, []).append(request)
+    return [_edit(source, place, wanted) for place, wanted in joined.items()]
+
+
+def _edit(source: ParsedSource, place: _Place, requests: list[ImportRequest]) -> Edit:
+    at = place.at
+    if place.extends:
+        return Edit(at, at, "".join(f", {request.name}" for request in requests))
+    newline = source.newline()
+    lines = "".join(place.indent + statement + newline for statement in _statements(requests))
+    # If the last line of the file has no newline, add one first.
+    before = source.data[:at]
+    return Edit(at, at, lines if not before or before.endswith((b"\n", b"\r")) else newline + lines)
+
+
+def _statements(requests: list[ImportRequest]) -> Iterator[str]:
+    """Yield the import statements: first each ``import module``, then one line per module with its names."""
+    yield from (request.statement for request in requests if not request.name)
+    modules = dict.fromkeys(request.module for request in requests if request.name)
+    for module in modules:
+        names = [request.name for request in requests if request.name and request.module == module]
+        yield f"from {module} import {', '.join(names)}"
+
+
+def _is_satisfied(source: ParsedSource, request: ImportRequest) -> bool:
+    full = f"{request.module}.{request.name}" if request.name else request.module
+    local = request.name or request.module
+    return any(
+        source.end(line) <= request.offset and (full, local) in list(_bindings(node))
+        for line, node in _top_level_imports(source)
+    )
+
+
+def _place(source: ParsedSource, request: ImportRequest) -> _Place:
+    """Return the place for an import: near the top imports from torch, or, if the file imports torch only in
+    functions, in the function."""
+    above = [(line, node) for line, node in _top_level_imports(source) if source.end(line) <= request.offset]
+    for _, node in reversed(above):
+        if request.name and isinstance(node, cst.ImportFrom) and imported_module(node) == request.module:
+            assert not isinstance(node.names, cst.ImportStar)
+            last = node.names[-1]
+            return _Place(source.end(last) - _comma_length(source, last), extends=True)
+    near = [line for line, node in above if _library(node) in LIBRARIES]
+    local = _local_place(source, request.offset) if not near and _imports_locally(source) else None
+    if local is not None:
+        return local
+    near = near or [line for line, _ in above]
+    return _Place(_line_end(source, source.end(near[-1])) if near else _top(source))
+
+
+def _imports_locally(source: ParsedSource) -> bool:
+    return any(
+        _library(node) in LIBRARIES for node in source.imports() if _function_around(source, node) is not None
+    )
+
+
+def _function_around(source: ParsedSource, node: cst.CSTNode) -> cst.FunctionDef | None:
+    return next((a for a in source.ancestors(node) if isinstance(a, cst.FunctionDef)), None)
+
+
+def _local_place(source: ParsedSource, offset: int) -> _Place | None:
+    """Return the place in the function at ``offset``: before the statement of its body, so that every branch
+    after it has the import; None outside functions."""
+    around = [f for f in source.nodes(cst.FunctionDef) if source.start(f) <= offset < source.end(f)]
+    body = around[-1].body if around else None
+    if not isinstance(body, cst.IndentedBlock):
+        return None
+    statement = next(line for line in body.body if offset < source.end(line))
+    start = source.start(statement)
+    return _Place(
+        _line_start(source, start), indent=source.indent_at(start), function=source.start(around[-1])
+    )
+
+
+def _comma_length(source: ParsedSource, alias: cst.ImportAlias) -> int:
+    code = source.code(alias)
+    return len(code.encode()) - len(code.rstrip().rstrip(",").rstrip().encode())
+
+
+def _top(source: ParsedSource) -> int:
+    """Return the offset after the docstring and the ``__future__`` imports, before other statements."""
+    at = 0
+    for index, statement in enumerate(source.module.body):
+        small = statement.body[0] if isinstance(statement, cst.SimpleStatementLine) else None
+        is_docstring = (
+            index == 0 and isinstance(small, cst.Expr) and isinstance(small.value, cst.SimpleString)
+        )
+        is_future = isinstance(small, cst.ImportFrom) and imported_module(small) == "__future__"
+        if not is_docstring and not is_future:
+            return at or _line_start(source, source.start(statement))
+        at = _line_end(source, source.end(statement))
+    return at
+
+
+def _line_start(source: ParsedSource, offset: int) -> int:
+    return max(source.data.rfind(b"\n", 0, offset), source.data.rfind(b"\r", 0, offset)) + 1
+
+
+def _line_end(source: ParsedSource, offset: int) -> int:
+    rest = source.data[offset:]
+    lines = rest.splitlines(keepends=True)
+    return offset + len(lines[0]) if lines else offset
+
+
+def _top_level_imports(
+    source: ParsedSource,
+) -> Iterator[tuple[cst.SimpleStatementLine, cst.Import | cst.ImportFrom]]:
+    for statement in source.module.body:
+        if isinstance(statement, cst.SimpleStatementLine):
+            for small in statement.body:
+                is_star = isinstance(small, cst.ImportFrom) and isinstance(small.names, cst.ImportStar)
+                if isinstance(small, (cst.Import, cst.ImportFrom)) and not is_star:
+                    yield statement, small
+
+
+def _bindings(node: cst.CSTNode) -> Iterator[tuple[str, str]]:
+    """Yield (full name, local name) for each name that an import statement binds."""
+    if not isinstance(node, (cst.Import, cst.ImportFrom)) or isinstance(node.names, cst.ImportStar):
+        return
+    prefix = f"{imported_module(node)}." if isinstance(node, cst.ImportFrom) else ""
+    for alias in node.names:
+        name = dotted(alias.name)
+        yield SAME_OBJECT.get(prefix + name, prefix + name), alias.evaluated_alias or name
+
+
+def _imported(node: cst.CSTNode) -> set[str]:
+    """Return the full names that an import binds; for ``import a.b`` also ``a``, the name it binds."""
+    full = {name for name, _ in _bindings(node)}
+    return full | {name.partition(".")[0] for name in full} if isinstance(node, cst.Import) else full
+
+
+def _library(node: cst.Import | cst.ImportFrom) -> str:
+    module = imported_module(node) if isinstance(node, cst.ImportFrom) else dotted(node.names[0].name)
+    return module.partition(".")[0]
+
+
+# Rewrite import statements: keep some names, and import the others from another module.
+
+
+#: The reason not to rewrite a statement that would have to be split.
+COMMENTS_BETWEEN_NAMES = "the import has comments between its names"
+
+
+@dataclass(frozen=True, eq=False)
+class NewImport:
+    """The new import of one name of an import statement.
+
+    Attributes:
+        alias: the name in the old statement.
+        module: the module it is imported from; empty for ``import x``.
+        imported: the name, with its alias, in the new statement.
+        keeps: another name that the old statement bound.
+    """
+
+    alias: cst.ImportAlias
+    module: str
+    imported: str
+    keeps: str = ""
+
+
+def statement_edits(
+    source: ParsedSource, node: cst.Import | cst.ImportFrom, new: Sequence[NewImport]
+) -> tuple[Edit, ...]:
+    """Return the edits of ``node`` that import the names of ``new`` from their new modules; empty if comments
+    would be lost."""
+    if not new:
+        return ()
+    assert not isinstance(node.names, cst.ImportStar)
+    modules = {name.module for name in new}
+    if len(new) == len(node.names) and len(modules) == 1 and not any(name.keeps for name in new):
+        return _edit_in_place(source, node, new)
+    return _split(source, node, new)
+
+
+def _split(
+    source: ParsedSource, node: cst.Import | cst.ImportFrom, new: Sequence[NewImport]
+) -> tuple[Edit, ...]:
+    """Return the edit that splits the statement into the names that stay and those that moved."""
+    if "#" in source.code(node):
+        return ()
+    assert not isinstance(node.names, cst.ImportStar)
+    moved = {name.alias for name in new}
+    kept = [_alias_code(alias) for alias in node.names if alias not in moved]
+    kept += [name.keeps for name in new if name.keeps and not _imports_elsewhere(source, name.keeps, node)]
+    kept = list(dict.fromkeys(kept))
+    statements = [f"{_head(node)}{', '.join(kept)}"] if kept else []
+    for module in dict.fromkeys(name.module for name in new):
+        names = ", ".join(name.imported for name in new if name.module == module)
+        statements.append(f"from {module} import {names}" if module else f"import {names}")
+    line = source.parent(node)
+    alone = isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1
+    start = source.start(node)
+    separator = source.newline() + source.indent_at(start) if alone else "; "
+    return (Edit(start, source.end(node), separator.join(statements)),)
+
+
+def _edit_in_place(
+    source: ParsedSource, node: cst.Import | cst.ImportFrom, new: Sequence[NewImport]
+) -> tuple[Edit, ...]:
+    """Return edits of only the words that change, so that parentheses, line breaks and comments stay."""
+    edits = []
+    if isinstance(node, cst.ImportFrom):
+        assert node.module is not None
+        edits.append(Edit(source.start(node.module), source.end(node.module), new[0].module))
+    for name in new:
+        if name.imported != _alias_code(name.alias):
+            end = source.end(name.alias.asname.name if name.alias.asname else name.alias.name)
+            edits.append(Edit(source.start(name.alias), end, name.imported))
+    return tuple(edits)
+
+
+def _alias_code(alias: cst.ImportAlias) -> str:
+    name, local = dotted(alias.name), alias.evaluated_alias
+    return f"{name} as {local}" if local else name
+
+
+def _head(node: cst.Import | cst.ImportFrom) -> str:
+    return f"from {imported_module(node)} import " if isinstance(node, cst.ImportFrom) else "import "
+
+
+def _imports_elsewhere(source: ParsedSource, name: str, node: cst.CSTNode) -> bool:
+    """Return whether another top-level statement above ``node`` also binds ``name`` by a plain import."""
+    return any(
+        other is not node
+        and source.start(other) < source.start(node)
+        and source.is_top_level(other)
+        and any(dotted(a.name).partition(".")[0] == name and a.asname is None for a in other.names)
+        for other in source.nodes(cst.Import)
+    )
+
+
+# Plan the rewriting of moved names in an import statement, and of their uses in the file.
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """The plan for one name of an import statement.
+
+    Attributes:
+        what: the name, for messages.
+        new: the import that replaces it; None if the rewrite is refused, or done in another file.
+        use_edits: the edits of its uses in this file, if they change.
+        uses: attributes that need no edit of their own.
+        refusal: why the name is not rewritten; empty if it is.
+    """
+
+    alias: cst.ImportAlias
+    what: str
+    new: NewImport | None = None
+    use_edits: tuple[Edit, ...] = ()
+    uses: tuple[cst.CSTNode, ...] = ()
+    refusal: str = ""
+
+
+def plan_name(source: ParsedSource, node: cst.CSTNode, alias: cst.ImportAlias, row: Moved, name: str) -> Plan:
+    """Return the plan for ``alias``, which imports ``name`` from the legacy module of ``row``."""
+    new_name, local = row.names[name], alias.evaluated_alias
+    use_edits: tuple[Edit, ...] = ()
+    if new_name == name:
+        imported = f"{name} as {local}" if local else name
+    elif local or source.binds(new_name) or name in source.taken_by_others or _is_listed(source, name):
+        imported = f"{new_name} as {local or name}"
+    else:
+        imported = new_name
+        uses = source.references(name, node)
+        use_edits = tuple(Edit(source.start(use), source.end(use), new_name) for use in uses)
+    return Plan(alias, name, NewImport(alias, row.replacement, imported), use_edits)
+
+
+def plan_module(
+    source: ParsedSource, node: cst.Import | cst.ImportFrom, alias: cst.ImportAlias, row: Moved
+) -> Plan:
+    """Return the plan for ``alias``, which imports the legacy module of ``row`` as an object."""
+    if isinstance(node, cst.Import) and alias.asname is None:
+        return _plan_dotted_import(source, alias, row)
+    local = alias.evaluated_alias or dotted(alias.name)
+    names = source.references(local, node)
+    uses = [
+        use
+        for name in names
+        if isinstance(use := source.parent(name), cst.Attribute) and use.attr.value in row.names
+    ]
+    plan = Plan(alias, row.legacy.rpartition(".")[2], uses=tuple(uses))
+    refusal = _refuse_uses(row, local, names, source)
+    if refusal:
+        return replace(plan, refusal=refusal)
+    use_edits = tuple(
+        Edit(source.start(use.attr), source.end(use.attr), row.names[use.attr.value])
+        for use in uses
+        if row.names[use.attr.value] != use.attr.value
+    )
+    if isinstance(node, cst.Import):
+        new = NewImport(alias, "", f"{row.replacement} as {local}")
+    else:
+        package, _, module = row.replacement.rpartition(".")
+        new = NewImport(alias, package, f"{module} as {local}" if local != module else module)
+    return replace(plan, new=new, use_edits=use_edits)
+
+
+def _plan_dotted_import(source: ParsedSource, alias: cst.ImportAlias, row: Moved) -> Plan:
+    """Return the plan for ``import torch.ao.quantization.quantize_fx``, which binds ``torch`` and has dotted
+    uses."""
+    plan = Plan(alias, row.legacy)
+    edits, uses = [], []
+    for node in source.nodes(cst.Attribute):
+        if row.legacy not in source.names(node):
+            continue
+        use = source.parent(node)
+        if not isinstance(use, cst.Attribute) or use.attr.value not in _names_in(row):
+            return replace(plan, refusal=f"{source.code(use)} has no counterpart in {row.replacement}")
+        if use.attr.value in row.names:
+            uses.append(use)
+            text = f"{row.replacement}.{row.names[use.attr.value]}"
+            edits.append(Edit(source.start(use), source.end(use), text))
+    if not is_free(source, ImportRequest(row.replacement)):
+        return replace(plan, refusal="the name torchq_compat means something else in this file")
+    new = NewImport(alias, "", row.replacement, keeps="torch")
+    return replace(plan, new=new, use_edits=tuple(edits), uses=tuple(uses))
+
+
+def _refuse_uses(row: Moved, local: str, uses: list[cst.Name], source: ParsedSource) -> str:
+    for use in uses:
+        parent = source.parent(use)
+        if not isinstance(parent, cst.Attribute):
+            return f"the module {local} itself is used at line {source.line(source.start(use))}"
+        if parent.attr.value not in _names_in(row):
+            return f"{local}.{parent.attr.value} has no counterpart in {row.replacement}"
+    return ""
+
+
+def _names_in(row: Moved) -> set[str]:
+    """Return the names of the legacy module of ``row`` that have moved, to any module."""
+    return {name for other in (*MOVED, row) if other.legacy == row.legacy for name in other.names}
+
+
+def _is_listed(source: ParsedSource, name: str) -> bool:
+    """Return whether a string of the file is ``name``, as in ``__all__`` and ``getattr``."""
+    return any(string.raw_value == name for string in source.nodes(cst.SimpleString))

@@ -1,0 +1,369 @@
+"""A parsed Python text: its nodes, their positions, and the full names that they mean."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, cached_property
+from typing import Any, TypeVar, cast
+
+import libcst as cst
+from libcst.metadata import (
+    Assignment,
+    BaseAssignment,
+    ByteSpanPositionProvider,
+    GlobalScope,
+    ImportAssignment,
+    MetadataWrapper,
+    QualifiedNameSource,
+    Scope,
+    ScopeProvider,
+)
+from libcst.metadata.scope_provider import ScopeVisitor
+
+# LibCST's scopes in linear time: the names bound in each scope, without their uses.
+#
+# LibCST links every use to every assignment of its name, and resolves the function of every call to find
+# ``typing.cast``: both are quadratic in a file that binds one name often, such as a notebook of repeated
+# cells.
+
+
+#: Functions whose string arguments are types, which LibCST parses.
+TYPING_CALLS = ("NewType", "TypeVar", "cast")
+
+
+class ScopesWithoutUses(ScopeProvider):
+    """A ``ScopeProvider`` whose ``accesses`` and ``referents`` stay empty."""
+
+    def visit_Module(self, node: cst.Module) -> bool | None:  # noqa: N802
+        node.visit(_Visitor(self))
+        return None
+
+
+class _NoNames:
+    def get_qualified_names_for(self, node: cst.CSTNode) -> set[Any]:
+        return set()
+
+
+class _Visitor(ScopeVisitor):
+    def visit_Call(self, node: cst.Call) -> bool | None:  # noqa: N802
+        name = node.func.attr if isinstance(node.func, cst.Attribute) else node.func
+        if isinstance(name, cst.Name) and name.value in TYPING_CALLS:
+            return super().visit_Call(node)
+        scope = self.scope
+        self.scope = _NoNames()  # type: ignore[assignment]
+        try:
+            return super().visit_Call(node)
+        finally:
+            self.scope = scope
+
+
+# Dotted names in LibCST nodes.
+
+
+def imported_module(node: cst.ImportFrom) -> str:
+    """Return the module of a from-import: ``..a.b`` for ``from ..a.b import c``."""
+    return "." * len(node.relative) + (dotted(node.module) if node.module is not None else "")
+
+
+def names_in_import(node: cst.Import | cst.ImportFrom) -> list[str]:
+    """Return the full names that an import statement imports; ``module.*`` for ``import *``."""
+    prefix = f"{imported_module(node)}." if isinstance(node, cst.ImportFrom) else ""
+    if isinstance(node.names, cst.ImportStar):
+        return [f"{prefix}*"]
+    return [prefix + dotted(alias.name) for alias in node.names]
+
+
+def dotted(node: cst.CSTNode) -> str:
+    """Return ``a.b.c`` for such a chain of names, an empty string for anything else."""
+    base, rest = split_dotted(node)
+    return base.value + rest if base is not None else ""
+
+
+def split_dotted(node: cst.CSTNode) -> tuple[cst.Name | None, str]:
+    rest = ""
+    while isinstance(node, cst.Attribute):
+        rest = f".{node.attr.value}{rest}"
+        node = node.value
+    return (node, rest) if isinstance(node, cst.Name) else (None, rest)
+
+
+# A parsed Python text: its nodes, their positions, and the full names that they mean.
+#
+# LibCST parses the text and provides the scopes; this module adds names bound by assignment, names from
+# ``import *``, and names that another file of the tree re-exports.
+
+
+NodeT = TypeVar("NodeT", bound=cst.CSTNode)
+#: Full name -> the full name it means, if another file of the tree re-exports it.
+Follow = Callable[[str], str]
+MAX_ALIASES = 8
+LINE_END = re.compile(rb"\r\n|\r|\n")
+
+
+class ParsedSource:
+    """A parsed Python text.
+
+    Args:
+        text: the text.
+        follow: resolves names that come from other files; default: they are not resolved.
+        taken_by_others: top-level names that other files of the tree import from this one.
+
+    Raises:
+        cst.ParserSyntaxError: ``text`` is not valid Python.
+    """
+
+    def __init__(
+        self, text: str, follow: Follow | None = None, taken_by_others: frozenset[str] = frozenset()
+    ) -> None:
+        self.text = text
+        self.data = text.encode()
+        self.taken_by_others = taken_by_others
+        self.follow = cache(follow or (lambda name: name))
+        self.module = cst.parse_module(text)
+        wrapper = MetadataWrapper(self.module, unsafe_skip_copy=True)
+        self._spans = wrapper.resolve(ByteSpanPositionProvider)
+        self._scopes = wrapper.resolve(ScopesWithoutUses)
+        self._parents = _parents(self.module)
+        self._by_class: dict[type[cst.CSTNode], list[cst.CSTNode]] = {}
+        for node in self._parents:
+            self._by_class.setdefault(type(node), []).append(node)
+        self._names_of_node: dict[cst.CSTNode, frozenset[str]] = {}
+        self._names_of_key: dict[tuple[Scope, str, str, int], set[str]] = {}
+        self._bindings: dict[tuple[Scope, str], frozenset[BaseAssignment]] = {}
+        self._nodes_of_bindings: dict[tuple[Scope, str], frozenset[cst.CSTNode]] = {}
+        self._stars: list[str] | None = None
+
+    def nodes(self, *kinds: type[NodeT]) -> list[NodeT]:
+        """Return all nodes of exactly these classes, in text order."""
+        found = [cast(NodeT, node) for kind in kinds for node in self._by_class.get(kind, ())]
+        return sorted(found, key=lambda node: (self.start(node), -self.end(node)))
+
+    def imports(self) -> list[cst.Import | cst.ImportFrom]:
+        statements: list[cst.Import | cst.ImportFrom] = [*self.nodes(cst.Import), *self.nodes(cst.ImportFrom)]
+        return sorted(statements, key=self.start)
+
+    def parent(self, node: cst.CSTNode) -> cst.CSTNode:
+        return self._parents[node]
+
+    def ancestors(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+        """Yield the ancestors of ``node``, the nearest first."""
+        while node is not self.module:
+            node = self._parents[node]
+            yield node
+
+    def start(self, node: cst.CSTNode) -> int:
+        """Return the offset of the first byte of ``node`` in ``data``."""
+        return self._spans[node].start
+
+    def end(self, node: cst.CSTNode) -> int:
+        return self._spans[node].start + self._spans[node].length
+
+    def code(self, node: cst.CSTNode) -> str:
+        """Return the text of ``node``, without parentheses around it."""
+        return self.data[self.start(node) : self.end(node)].decode()
+
+    def full_code(self, node: cst.BaseExpression) -> str:
+        """Return the text of an expression with the parentheses that belong to it."""
+        start = self.start(node.lpar[0]) if node.lpar else self.start(node)
+        return self.data[start : self.full_end(node)].decode()
+
+    def full_end(self, node: cst.BaseExpression) -> int:
+        """Return the end offset of an expression, including the parentheses that belong to it."""
+        return self.end(node.rpar[-1]) if node.rpar else self.end(node)
+
+    def has_comment(self, node: cst.CSTNode) -> bool:
+        """Return whether there is a comment within ``node``."""
+        start, end = self.start(node), self.end(node)
+        index = bisect_left(self._comments, start)
+        return index < len(self._comments) and self._comments[index] < end
+
+    def line(self, offset: int) -> int:
+        """Return the line, from 1, of a byte offset."""
+        return bisect_right(self._line_ends, offset) + 1
+
+    def column(self, offset: int) -> int:
+        """Return the column, from 1, of a byte offset, counted in characters."""
+        index = bisect_right(self._line_ends, offset)
+        start = self._line_ends[index - 1] if index else 0
+        return len(self.data[start:offset].decode(errors="replace")) + 1
+
+    @cached_property
+    def _line_ends(self) -> list[int]:
+        return [match.end() for match in LINE_END.finditer(self.data)]
+
+    @cached_property
+    def _comments(self) -> list[int]:
+        """The offsets at which comments start."""
+        return [self.start(comment) for comment in self.nodes(cst.Comment)]
+
+    @cached_property
+    def _names_by_value(self) -> dict[str, list[cst.Name]]:
+        """Name -> the nodes of it that refer to something."""
+        found: dict[str, list[cst.Name]] = {}
+        for node in self.nodes(cst.Name):
+            if not self._is_no_reference(node):
+                found.setdefault(node.value, []).append(node)
+        return found
+
+    def scope(self, node: cst.CSTNode) -> Scope | None:
+        return self._scopes.get(node)
+
+    @property
+    def global_scope(self) -> GlobalScope | None:
+        scope = self._scopes.get(self.module.body[0]) if self.module.body else None
+        return scope.globals if scope is not None else None
+
+    def newline(self) -> str:
+        return self.module.default_newline
+
+    def indent_at(self, offset: int) -> str:
+        """Return the white space at the beginning of the line of a byte offset."""
+        line = self.data[self.data.rfind(b"\n", 0, offset) + 1 :].split(b"\n", 1)[0].decode()
+        return line[: len(line) - len(line.lstrip())]
+
+    def binders(self, name: str) -> Sequence[cst.CSTNode]:
+        """Return the nodes that bind ``name``, in any scope."""
+        return self._all_binders.get(name, ())
+
+    def binds(self, name: str) -> bool:
+        return bool(self.binders(name))
+
+    @cached_property
+    def _all_binders(self) -> dict[str, list[cst.CSTNode]]:
+        found: dict[str, list[cst.CSTNode]] = {}
+        for scope in {scope for scope in self._scopes.values() if scope is not None}:
+            for assignment in scope.assignments:
+                if isinstance(assignment, Assignment):
+                    found.setdefault(assignment.name, []).append(assignment.node)
+        return found
+
+    def imported_names(self) -> Iterator[str]:
+        """Yield the full names in import statements as written; ``module.*`` for ``import *``."""
+        for node in self.imports():
+            yield from names_in_import(node)
+
+    def is_top_level(self, node: cst.CSTNode) -> bool:
+        """Return whether a small statement is at the top level, outside any block."""
+        return self.parent(self.parent(node)) is self.module
+
+    def references(self, name: str, binding: cst.CSTNode) -> list[cst.Name]:
+        """Return the uses of ``name`` that ``binding``, an import statement or the target of an assignment,
+        may have bound."""
+        return [
+            node
+            for node in self._names_by_value.get(name, ())
+            if node is not binding and self._is_bound_by(node, binding)
+        ]
+
+    def _is_bound_by(self, node: cst.Name, binding: cst.CSTNode) -> bool:
+        scope = self.scope(node)
+        return scope is not None and binding in self._binding_nodes(scope, node.value)
+
+    def _binding_nodes(self, scope: Scope, name: str) -> frozenset[cst.CSTNode]:
+        key = (scope, name)
+        if key not in self._nodes_of_bindings:
+            self._nodes_of_bindings[key] = frozenset(
+                each.node for each in self.bindings(scope, name) if isinstance(each, Assignment)
+            )
+        return self._nodes_of_bindings[key]
+
+    # --- the meaning of names ---
+
+    def names(self, node: cst.CSTNode) -> frozenset[str]:
+        """Return the full dotted names that ``node``, a Name or an Attribute, may mean; empty if it does not
+        come from an import."""
+        if node not in self._names_of_node:
+            self._names_of_node[node] = frozenset(self.follow(name) for name in self.written_names(node))
+        return self._names_of_node[node]
+
+    def written_names(self, node: cst.CSTNode) -> frozenset[str]:
+        """Return ``names(node)``, but without resolving names in other files."""
+        if not isinstance(node, (cst.Name, cst.Attribute)):
+            return frozenset()
+        return frozenset(self._names(node, MAX_ALIASES))
+
+    def star_modules(self) -> Sequence[str]:
+        """Return the modules that this file imports with ``import *``."""
+        if self._stars is None:
+            stars = (node for node in self.nodes(cst.ImportFrom) if isinstance(node.names, cst.ImportStar))
+            self._stars = [imported_module(node) for node in stars]
+        return self._stars
+
+    def _names(self, node: cst.CSTNode, budget: int) -> set[str]:
+        base, rest = split_dotted(node)
+        scope = self.scope(node) or (self.scope(base) if base is not None else None)
+        if base is None or scope is None or self._is_no_reference(node):
+            return set()
+        return self._names_in(scope, base.value, rest, budget)
+
+    def _names_in(self, scope: Scope, name: str, rest: str, budget: int) -> set[str]:
+        # All uses of a name in a scope mean the same; the cache avoids quadratic time if it is bound often.
+        key = (scope, name, rest, budget)
+        if key not in self._names_of_key:
+            full: set[str] = set()
+            for assignment in self.bindings(scope, name):
+                full |= self._names_of(assignment, name, rest, budget)
+            self._names_of_key[key] = full or {f"{star}.{name}{rest}" for star in self.star_modules()}
+        return self._names_of_key[key]
+
+    def bindings(self, scope: Scope, name: str) -> frozenset[BaseAssignment]:
+        """Return the assignments that bind ``name`` for the code in ``scope``."""
+        key = (scope, name)
+        if key not in self._bindings:
+            self._bindings[key] = frozenset(scope[name]) if name in scope else frozenset()
+        return self._bindings[key]
+
+    def _names_of(self, assignment: BaseAssignment, name: str, rest: str, budget: int) -> set[str]:
+        if isinstance(assignment, ImportAssignment):
+            return {
+                qualified.name
+                for qualified in assignment.get_qualified_names_for(name + rest)
+                if qualified.source is QualifiedNameSource.IMPORT
+            }
+        value = self.assigned_value(assignment)
+        if budget and isinstance(value, (cst.Name, cst.Attribute)):
+            return {full + rest for full in self._names(value, budget - 1)}
+        # Unknown code binds the name: mark it, so that a caller can tell if an import is the only origin.
+        return {f"<local>.{name}{rest}"}
+
+    def assigned_value(self, assignment: BaseAssignment) -> cst.BaseExpression | None:
+        """Return ``value`` of a plain ``name = value``; None for every other way to bind a name."""
+        if not isinstance(assignment, Assignment):
+            return None
+        statement = self.parent(assignment.node) if isinstance(assignment.node, cst.Name) else None
+        if isinstance(statement, cst.AssignTarget):
+            statement = self.parent(statement)
+            assert isinstance(statement, cst.Assign)
+            return statement.value if len(statement.targets) == 1 else None
+        if isinstance(statement, cst.AnnAssign) and statement.target is assignment.node:
+            return statement.value
+        return None
+
+    def _is_no_reference(self, node: cst.CSTNode) -> bool:
+        """Return whether ``node`` is no reference: the ``b`` of ``a.b``, the ``k`` of ``f(k=1)``, or a name
+        in an import statement."""
+        parent = self._parents.get(node)
+        if isinstance(parent, cst.Attribute) and parent.attr is node:
+            return True
+        if isinstance(parent, cst.Arg):
+            return parent.keyword is node
+        while isinstance(parent, cst.Attribute):
+            parent = self._parents.get(parent)
+        return isinstance(parent, (cst.ImportAlias, cst.ImportFrom, cst.AsName, cst.Param))
+
+
+def _parents(module: cst.Module) -> dict[cst.CSTNode, cst.CSTNode]:
+    """Return node -> parent for all nodes; LibCST's own provider takes several times as long."""
+    parents: dict[cst.CSTNode, cst.CSTNode] = {}
+    pending: list[cst.CSTNode] = [module]
+    while pending:
+        node = pending.pop()
+        for name in node.__dataclass_fields__:
+            value = getattr(node, name)
+            for child in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(child, cst.CSTNode):
+                    parents[child] = node
+                    pending.append(child)
+    return parents

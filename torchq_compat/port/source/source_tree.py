@@ -1,0 +1,168 @@
+"""All files of a tree, to find those that re-export legacy names under names of their own."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from torchq_compat.port.source.moved_tables import MOVED
+
+LEGACY_MODULES = tuple({moved.legacy for moved in MOVED})
+LEGACY_NAMES = frozenset(f"{moved.legacy}.{name}" for moved in MOVED for name in moved.names)
+MAX_HOPS = 16
+
+
+class ReExport(NamedTuple):
+    """A name under which a file of the tree re-exports a legacy name, and the last part of that file's
+    module."""
+
+    name: str
+    module: str
+
+
+class Tree:
+    """Dotted module names -> files, and the imported names that those files bind."""
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        self._files: dict[str, list[Path]] = {}
+        for path in files:
+            if path.suffix != ".ipynb":
+                self._files.setdefault(module_name(path), []).append(path)
+        self._bindings: dict[Path, Mapping[str, str]] = {}
+        self._stars: dict[Path, tuple[str, ...]] = {}
+        self._taken: dict[Path, set[str]] = {}
+
+    def add(self, path: Path, syntax: ast.Module) -> set[ReExport]:
+        """Record the names that ``path`` binds; return the legacy names it re-exports under other names."""
+        bindings = dict(_bindings(syntax))
+        self._bindings[path] = bindings
+        self._stars[path] = tuple(_star_modules(syntax))
+        stem = module_name(path).rpartition(".")[2] if path.stem != "__init__" else ""
+        return {ReExport(name, stem) for name, full in bindings.items() if self._is_news(path, name, full)}
+
+    def follow(self, importer: Path, name: str) -> str:
+        """Return the absolute name that ``name``, as written in ``importer``, means."""
+        for _ in range(MAX_HOPS):
+            target = self._one_hop(importer, name)
+            if target is None:
+                break
+            importer, name = target
+        return _absolute(importer, name)
+
+    def taken_from(self, path: Path) -> frozenset[str]:
+        """Return the names of ``path`` that other files use, according to the calls of ``follow`` so far."""
+        return frozenset(self._taken.get(path, ()))
+
+    def _is_news(self, path: Path, name: str, full: str) -> bool:
+        meaning = self.follow(path, full)
+        return meaning.rpartition(".")[2] != name and (meaning in LEGACY_NAMES or meaning in LEGACY_MODULES)
+
+    def _one_hop(self, importer: Path, name: str) -> tuple[Path, str] | None:
+        """Return the module that binds the first unknown part of ``name``, and the name it binds that part
+        to."""
+        parts = _absolute(importer, name).split(".")
+        for cut in range(len(parts) - 1, 0, -1):
+            path = self._find(importer, ".".join(parts[:cut]))
+            if path is None or path not in self._bindings:
+                continue
+            self._taken.setdefault(path, set()).add(parts[cut])
+            bound = self._bound_to(path, parts[cut], MAX_HOPS)
+            return (bound[0], ".".join((bound[1], *parts[cut + 1 :]))) if bound else None
+        return None
+
+    def _bound_to(self, path: Path, name: str, budget: int) -> tuple[Path, str] | None:
+        """Return the file that binds ``name``, ``path`` or a file it imports with ``*``, and the meaning of
+        ``name`` there."""
+        if name in self._bindings.get(path, {}):
+            return path, self._bindings[path][name]
+        for star in self._stars.get(path, ()) if budget else ():
+            if f"{star}.{name}" in LEGACY_NAMES:
+                return path, f"{star}.{name}"
+            behind = self._find(path, _absolute(path, star))
+            bound = self._bound_to(behind, name, budget - 1) if behind is not None else None
+            if bound is not None:
+                return bound
+        return None
+
+    def _find(self, importer: Path, module: str) -> Path | None:
+        """Return the file of ``module``: the one beside ``importer``, or the only one of that name; None
+        otherwise."""
+        found = self._files.get(module, [])
+        beside = [path for path in found if path.parent == importer.parent]
+        if beside:
+            return beside[0]
+        return found[0] if len(found) == 1 else None
+
+
+def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield the statements that run when a module is imported, including those in its branches."""
+    for statement in body:
+        yield statement
+        if not isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            for part in ("body", "orelse", "finalbody"):
+                yield from _statements(getattr(statement, part, ()))
+            for handler in getattr(statement, "handlers", ()):
+                yield from _statements(handler.body)
+
+
+def _bindings(syntax: ast.Module) -> Iterator[tuple[str, str]]:
+    """Yield (name, full name) for imports and plain assignments, in order; the last one of a name counts."""
+    known: dict[str, str] = {}
+    for statement in _statements(syntax.body):
+        for name, full in _bound_by(statement, known):
+            known[name] = full
+            yield name, full
+
+
+def _bound_by(statement: ast.stmt, known: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    if isinstance(statement, ast.Import):
+        for alias in statement.names:
+            top = alias.name.partition(".")[0]
+            yield (alias.asname, alias.name) if alias.asname else (top, top)
+    elif isinstance(statement, ast.ImportFrom):
+        prefix = "." * statement.level + (f"{statement.module}." if statement.module else "")
+        yield from ((a.asname or a.name, prefix + a.name) for a in statement.names if a.name != "*")
+    elif isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+        target, (base, _, rest) = statement.targets[0], _dotted(statement.value).partition(".")
+        if isinstance(target, ast.Name) and base in known:
+            yield target.id, f"{known[base]}.{rest}" if rest else known[base]
+
+
+def _dotted(node: ast.expr) -> str:
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and (base := _dotted(node.value)):
+        return f"{base}.{node.attr}"
+    return ""
+
+
+def _star_modules(syntax: ast.Module) -> Iterator[str]:
+    for statement in _statements(syntax.body):
+        if isinstance(statement, ast.ImportFrom) and any(alias.name == "*" for alias in statement.names):
+            yield "." * statement.level + (statement.module or "")
+
+
+@cache
+def module_name(path: Path) -> str:
+    """Return the dotted module name ``pkg.sub.mod`` of a file, from its outermost package on."""
+    parts = [path.stem] if path.stem != "__init__" else []
+    folder = path.absolute().parent
+    while (folder / "__init__.py").exists() and folder.name:
+        parts.insert(0, folder.name)
+        folder = folder.parent
+    return ".".join(parts)
+
+
+def _absolute(importer: Path, name: str) -> str:
+    """Return ``name`` with the dots of a relative import resolved."""
+    if not name.startswith("."):
+        return name
+    dots = len(name) - len(name.lstrip("."))
+    package = module_name(importer).split(".")
+    if importer.stem != "__init__":
+        package = package[:-1]
+    package = package[: len(package) - (dots - 1)] if dots > 1 else package
+    return ".".join([*package, name[dots:]] if name[dots:] else package)

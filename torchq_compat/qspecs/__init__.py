@@ -1,1 +1,0 @@
-"""Translate QConfigs to QuantizationSpecs, and select QConfigs and object types. Pure functions, no graph."""

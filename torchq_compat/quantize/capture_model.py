@@ -1,0 +1,331 @@
+"""Captures a float model with its custom modules as opaque calls, and puts the observed modules behind
+them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+from torch.fx import GraphModule, Node
+from torchao.quantization.pt2e.quantizer import Quantizer
+
+from torchq_compat.annotate.annotation import module_record, write_op_records
+from torchq_compat.annotate.quantizers import annotated_points
+from torchq_compat.annotate.sharing import has_several
+from torchq_compat.capture.checked import Attempt, CaptureCase, capture_checked
+from torchq_compat.capture.opaque_calls import (
+    OpaqueBoundary,
+    OpaqueModule,
+    example_call,
+    insert_calls,
+    opaque_call_nodes,
+)
+from torchq_compat.capture.opaque_stub import RecordedCalls, StubRegistry
+from torchq_compat.capture.signature import CallSignature
+from torchq_compat.capture.torch_export import (
+    explain_failure,
+    failed_attempts_held_back,
+    without_frames_of_torch,
+)
+from torchq_compat.capture.trial_runs import FloatRun, Runs, trial_copy
+from torchq_compat.capture.unseen_python import show_identities
+from torchq_compat.errors import ExampleInputsError, TorchQCompatError
+from torchq_compat.modules.registry import ObserveRequest, WriteOps, handler_of
+from torchq_compat.modules.swap import Swap, apply_swaps
+from torchq_compat.quantize.request import PrepareRequest, WithLoops
+from torchq_compat.support.decisions import Action, Decision
+from torchq_compat.support.graph_nodes import copied_model, module_path_of
+
+# Runs the float model on its example inputs, and captures it with its custom modules as opaque calls.
+
+
+@dataclass(frozen=True)
+class TriedModel:
+    """A float model and its run on the example inputs.
+
+    Attributes:
+        runs: runs the float model, and keeps the arguments of its custom modules.
+        example: the run on the example inputs.
+    """
+
+    runs: Runs
+    example: FloatRun
+
+    @property
+    def problem(self) -> ExampleInputsError | None:
+        """The error for example inputs that the float model fails on, or None. torch.export accepts some that
+        no kernel does, such as integers for a float linear."""
+        if self.example.error is None:
+            return None
+        return ExampleInputsError.does_not_fit(type(self.runs.model).__name__, self.example.error)
+
+
+@dataclass(frozen=True)
+class CapturedModel:
+    """A float model and its captured graph.
+
+    Attributes:
+        case: the model that was captured, its inputs, and the runs of the float model.
+        found: the graph, with custom modules as opaque ops, and the sizes it accepts.
+    """
+
+    case: CaptureCase
+    found: Attempt
+
+    @property
+    def stubs(self) -> StubRegistry:
+        return self.case.runs.stubs
+
+
+def try_model(
+    working: nn.Module, swaps: Sequence[Swap], request: PrepareRequest, with_loops: WithLoops
+) -> TriedModel:
+    """Run a copy of ``working`` on the example inputs, or take the run that there was.
+
+    Args:
+        with_loops: the model of ``swaps``; if it has rolled loops, its calls differ from those of
+            ``working``.
+    """
+    runs = Runs(trial_copy(working), StubRegistry(), {swap.paths[0]: swap.module for swap in swaps})
+    recorded = [] if request.is_qat or with_loops.steps else [swap.paths[0] for swap in swaps]
+    example = with_loops.example
+    # Hooks, which counted the calls of modules, break the loops of torch's own operators.
+    if not recorded and example is not None and example.error is None:
+        return TriedModel(runs, example)
+    return TriedModel(runs, runs.of_float_model(request.example_inputs, recorded=recorded))
+
+
+def capture_model(
+    working: nn.Module,
+    model: nn.Module,
+    tried: TriedModel,
+    signature: CallSignature,
+    swaps: list[Swap],
+    request: PrepareRequest,
+) -> CapturedModel:
+    """Replace the custom modules of ``working`` by stubs, and capture it.
+
+    Args:
+        model: the model that ``working`` is a copy of, for error messages.
+
+    Raises:
+        CaptureError: torch.export or the model fails, or no captured graph computes what the model does.
+        ExampleInputsError: the float model does not accept the example inputs.
+    """
+    args, stubs = request.example_inputs, tried.runs.stubs
+    apply_swaps(working, swaps, stubs)
+    show_identities(working)
+    watching = stubs.results.watch(working)
+    inputs = signature.labelled(args)
+    case = CaptureCase(working, args, inputs, request.dynamic_shapes, tried.runs, tried.example)
+    try:
+        with failed_attempts_held_back():
+            case, found = capture_checked(case)
+    except Exception as cause:
+        raise explain_failure(model, args, cause) from without_frames_of_torch(cause)
+    finally:
+        watching.remove()
+    if tried.problem is not None:
+        raise tried.problem
+    return CapturedModel(case, found)
+
+
+# The observed modules behind the opaque calls of a captured model, and the specs around each call.
+
+
+PrepareInside = Callable[[ObserveRequest], GraphModule]
+
+
+def observe_modules(
+    captured: CapturedModel, swaps: Sequence[Swap], prepare_inside: PrepareInside
+) -> dict[str, nn.Module]:
+    """Return the observed module of each custom module, by path; a module that is never called is unchanged.
+
+    Args:
+        prepare_inside: prepares a standalone module as a model of its own.
+    """
+    called = {swap.paths[0] for swap in swaps if captured.stubs.layouts(swap.paths[0])}
+    return {
+        swap.paths[0]: _observed(swap, prepare_inside) if swap.paths[0] in called else swap.module
+        for swap in swaps
+    }
+
+
+def place_modules(
+    captured: CapturedModel,
+    swaps: Sequence[Swap],
+    modules: dict[str, nn.Module],
+    writers: Mapping[str, WriteOps],
+    *,
+    is_qat: bool,
+) -> list[Decision]:
+    """Put ``modules`` behind the opaque calls, in place, or write them as ops; return a decision about each
+    of their parameters that the graph has a copy of."""
+    graph_module = captured.found.graph_module
+    copied = insert_calls(graph_module, captured.stubs, modules, writers)
+    classes = {swap.paths[0]: type(swap.module) for swap in swaps}
+    write_op_records(
+        (node, module_record(classes[str(node.target)], str(node.target)))
+        for node in opaque_call_nodes(graph_module)
+    )
+    return [_copied_parameter(name, is_qat=is_qat) for name in copied]
+
+
+def boundaries_of(
+    graph_module: GraphModule, swaps: Sequence[Swap], calls: RecordedCalls
+) -> Mapping[Node, OpaqueBoundary]:
+    """Return the specs around each call, after a trial of the call with its tensors of the example run.
+
+    Raises:
+        CustomModuleError: an observed module does not accept the calls of the float one.
+    """
+    by_path = {swap.paths[0]: swap for swap in swaps}
+    boundaries: dict[Node, OpaqueBoundary] = {}
+    for node in opaque_call_nodes(graph_module):
+        path, index = str(node.target), node.kwargs["opaque_layout"]
+        request, opaque = by_path[path].request, graph_module.get_submodule(path)
+        handler = handler_of(opaque)
+        assert isinstance(opaque, OpaqueModule)
+        assert isinstance(index, int)
+        assert request is not None
+        assert handler is not None
+        if path in calls.tensors:
+            arguments, expected = example_call(node, opaque, calls.tensors[path][index])
+            handler.check_call(copied_model(opaque), path, index, arguments, expected)
+        boundaries[node] = handler.boundary(opaque, request, opaque.opaque_layouts[index])
+    return boundaries
+
+
+def maps_to_users_class(swap: Swap) -> bool:
+    """Return whether the observed class is the user's own, which may compute something else than the float
+    one."""
+    if swap.request is None:
+        return False
+    is_known = swap.request.observed_class.__module__.startswith(("torchq_compat.", "torch.ao."))
+    return swap.handler.is_fallback or not is_known
+
+
+def loses_forward(swap: Swap) -> bool:
+    """Return whether the float module has a ``forward`` of its own that is no longer called."""
+    return swap.request is not None and swap.handler.loses_forward(swap.module)
+
+
+def _observed(swap: Swap, prepare_inside: PrepareInside) -> nn.Module:
+    if swap.request is None:
+        # torchao's convert reads .qconfig of every module class FX could quantize dynamically.
+        vars(swap.module)["qconfig"] = None
+        return swap.module
+    observed = swap.handler.observe(replace(swap.request, prepare_inside=prepare_inside))
+    observed.opaque_observed_class = swap.request.observed_class
+    observed.opaque_quant_type = swap.request.specs.quant_type
+    return observed
+
+
+def _copied_parameter(name: str, *, is_qat: bool) -> Decision:
+    reason = "the model itself reads it, from a copy in floats"
+    return Decision(
+        name,
+        "parameter",
+        Action.FLOAT,
+        f"{reason}, which training the custom module does not change" if is_qat else reason,
+        warn=is_qat,
+    )
+
+
+# Which custom modules a user's Quantizer quantizes, and which this package does.
+#
+# This package quantizes the modules that a custom config maps. A module that nothing maps, which would be a
+# float call in the graph, is left to the Quantizer if the Quantizer annotates the module's ops; a trial on a
+# copy of the graph shows whether it does.
+
+
+def share_modules(
+    captured: CapturedModel,
+    swaps: Sequence[Swap],
+    modules: dict[str, nn.Module],
+    decisions: Sequence[Decision],
+    quantizer: Quantizer | None,
+) -> tuple[Mapping[str, WriteOps], list[Decision]]:
+    """Return the writers, by path, of the modules that ``quantizer`` annotates as ops, and the ``decisions``
+    that remain."""
+    candidates = {} if quantizer is None else _candidates(captured, swaps)
+    if quantizer is None or not candidates:
+        return {}, list(decisions)
+    wanted, why_not = _wanted(captured, modules, candidates, quantizer)
+    kept = []
+    for decision in decisions:
+        if decision.path in wanted:
+            continue  # The graph has the Quantizer's decision.
+        if decision.path in candidates and decision.action is Action.FLOAT:
+            decision = replace(decision, reason=f"{decision.reason}; {why_not}")
+        kept.append(decision)
+    return {path: candidates[path] for path in wanted}, kept
+
+
+def _candidates(captured: CapturedModel, swaps: Sequence[Swap]) -> dict[str, WriteOps]:
+    found = {}
+    for swap in swaps:
+        write = None if swap.request is not None else swap.handler.ops_writer(swap.module)
+        if write is not None and captured.stubs.layouts(swap.paths[0]):
+            found[swap.paths[0]] = write
+    return found
+
+
+def _wanted(
+    captured: CapturedModel,
+    modules: dict[str, nn.Module],
+    candidates: Mapping[str, WriteOps],
+    quantizer: Quantizer,
+) -> tuple[set[str], str]:
+    """Return the paths of the candidates whose ops ``quantizer`` annotates, and why the others stay float."""
+    name = type(quantizer).__name__
+    trial = copy.deepcopy(captured.found.graph_module)
+    insert_calls(trial, captured.stubs, modules, candidates)
+    written = _module_paths(trial) & candidates.keys()
+    try:
+        asked = _own_copy(quantizer)
+        trial = asked.transform_for_annotation(trial)
+        asked.annotate(trial)
+    except TorchQCompatError:
+        raise  # It reports a faulty annotation, which the Quantizer's author has to correct.
+    except Exception as cause:
+        # Without the written ops the Quantizer may succeed; if not, it raises the same error on the graph.
+        first_line = str(cause).strip().split("\n", 1)[0]
+        return set(), f"{name} fails on its ops: {type(cause).__name__}: {first_line}"
+    # An op whose results are no longer read was rewritten by the Quantizer as ops of its own.
+    annotated, read = (_module_paths(trial, accepts) for accepts in (_is_annotated, _is_read))
+    wanted = (written & annotated) | (written - read)
+    return wanted, f"{name} does not annotate its ops either"
+
+
+def _is_annotated(node: Node) -> bool:
+    """Return whether ``node`` is annotated, at an input or at one of its outputs."""
+    return bool(annotated_points(node)) or any(annotated_points(user) for user in node.users)
+
+
+def _is_read(node: Node) -> bool:
+    """Return whether an output of ``node`` is used. A recurrent operator without readers stays in the graph,
+    because it may draw random numbers."""
+    return any(user.users for user in node.users)
+
+
+def _module_paths(graph_module: GraphModule, accepts: Callable[[Node], bool] = lambda node: True) -> set[str]:
+    """Return the module paths of the ops with several outputs that ``accepts`` is true of."""
+    return {
+        module_path_of(node).partition("@")[0]
+        for node in graph_module.graph.nodes
+        if node.op == "call_function" and has_several(node) and accepts(node)
+    }
+
+
+def _own_copy(quantizer: Quantizer) -> Quantizer:
+    """Return a copy of ``quantizer``, so that it remembers nothing of the trial graph, or ``quantizer``
+    itself if it cannot be copied."""
+    try:
+        copied: Quantizer = copy.deepcopy(quantizer)
+    except Exception:
+        return quantizer
+    return copied

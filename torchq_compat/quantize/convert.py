@@ -1,0 +1,391 @@
+"""Convert: turns a calibrated or trained model into its q-dq form."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from torchq_compat.annotate.annotation import op_record
+from torchq_compat.annotate.observed_graph import (
+    ObserverFault,
+    activations_as_observed,
+    convert_graph,
+    observer_faults,
+    observer_nodes,
+    observers_without_infinity,
+)
+from torchq_compat.annotate.unmatched import unmatched_at_convert
+from torchq_compat.capture.opaque_calls import (
+    OpaqueModule,
+    opaque_call_nodes,
+    quantize_boundaries,
+    tensor_arguments,
+)
+from torchq_compat.errors import ConfigError, ConvertError
+from torchq_compat.model.graph_module import ConvertedGraphModule, ModelRecord, Stage, record_of
+from torchq_compat.model.other_tools import unguard
+from torchq_compat.model.quantized_interface import expose_integers
+from torchq_compat.modules.parts import PartOwner
+from torchq_compat.modules.registry import ConvertRequest, CustomModuleHandler, handler_of
+from torchq_compat.modules.user_modules import convert_float_calls
+from torchq_compat.ops import weight_of
+from torchq_compat.quantize.edited_observers import settle_observers, with_removed_observers
+from torchq_compat.read.backend_configs import BackendTable
+from torchq_compat.read.custom_configs import ConvertSettings
+from torchq_compat.read.qconfig_mappings import QConfigRules, check_convert_rules, same_qconfig
+from torchq_compat.support import metadata
+from torchq_compat.support.decisions import Action, Decision
+from torchq_compat.support.torch_ao import QuantType
+from torchq_compat.support.upstream import USER_PRESERVED_ATTRIBUTES_KEY
+from torchq_compat.support.user_warnings import warn_user
+
+# Ops that were calibrated and stay float because ``convert_fx(qconfig_mapping=...)`` switches them off.
+#
+# FX's rule: an observer is removed if neither the op before it nor any op behind it is still quantized.
+
+
+#: Label of an op -> the rule that switched it off.
+SwitchedOff = dict[str, str]
+
+
+def decide_switched_off(prepared: GraphModule, before: QConfigRules, after: QConfigRules) -> SwitchedOff:
+    """Return the ops of ``prepared`` that had a QConfig under the rules ``before`` and have none under
+    ``after``.
+
+    Raises:
+        ConfigError: ``after`` gives an op another QConfig, or switches a custom module off.
+    """
+    found: SwitchedOff = {}
+    for node in prepared.graph.nodes:
+        record = op_record(node)
+        if record is None:
+            continue
+        was, now = record.select(before), record.select(after)
+        if now.qconfig is None and was.qconfig is not None:
+            if node.op == "call_module":
+                raise ConfigError.not_supported(
+                    f"convert_fx: qconfig_mapping: None for the custom module at "
+                    f"{record.label!r} ({now.rule})",
+                    "an observed custom module has no float form to go back to",
+                    "set its qconfig to None in the mapping given to prepare_fx.",
+                )
+            found[record.label] = now.rule
+        elif now.qconfig is not None and not same_qconfig(was.qconfig, now.qconfig):
+            raise ConfigError(
+                f"convert_fx: qconfig_mapping gives {record.label!r} another qconfig than prepare_fx did "
+                f"({now.rule}).",
+                hint="its observers were made for the one of prepare_fx; convert can only switch them off.",
+            )
+    return found
+
+
+def remove_observers(prepared: GraphModule, switched_off: SwitchedOff) -> None:
+    """Remove the observers from ``prepared`` that no quantized op needs any more."""
+
+    def is_float(node: Node) -> bool:
+        record = op_record(node)
+        return node.op in ("placeholder", "output", "get_attr") or (
+            record is not None and record.label in switched_off
+        )
+
+    for node, _ in list(observer_nodes(prepared)):
+        source = node.args[0]
+        assert isinstance(source, Node)
+        # The producer of a weight does not count: in QAT the weight is computed from that of a batch norm.
+        is_weight = any(weight_of(user) is node for user in node.users)
+        neighbours = [*node.users] if is_weight else [source, *node.users]
+        if all(is_float(neighbour) for neighbour in neighbours):
+            node.replace_all_uses_with(source)
+            prepared.graph.erase_node(node)
+    prepared.delete_all_unused_submodules()
+    prepared.recompile()
+
+
+def with_switched_off(decisions: tuple[Decision, ...], switched_off: SwitchedOff) -> tuple[Decision, ...]:
+    """Return ``decisions`` with the ops in ``switched_off`` as float."""
+    return tuple(
+        replace(
+            decision,
+            action=Action.FLOAT,
+            reason=f"its qconfig is None in the mapping given to convert ({switched_off[decision.path]})",
+        )
+        if decision.node and decision.path in switched_off
+        else decision
+        for decision in decisions
+    )
+
+
+# The decisions about ops that convert with the qparams of their observers, as FX converts trained models.
+
+
+FROM_OBSERVER = "with its observer's qparams and the dtype's range, as in FX, not those it trained with"
+KEEPS_TRAINED = "its parts keep the qparams they trained with"
+
+
+def with_observer_qparams(
+    decisions: tuple[Decision, ...], changed: Collection[str], owners: Collection[str]
+) -> tuple[Decision, ...]:
+    """Return ``decisions`` with the reason why qparams are not, or are, those of the training.
+
+    Args:
+        changed: the paths of ops whose qparams or ranges differ from those they trained with.
+        owners: the paths of trained custom modules with parts.
+    """
+    return tuple(_told(decision, changed, owners) for decision in decisions)
+
+
+def _told(decision: Decision, changed: Collection[str], owners: Collection[str]) -> Decision:
+    if decision.action not in (Action.QUANTIZED, Action.SHARED):
+        return decision
+    if decision.path in owners and not decision.node:
+        return replace(decision, reason=f"{decision.reason}; {KEEPS_TRAINED}")
+    if decision.path in changed:
+        return replace(decision, reason=f"{decision.reason}; {FROM_OBSERVER}")
+    return decision
+
+
+# Convert: turns a calibrated or trained model into its q-dq form.
+
+
+def convert_to_reference(
+    prepared: GraphModule,
+    settings: ConvertSettings,
+    rules: QConfigRules | None = None,
+    backend: BackendTable | None = None,
+    *,
+    observer_qparams: bool = False,
+) -> ConvertedGraphModule:
+    """Return the q-dq form of ``prepared``, which stays usable.
+
+    Args:
+        rules: a QConfigMapping that gives None to what shall stay float; None means the one of prepare.
+        backend: a BackendConfig given to convert, which changes nothing.
+        observer_qparams: whether fake-quantizes convert with their observers' qparams and the dtype's
+            range, as in FX, instead of those they trained with; parts of custom modules keep those.
+
+    Raises:
+        ConfigError: ``rules`` give what was prepared a QConfig that is neither None nor the one of prepare.
+        ConvertError: ``prepared`` did not come from this package's prepare, or has seen NaN or infinity.
+        CustomModuleError: a quantized class does not do what the mapping promises.
+    """
+    record = _record_of_prepared(prepared)
+    for told in unmatched_at_convert(prepared, settings, record.rules, rules):
+        warn_user(told)
+    _warn_of_other_backend(record, backend)
+    switched_off = _decide_switched_off(prepared, record, rules)
+    preserved = {
+        name: getattr(prepared, name)
+        for name in (*prepared.meta[USER_PRESERVED_ATTRIBUTES_KEY], *settings.preserved_attributes)
+        if hasattr(prepared, name)
+    }
+
+    # Copy.
+    working = _working_copy(prepared, settings)
+    removed = settle_observers(working, record)
+    _check_observers(working)
+    working.eval()
+    unguard(working)
+    if switched_off:
+        remove_observers(working, switched_off)
+
+    # Convert the custom modules, then the graph around them.
+    # torchao's convert of a QAT model makes random example inputs of its own.
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        if observer_qparams and record.rules is not None:
+            activations_as_observed(working)
+        owners = _convert_opaque_modules(working, settings, observer_qparams=observer_qparams)
+        converted = convert_graph(
+            working,
+            as_fx=record.rules is not None,
+            is_trained=record.is_qat,
+            observer_qparams=observer_qparams,
+        )
+        quantize_boundaries(converted)
+        expose_integers(converted, record.interface)
+        replaced = convert_float_calls(converted, settings.observed_to_quantized.get(QuantType.STATIC, {}))
+
+    # Wrap.
+    decisions = tuple(
+        _with_quantized_class(decision, replaced)
+        for decision in with_switched_off(record.decisions, switched_off)
+    )
+    decisions = with_removed_observers(decisions, removed, record.observed)
+    otherwise = metadata.FX_CONVERTS_OTHERWISE.of(converted) or ()
+    if observer_qparams:
+        decisions = with_observer_qparams(decisions, otherwise, owners if record.is_qat else ())
+    record = replace(
+        record,
+        stage=Stage.CONVERTED,
+        decisions=decisions,
+        fx_converts_otherwise=otherwise,
+        observer_qparams=observer_qparams,
+        trial_inputs=None,
+    )
+    return ConvertedGraphModule.wrap(converted, record, preserved)
+
+
+def _record_of_prepared(model: GraphModule) -> ModelRecord:
+    record = record_of(model)
+    if record is None:
+        raise ConvertError(
+            f"{type(model).__name__} was not made by torchq_compat.prepare_fx or prepare_qat_fx.",
+            hint="call prepared = prepare_fx(model, qconfig_mapping, example_inputs) first and convert "
+            "what it returns.",
+        )
+    if record.stage is not Stage.PREPARED:
+        raise ConvertError(
+            f"the model is {record.stage.value} already.",
+            hint="convert what prepare_fx returned; a prepared model may be converted any number of times.",
+        )
+    return record
+
+
+def _warn_of_other_backend(record: ModelRecord, backend: BackendTable | None) -> None:
+    if backend is not None and backend != record.backend:
+        warn_user(
+            f"backend_config {backend.name!r} is not that of prepare_fx, and changes nothing here: what was "
+            "prepared is converted. Give it to prepare_fx."
+        )
+
+
+def _decide_switched_off(
+    prepared: GraphModule, record: ModelRecord, rules: QConfigRules | None
+) -> dict[str, str]:
+    if rules is None:
+        return {}
+    if record.rules is None:
+        raise ConfigError.not_supported(
+            "convert_fx: qconfig_mapping",
+            "the model was prepared with a torchao Quantizer, which has no QConfigs to compare it with",
+            "leave out of the Quantizer what shall stay float.",
+        )
+    check_convert_rules(record.rules, rules)
+    return decide_switched_off(prepared, record.rules, rules)
+
+
+def _with_quantized_class(decision: Decision, replaced: dict[str, type[nn.Module]]) -> Decision:
+    if decision.path not in replaced or decision.node:
+        return decision
+    reason = f"observed_to_quantized_mapping makes it {replaced[decision.path].__name__}"
+    return replace(decision, action=Action.QUANTIZED, reason=reason)
+
+
+def _working_copy(prepared: GraphModule, settings: ConvertSettings) -> GraphModule:
+    """Return a copy to use up; the parameters of opaque modules whose handlers copy them are not copied."""
+    sharing = {
+        path: opaque
+        for path in {str(node.target): None for node in opaque_call_nodes(prepared)}
+        if isinstance(opaque := prepared.get_submodule(path), OpaqueModule)
+        and (handler := handler_of(opaque)) is not None
+        and handler.copies_parameters(_quantized_class(handler, opaque, settings))
+    }
+    tied = {
+        id(parameter)
+        for name, parameter in prepared.named_parameters(remove_duplicate=False)
+        if not name.startswith(tuple(f"{path}." for path in sharing))
+    }
+    parameters = [each for opaque in sharing.values() for each in opaque.parameters() if id(each) not in tied]
+    return copy.deepcopy(prepared, {id(parameter): parameter for parameter in parameters})
+
+
+def _quantized_class(
+    handler: CustomModuleHandler, opaque: OpaqueModule, settings: ConvertSettings
+) -> type[nn.Module] | None:
+    mapping = settings.observed_to_quantized.get(opaque.opaque_quant_type, {})
+    return handler.quantized_class(opaque, mapping)
+
+
+def _convert_opaque_modules(
+    working: GraphModule, settings: ConvertSettings, *, observer_qparams: bool
+) -> tuple[str, ...]:
+    """Replace the opaque modules by their converted forms; return the paths of those with parts."""
+    owners = []
+    for path in {str(node.target): None for node in opaque_call_nodes(working)}:
+        opaque = working.get_submodule(path)
+        handler = handler_of(opaque)
+        assert isinstance(opaque, OpaqueModule)
+        assert handler is not None
+        observers = _output_observers(working, path)
+        request = ConvertRequest(
+            opaque,
+            _quantized_class(handler, opaque, settings),
+            path,
+            observers,
+            input_observers=_input_observers(working, path),
+            convert_inside=lambda inner: convert_to_reference(
+                inner, settings, observer_qparams=observer_qparams
+            ),
+        )
+        working.set_submodule(path, handler.convert(request))
+        if isinstance(opaque, PartOwner):
+            owners.append(path)
+    return tuple(owners)
+
+
+def _input_observers(working: GraphModule, path: str) -> tuple[nn.Module | None, ...]:
+    """Return the observers of the flat inputs of the first call of the opaque module at ``path``."""
+    call = next(node for node in opaque_call_nodes(working) if node.target == path)
+    opaque = working.get_submodule(path)
+    assert isinstance(opaque, OpaqueModule)
+    observers = dict(observer_nodes(working))
+    return tuple(observers.get(argument) for argument in tensor_arguments(call, opaque))
+
+
+def _output_observers(working: GraphModule, path: str) -> tuple[tuple[nn.Module, ...], ...]:
+    """Return the observers of each result of the opaque module at ``path``, in flat order: one observer for
+    each call."""
+    observers = {user.args[0]: observer for user, observer in observer_nodes(working)}
+    found: dict[int, list[nn.Module]] = {}
+    for call in opaque_call_nodes(working):
+        for getitem in call.users if call.target == path else ():
+            position = getitem.args[1]
+            assert isinstance(position, int)
+            if getitem in observers:
+                found.setdefault(position, []).append(observers[getitem])
+    return tuple(tuple(found[position]) for position in sorted(found))
+
+
+def _check_observers(prepared: GraphModule) -> None:
+    """Raise for observers that have no finite qparams; warn about observers that saw no data."""
+    faults = observer_faults(prepared)
+    for path in {str(node.target): None for node in opaque_call_nodes(prepared)}:
+        opaque = prepared.get_submodule(path)
+        handler = handler_of(opaque)
+        if handler is not None and isinstance(opaque, OpaqueModule):
+            faults.extend((f"{path}.{name}", fault) for name, fault in handler.observer_faults(opaque))
+    without_qparams = [where for where, fault in faults if fault is ObserverFault.NO_QPARAMS]
+    if without_qparams:
+        raise ConvertError(
+            f"these observers compute no scale and zero point: {_shorten(without_qparams)}.",
+            hint="a RecordingObserver, NoopObserver or PlaceholderObserver cannot quantize to integers; "
+            "give the qconfig an observer with a range, like MinMaxObserver.",
+        )
+    not_finite = [where for where, fault in faults if fault is ObserverFault.NOT_FINITE]
+    if not_finite:
+        raise ConvertError(
+            "these observers have seen NaN or infinity, or hold such a state, and have no range: "
+            f"{_shorten(not_finite)}.",
+            hint="find the batch with torch.isfinite, prepare again, or load the state saved before it, "
+            "and calibrate without it.",
+        )
+    left_out = observers_without_infinity(prepared)
+    if left_out:
+        warn_user(
+            f"observers have met infinite values, which no integer stands for: {_shorten(left_out)}. A mask "
+            "of them is lost. Give prepare_fx example inputs that have them: what reads them is float then."
+        )
+    if faults:
+        warn_user(
+            f"{len(faults)} observers have seen no data, so their qparams mean nothing: "
+            f"{_shorten([where for where, _ in faults])}. "
+            "Run the prepared model on calibration data, through every branch, before converting it."
+        )
+
+
+def _shorten(places: list[str]) -> str:
+    return ", ".join(places[:5]) + (f" and {len(places) - 5} more" if len(places) > 5 else "")

@@ -1,0 +1,140 @@
+"""``explain``: reports the decisions about a model, from the first module to the last part of a cell."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from torchq_compat.capture.opaque_calls import OpaqueModule
+from torchq_compat.capture.origins import is_fx_leaf
+from torchq_compat.model.graph_module import QuantizationGraphModule, record_of
+from torchq_compat.model.quantized_interface import quantized_values, result_details
+from torchq_compat.modules.registry import handler_of
+from torchq_compat.support.argument_checks import checked_arguments, instance_of
+from torchq_compat.support.decisions import Action, Decision, QuantizedValue, Report
+from torchq_compat.support.graph_nodes import module_path_of
+
+
+@checked_arguments(model=instance_of(nn.Module, what="an nn.Module"))
+def explain(model: nn.Module) -> Report:
+    """Report what is quantized in ``model`` and what is not, and why.
+
+    Args:
+        model: a float, prepared or converted model.
+
+    Returns:
+        A report that prints as a table, also in a notebook. Iterating over it yields the decisions;
+        ``report.rows`` and ``report.to_pandas()`` also have a row for every weight and quantized input;
+        ``report.to_dict()`` and ``report.to_json()`` are for machines.
+
+    Example:
+        >>> import torch
+        >>> from torch.ao.quantization import get_default_qconfig_mapping
+        >>> from torchq_compat import explain, prepare_fx
+        >>> model, x = torch.nn.Sequential(torch.nn.Linear(4, 2)).eval(), torch.randn(3, 4)
+        >>> prepared = prepare_fx(model, get_default_qconfig_mapping("x86"), (x,))
+        >>> explain(prepared).find("0")[0].action.value
+        'quantized'
+    """
+    record = record_of(model)
+    if record is None or not isinstance(model, QuantizationGraphModule):
+        return Report(tuple(_of_float_model(model)))
+    lowering, model = model.lowering, model.reference
+    nodes = {node.name: node for node in model.graph.nodes}
+    last = {nodes[each.node] for each in record.decisions if each.node in nodes}
+    quantized = {
+        nodes[each.node]
+        for each in record.decisions
+        if each.node in nodes and each.action is not Action.FLOAT
+    }
+    on_integers = {each.node for each in lowering if each.action is Action.LOWERED and each.node}
+    places = _Places(model)
+    told: list[tuple[int, list[Decision]]] = []
+    before = 0
+    folded = _folded(model, record.batch_norms)
+    for decision in record.decisions:
+        if decision.action is Action.FLOAT and decision.node in on_integers:
+            continue  # The lowering's decision says what runs, and that the configuration left the op float.
+        # A quantize behind a float op belongs to a consumer, and says nothing about the op.
+        node = None if decision.action is Action.FLOAT else nodes.get(decision.node)
+        values: tuple[QuantizedValue, ...] = ()
+        if decision.action in (Action.QUANTIZED, Action.SHARED):
+            ends = [node] if node else places.calls(decision.path)
+            found = (quantized_values(model, end, decision.path, last - {end}, quantized) for end in ends)
+            values = tuple(dict.fromkeys(itertools.chain(*found)))
+        decision = replace(decision, details=result_details(node), values=values)
+        place = places.of(decision)
+        if place >= places.behind and decision.node:
+            # The node of this op was replaced: place the op behind the op of the previous decision.
+            place = before
+        before = place if decision.node else before
+        told.append((place, [decision, *folded.pop(decision.path, ()), *_inside(model, decision)]))
+    told.extend((places.of(decision), [decision]) for decision in itertools.chain(*folded.values()))
+    in_order = sorted(told, key=lambda pair: pair[0])
+    return Report((*itertools.chain(*(decisions for _, decisions in in_order)), *lowering))
+
+
+class _Places:
+    """The places of decisions in the graph, as sort keys in the order of the model."""
+
+    def __init__(self, model: GraphModule) -> None:
+        self._by_name: dict[str, int] = {}
+        self._by_path: dict[str, int] = {}
+        self._calls: dict[str, list[Node]] = {}
+        for index, node in enumerate(model.graph.nodes):
+            if node.op == "get_attr":
+                continue
+            self._by_name[node.name] = index
+            if node.op == "call_module":
+                self._calls.setdefault(str(node.target), []).append(node)
+            self._by_path.setdefault(module_path_of(node), index)
+        self.behind = len(self._by_name) + len(model.graph.nodes)
+
+    def calls(self, path: str) -> list[Node]:
+        """Return the calls of the module at ``path``."""
+        return self._calls.get(path, [])
+
+    def of(self, decision: Decision) -> int:
+        """Return the sort key of ``decision``; decisions about nothing in the graph come last, and those
+        about sizes at the very end."""
+        if decision.action in (Action.FREE, Action.FIXED):
+            return self.behind + 1
+        calls = self.calls(decision.path)
+        if decision.node in self._by_name:
+            return self._by_name[decision.node]
+        if calls:
+            return self._by_name[calls[0].name]
+        if not decision.path:
+            return self.behind
+        # The path of a function is the name of its node.
+        return self._by_path.get(decision.path, self._by_name.get(decision.path, self.behind))
+
+
+def _folded(model: GraphModule, before: Mapping[str, str]) -> dict[str, list[Decision]]:
+    """Return the decisions about batch norms that left the graph, by the path of the op before them."""
+    left = {module_path_of(node) for node in model.graph.nodes}
+    found: dict[str, list[Decision]] = {}
+    for path, producer in before.items():
+        if path not in left:
+            reason = f"it is in the weight of {producer}" if producer else "it is in the weight it follows"
+            found.setdefault(producer, []).append(Decision(path, "BatchNorm", Action.FOLDED, reason))
+    return found
+
+
+def _of_float_model(model: nn.Module) -> Iterator[Decision]:
+    for path, module in model.named_modules():
+        if path and is_fx_leaf(module) and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            yield Decision(path, type(module).__name__, Action.FLOAT, "the model has not been prepared")
+
+
+def _inside(model: GraphModule, decision: Decision) -> Iterator[Decision]:
+    if decision.node or decision.action is Action.FLOAT:
+        return
+    opaque = dict(model.named_modules()).get(decision.path)
+    handler = handler_of(opaque)
+    if handler is not None and isinstance(opaque, OpaqueModule):
+        yield from handler.explain(opaque, decision.path, explain)

@@ -1,0 +1,211 @@
+"""The arguments of ``prepare_fx`` as one frozen value, and the checks of the float model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+from torch.fx import GraphModule
+from torchao.quantization.pt2e.quantizer import Quantizer
+
+from torchq_compat.capture.loops.roll import LoopedSizes, find_looped_sizes, roll_loops
+from torchq_compat.capture.loops.step_flow import NotALoopError
+from torchq_compat.capture.opaque_stub import StubRegistry
+from torchq_compat.capture.signature import CallSignature
+from torchq_compat.capture.trial_runs import FloatRun, Runs, trial_copy
+from torchq_compat.errors import ExampleInputsError, InputError
+from torchq_compat.model.graph_module import record_of
+from torchq_compat.model.other_tools import OBSERVED_KEY
+from torchq_compat.modules.registry import ObserveRequest
+from torchq_compat.modules.swap import apply_swaps, decide_swaps
+from torchq_compat.read.backend_configs import BackendTable
+from torchq_compat.read.custom_configs import PrepareSettings
+from torchq_compat.read.qconfig_mappings import QConfigRules
+from torchq_compat.support.decisions import Action, Decision
+from torchq_compat.support.torch_ao import FloatFunctional, FXFloatFunctional, QuantizedGraphModule
+
+# The arguments of ``prepare_fx`` or ``prepare_qat_fx`` as one frozen value.
+
+
+@dataclass(frozen=True)
+class PrepareRequest:
+    """The arguments of ``prepare``, read and checked.
+
+    Attributes:
+        rules: the QConfigMapping; if ``quantizer`` is given, the default one, for custom modules alone.
+        is_step: whether the model is the step of a loop, prepared by the rules of the model around it.
+        unrolled_because: why loops over time stay as they are written; empty if they may be rolled.
+        untraced_because: why modules of torch.nn that FX does not trace are one float call each; empty if
+            they are traced.
+        has_two_samples: whether each single sample of the example was doubled.
+        quantizer: annotates everything but custom modules, in place of ``rules`` and ``backend``.
+    """
+
+    rules: QConfigRules
+    quantizer: Quantizer | None
+    example_inputs: tuple[Any, ...]
+    settings: PrepareSettings
+    backend: BackendTable
+    dynamic_shapes: Any
+    is_qat: bool
+    is_step: bool = False
+    unrolled_because: str = ""
+    untraced_because: str = ""
+    has_two_samples: bool = False
+
+    def inside(self, inner: ObserveRequest) -> PrepareRequest:
+        """Return the request for preparing a standalone module or the step of a loop."""
+        if inner.example_inputs is not None:
+            settings = replace(
+                self.settings,
+                input_quantized_indexes=(),
+                output_quantized_indexes=(),
+                preserved_attributes=(),
+            )
+            return replace(
+                self,
+                example_inputs=inner.example_inputs,
+                settings=settings,
+                dynamic_shapes=None,
+                is_step=True,
+            )
+        standalone = inner.standalone
+        assert standalone is not None
+        return PrepareRequest(
+            rules=standalone.rules or QConfigRules.of_global(inner.qconfig),
+            quantizer=self.quantizer if standalone.rules is None else None,
+            example_inputs=standalone.example_inputs,
+            settings=standalone.settings,
+            backend=standalone.backend or self.backend,
+            dynamic_shapes=None,
+            is_qat=self.is_qat,
+        )
+
+
+# Checks of the model given to prepare, which must be float and not quantized in any part.
+
+
+#: Classes of ``torch.ao.nn.quantized`` that are float.
+FUNCTIONALS = (FloatFunctional, FXFloatFunctional)
+
+
+def check_float_model(model: nn.Module) -> None:
+    """Raise if ``model`` is not a float model.
+
+    Raises:
+        InputError: ``model`` is not an nn.Module, or it or one of its submodules was prepared or converted,
+            here or by FX.
+    """
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        raise InputError(
+            f"the model must be an nn.Module, got the class {model.__name__}.",
+            hint=f"make one: {model.__name__}(...).",
+        )
+    if not isinstance(model, nn.Module):
+        raise InputError(
+            f"the model must be an nn.Module, got {type(model).__name__}.",
+            hint="pass the float model itself.",
+        )
+    for path, module in model.named_modules():
+        stage = _stage_of(module)
+        if stage is not None:
+            raise _already_quantized(path, stage)
+
+
+def signature_of(model: nn.Module, args: tuple[Any, ...]) -> CallSignature:
+    """Return the signature of the call of ``model`` with ``args``.
+
+    Raises:
+        ExampleInputsError: ``args`` do not fit its ``forward``.
+    """
+    try:
+        return CallSignature.of(model, args)
+    except ValueError as cause:
+        raise ExampleInputsError.does_not_fit(type(model).__name__, cause) from cause
+
+
+def _stage_of(module: nn.Module) -> str | None:
+    """Return the stage that ``module`` has been through, here or in FX, or None if it is float."""
+    record = record_of(module)
+    if record is not None:
+        return record.stage.value
+    if not isinstance(module, GraphModule):
+        return None
+    if OBSERVED_KEY in module.meta:
+        return "prepared"
+    kinds = {type(inner).__module__ for inner in module.modules() if not isinstance(inner, FUNCTIONALS)}
+    is_converted = isinstance(module, QuantizedGraphModule) or any(
+        kind.startswith("torch.ao.nn.quantized") for kind in kinds
+    )
+    return "converted" if is_converted else None
+
+
+def _already_quantized(path: str, stage: str) -> InputError:
+    where = f"the module at {path!r}" if path else "the model"
+    return InputError(
+        f"{where} is {stage} already; prepare takes a float model.",
+        hint="prepare the float model it was made from, and convert a prepared model once.",
+    )
+
+
+# Rolls loops over time that the model writes in Python, before capture, or reports why it did not.
+
+
+@dataclass(frozen=True)
+class WithLoops:
+    """A float model whose loops over time are modules if they could be rolled.
+
+    Attributes:
+        model: the model to capture; a new one if loops were rolled.
+        steps: paths in ``model`` of the submodules that compute one step.
+        decisions: the decisions about the loops.
+        example: the run of ``model`` on the example inputs, if there was one.
+    """
+
+    model: nn.Module
+    steps: tuple[str, ...] = ()
+    decisions: tuple[Decision, ...] = ()
+    example: FloatRun | None = None
+
+
+def with_rolled_loops(working: nn.Module, signature: CallSignature, request: PrepareRequest) -> WithLoops:
+    """Return ``working`` with its loops over time as modules, or as it is if they cannot be rolled."""
+    if request.is_step or request.dynamic_shapes is not None:
+        return WithLoops(working)
+    args = request.example_inputs
+    inputs: Mapping[str, Any] = signature.labelled(args)
+    runs = Runs(trial_copy(working), StubRegistry(), {})
+    looped, example = find_looped_sizes(runs, args, inputs)
+    if looped is None:
+        return WithLoops(working, example=example)
+    if request.unrolled_because:
+        return _as_written(working, looped, request.unrolled_because)
+    swaps, _ = decide_swaps(
+        working, request.rules, request.settings, request.backend, request.untraced_because
+    )
+
+    def put_stubs(model: nn.Module, stubs: StubRegistry) -> Mapping[str, nn.Module]:
+        apply_swaps(model, swaps, stubs)
+        for swap in swaps:
+            if swap.paths[0] in looped.repeated:
+                swap.handler.give_states(model.get_submodule(swap.paths[0]))
+        return {swap.paths[0]: swap.module for swap in swaps}
+
+    try:
+        rolled = roll_loops(working, runs, args, inputs, looped, put_stubs, is_trained=request.is_qat)
+    except NotALoopError as reason:
+        return _as_written(working, looped, str(reason))
+    except Exception as cause:
+        # A repetition in the graph may have a form that the rolling does not foresee; the unrolled model can
+        # still be captured.
+        return _as_written(working, looped, f"{type(cause).__name__}: {cause}")
+    return WithLoops(rolled.model, tuple(f"{path}.step" for path in rolled.loops))
+
+
+def _as_written(working: nn.Module, looped: LoopedSizes, reason: str) -> WithLoops:
+    where = ", ".join(f"{label}.size({index})" for group in looped.groups for label, index in group[:1])
+    first_line = (reason.strip().splitlines() or [""])[0]
+    told = f"the loop over {where} is written out for the length of the example: {first_line}"
+    return WithLoops(working, decisions=(Decision("", "loop over time", Action.FIXED, told),))

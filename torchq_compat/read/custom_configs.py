@@ -1,0 +1,207 @@
+"""Read PrepareCustomConfig and ConvertCustomConfig, objects or dicts, into frozen values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from torch import nn
+
+from torchq_compat.errors import ConfigError, CustomModuleError
+from torchq_compat.read.backend_configs import BackendTable, read_backend_config
+from torchq_compat.read.old_forms import read_dict_form
+from torchq_compat.read.qconfig_mappings import DICT_KEYS, QConfigRules, read_qconfig_mapping
+from torchq_compat.support.argument_checks import (
+    ANYTHING,
+    Expected,
+    check_settings,
+    instance_of,
+    mapping_of,
+    names_of,
+)
+from torchq_compat.support.torch_ao import (
+    ConvertCustomConfig,
+    FuseCustomConfig,
+    PrepareCustomConfig,
+    QConfigMapping,
+    QuantType,
+    StandaloneModuleConfigEntry,
+)
+from torchq_compat.support.user_warnings import warn_user
+
+PREPARE_KEYS = (
+    "standalone_module_name",
+    "standalone_module_class",
+    "float_to_observed_custom_module_class",
+    "non_traceable_module_name",
+    "non_traceable_module_class",
+    "input_quantized_idxs",
+    "output_quantized_idxs",
+    "preserved_attributes",
+)
+CONVERT_KEYS = ("observed_to_quantized_custom_module_class", "preserved_attributes")
+FUSE_KEYS = ("preserved_attributes",)
+
+MODULE_CLASS = Expected(
+    "a class of modules", lambda value: isinstance(value, type) and issubclass(value, nn.Module)
+)
+NAMES = names_of(instance_of(str))
+CLASS_MAPPING = mapping_of(
+    instance_of(QuantType), mapping_of(MODULE_CLASS, instance_of(type, what="a class"))
+)
+ENTRY = instance_of(StandaloneModuleConfigEntry)
+#: The expected types of attributes that torch.ao's setters do not check. Indexes are checked at capture.
+ENTRIES = {
+    "float_to_observed_mapping": CLASS_MAPPING,
+    "observed_to_quantized_mapping": CLASS_MAPPING,
+    "non_traceable_module_names": NAMES,
+    "non_traceable_module_classes": names_of(MODULE_CLASS),
+    "preserved_attributes": NAMES,
+    "input_quantized_indexes": names_of(ANYTHING),
+    "output_quantized_indexes": names_of(ANYTHING),
+    "standalone_module_names": mapping_of(instance_of(str), ENTRY),
+    "standalone_module_classes": mapping_of(MODULE_CLASS, ENTRY),
+}
+
+#: Class -> class, separately for static, dynamic and weight-only QConfigs.
+ClassMapping = Mapping[QuantType, Mapping[type[nn.Module], type[nn.Module]]]
+
+
+@dataclass(frozen=True)
+class StandaloneSettings:
+    """The configuration of one standalone module; None for a setting that the model around it gives."""
+
+    rules: QConfigRules | None
+    example_inputs: tuple[Any, ...]
+    settings: PrepareSettings
+    backend: BackendTable | None
+
+
+@dataclass(frozen=True)
+class PrepareSettings:
+    """The settings of a PrepareCustomConfig, as frozen values."""
+
+    float_to_observed: ClassMapping
+    kept_float_names: tuple[str, ...]
+    kept_float_classes: tuple[type[nn.Module], ...]
+    preserved_attributes: tuple[str, ...]
+    input_quantized_indexes: tuple[int, ...] = ()
+    output_quantized_indexes: tuple[int, ...] = ()
+    standalone_names: Mapping[str, StandaloneSettings] = field(default_factory=dict)
+    standalone_classes: Mapping[type[nn.Module], StandaloneSettings] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ConvertSettings:
+    """The settings of a ConvertCustomConfig, as frozen values."""
+
+    observed_to_quantized: ClassMapping
+    preserved_attributes: tuple[str, ...]
+
+
+def read_prepare_custom_config(value: PrepareCustomConfig | dict[str, Any] | None) -> PrepareSettings:
+    """Read the config once.
+
+    Raises:
+        ConfigError: wrong type, unknown dict key, or a setting that this release does not support.
+        CustomModuleError: an observed class without ``from_float``.
+    """
+    if isinstance(value, dict):
+        value = read_dict_form("prepare_custom_config", value, PREPARE_KEYS, PrepareCustomConfig)
+    if value is None:
+        value = PrepareCustomConfig()
+    if not isinstance(value, PrepareCustomConfig):
+        raise ConfigError.wrong_type("prepare_custom_config", "a PrepareCustomConfig", value)
+    check_settings("prepare_custom_config", ENTRIES, vars(value))
+    mapping = _read_mapping("float_to_observed_mapping", value.float_to_observed_mapping, "from_float")
+    return PrepareSettings(
+        float_to_observed=mapping,
+        kept_float_names=tuple(value.non_traceable_module_names),
+        kept_float_classes=tuple(value.non_traceable_module_classes),
+        preserved_attributes=tuple(value.preserved_attributes),
+        input_quantized_indexes=tuple(value.input_quantized_indexes),
+        output_quantized_indexes=tuple(value.output_quantized_indexes),
+        standalone_names=_read_standalone(value.standalone_module_names),
+        standalone_classes=_read_standalone(value.standalone_module_classes),
+    )
+
+
+def read_convert_custom_config(value: ConvertCustomConfig | dict[str, Any] | None) -> ConvertSettings:
+    """Read the config once.
+
+    Raises:
+        ConfigError: wrong type or unknown dict key.
+        CustomModuleError: a quantized class without ``from_observed``.
+    """
+    if _is_qconfig_dict(value):
+        warn_user(
+            "convert_custom_config is a qconfig dict, which is ignored, as in FX's convert; leave it out, "
+            "or write qconfig_mapping=..."
+        )
+        value = None
+    if isinstance(value, dict):
+        value = read_dict_form("convert_custom_config", value, CONVERT_KEYS, ConvertCustomConfig)
+    if value is None:
+        value = ConvertCustomConfig()
+    if isinstance(value, QConfigMapping):
+        raise ConfigError(
+            "convert_custom_config is a QConfigMapping.",
+            hint="leave it out, or write qconfig_mapping=...; the second argument is convert_custom_config.",
+        )
+    if not isinstance(value, ConvertCustomConfig):
+        raise ConfigError.wrong_type("convert_custom_config", "a ConvertCustomConfig", value)
+    check_settings("convert_custom_config", ENTRIES, vars(value))
+    mapping = _read_mapping(
+        "observed_to_quantized_mapping", value.observed_to_quantized_mapping, "from_observed"
+    )
+    return ConvertSettings(
+        observed_to_quantized=mapping,
+        preserved_attributes=tuple(value.preserved_attributes),
+    )
+
+
+def _is_qconfig_dict(value: Any) -> bool:
+    """Return whether ``value`` is a qconfig dict, which some scripts give to ``convert_fx`` too."""
+    return isinstance(value, dict) and bool(value) and set(value) <= set(DICT_KEYS)
+
+
+def read_fuse_custom_config(value: FuseCustomConfig | dict[str, Any] | None) -> tuple[str, ...]:
+    """Return the preserved attributes of a FuseCustomConfig, its only setting."""
+    if isinstance(value, dict):
+        value = read_dict_form("fuse_custom_config", value, FUSE_KEYS, FuseCustomConfig)
+    if value is None:
+        return ()
+    if not isinstance(value, FuseCustomConfig):
+        raise ConfigError.wrong_type("fuse_custom_config", "a FuseCustomConfig", value)
+    check_settings("fuse_custom_config", ENTRIES, vars(value))
+    return tuple(value.preserved_attributes)
+
+
+def _read_mapping(setting: str, mapping: ClassMapping, method: str) -> ClassMapping:
+    for found in (cls for classes in mapping.values() for cls in classes.values()):
+        _check_method(setting, found, method)
+    return MappingProxyType({kind: MappingProxyType(dict(classes)) for kind, classes in mapping.items()})
+
+
+def _check_method(mapping: str, found: type, method: str) -> None:
+    if not callable(getattr(found, method, None)):
+        raise CustomModuleError(
+            f"{found.__module__}.{found.__qualname__} in {mapping} has no classmethod {method!r}.",
+            hint=f"give it a classmethod {method}(cls, module) that returns the module to use instead.",
+        )
+
+
+def _read_standalone(entries: Mapping[Any, Any]) -> MappingProxyType[Any, StandaloneSettings]:
+    return MappingProxyType({key: _read_standalone_entry(entry) for key, entry in entries.items()})
+
+
+def _read_standalone_entry(entry: Any) -> StandaloneSettings:
+    mapping, backend = entry.qconfig_mapping, entry.backend_config
+    return StandaloneSettings(
+        rules=None if mapping is None else read_qconfig_mapping(mapping),
+        example_inputs=tuple(entry.example_inputs or ()),
+        settings=read_prepare_custom_config(entry.prepare_custom_config),
+        backend=None if backend is None else read_backend_config(backend),
+    )

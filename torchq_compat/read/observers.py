@@ -1,0 +1,520 @@
+"""Translate a torch.ao observer or fake-quantize to the torchao class that PT2E recognizes."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any, Self
+
+import torch
+import torchao.quantization.pt2e.fake_quantize as pt2e_fake_quantize
+import torchao.quantization.pt2e.observer as pt2e_observer
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Node
+
+from torchq_compat.errors import ConfigError
+from torchq_compat.read.observer_classes import (
+    FastHistogramObserver,
+    FastMinMaxObserver,
+    FusedFakeQuantize,
+    SaturationCountingObserver,
+)
+from torchq_compat.read.qdq import CONVERT_DTYPE, insert_dynamic_q_dq
+from torchq_compat.read.qparams import (
+    FloatQParamsFakeQuantize,
+    fold_weight,
+    is_on_loaded_qparams,
+    loaded_qparams,
+    release_qparams,
+)
+from torchq_compat.read.torch_ao_classes import (
+    FIXED_QPARAMS,
+    SUBCLASSES,
+    ObserverSettings,
+    read_settings,
+    recognised_by_torch_ao,
+)
+from torchq_compat.support.dtypes import KERNEL_DTYPES, PACKED_DTYPES, dtype_range, is_integer, plain_dtype
+from torchq_compat.support.graph_nodes import attribute_at
+from torchq_compat.support.torch_ao import PlaceholderObserver, QConfig
+from torchq_compat.support.torch_ao import fake_quantize as legacy_fake_quantize
+from torchq_compat.support.torch_ao import observer as legacy_observer
+
+# Translate a torch.ao observer or fake-quantize to the torchao class that PT2E recognizes.
+#
+# With legacy objects in a torchao QuantizationSpec, prepare and calibration raise no error but yield no
+# q-dq at all, because torchao tests for its own base classes. A class that torchao has under the same name
+# is rebuilt from the attributes of a legacy instance; any other class, such as a user's own, is wrapped in
+# an adapter.
+
+
+LegacyConstructor = Callable[[], nn.Module]
+HOMES = (legacy_observer, legacy_fake_quantize, pt2e_observer, pt2e_fake_quantize)
+PT2E_BASES = (pt2e_observer.ObserverBase, pt2e_fake_quantize.FakeQuantizeBase)
+LEGACY_BASES = (legacy_observer.ObserverBase, legacy_fake_quantize.FakeQuantizeBase)
+# Constructor arguments that are stored in an attribute of another name.
+ATTRIBUTE_OF_ARGUMENT = {"custom_op_name": "custom_op"}
+
+#: Classes that are replaced by this package's versions, which report more or are faster.
+REPLACED: dict[str, Callable[..., nn.Module]] = {
+    "FusedMovingAvgObsFakeQuantize": FusedFakeQuantize,
+    "HistogramObserver": FastHistogramObserver,
+    "MinMaxObserver": FastMinMaxObserver,
+    "MovingAverageMinMaxObserver": SaturationCountingObserver,
+}
+#: The warnings that were already passed on.
+_TOLD: set[tuple[type[Warning], str]] = set()
+
+
+class ObserverConstructor:
+    """Makes torchao observers that behave like those of one legacy constructor.
+
+    torchao's prepare calls ``constructor.with_args(**spec)()`` and reads ``constructor.__name__``. The legacy
+    constructor already has all settings that the spec repeats, so ``with_args`` changes nothing.
+
+    Args:
+        legacy: a torch.ao or torchao observer or fake-quantize class, or ``Class.with_args(...)``.
+        setting: the name of the setting it came from, for error messages.
+
+    Raises:
+        ConfigError: ``legacy`` is no such constructor.
+    """
+
+    def __init__(self, legacy: LegacyConstructor, setting: str = "qconfig") -> None:
+        self.legacy = legacy
+        self.setting = setting
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            legacy_made = self._make_legacy()
+        _warn_once(caught)
+        self.settings = read_settings(self(), legacy_made, setting)
+        self.__name__ = "PerChannelObserver" if self.settings.ch_axis is not None else "Observer"
+
+    def with_args(self, **_spec: Any) -> ObserverConstructor:
+        return self
+
+    def __call__(self) -> nn.Module:
+        with warnings.catch_warnings():
+            # Both libraries warn about reduce_range; the user's script chose it, not this package.
+            warnings.simplefilter("ignore")
+            return _translate(self._make_legacy())
+
+    def _make_legacy(self) -> nn.Module:
+        if not callable(self.legacy) or isinstance(self.legacy, nn.Module):
+            raise _not_a_constructor(self.setting, self.legacy)
+        try:
+            made = self.legacy()
+        except TypeError as cause:
+            raise _not_a_constructor(self.setting, self.legacy) from cause
+        except Exception as cause:
+            raise _observer_cannot_be_made(self.setting, cause) from cause
+        if not isinstance(made, (*PT2E_BASES, *LEGACY_BASES)):
+            raise _not_a_constructor(self.setting, self.legacy)
+        return made
+
+
+def _warn_once(caught: Iterable[warnings.WarningMessage]) -> None:
+    """Pass on a library's warnings about an observer, each only once: every rule makes observers anew."""
+    for each in caught:
+        told = (each.category, str(each.message))
+        if told not in _TOLD:
+            _TOLD.add(told)
+            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+
+
+def translate_constructor(legacy: LegacyConstructor, setting: str = "qconfig") -> ObserverConstructor:
+    """Return ``legacy`` as a constructor of torchao observers, unchanged if it already is one."""
+    if isinstance(legacy, ObserverConstructor):
+        return legacy
+    return ObserverConstructor(legacy, setting)
+
+
+def fixed_qparams_constructor(
+    scale: float, zero_point: int, dtype: torch.dtype, *, fake_quantize: bool
+) -> ObserverConstructor:
+    """Return a constructor of observers that always report ``scale`` and ``zero_point``, over the whole range
+    of ``dtype``."""
+    quant_min, quant_max = dtype_range(dtype)
+    observer = pt2e_observer.FixedQParamsObserver.with_args(
+        scale=scale, zero_point=zero_point, dtype=plain_dtype(dtype), quant_min=quant_min, quant_max=quant_max
+    )
+    if fake_quantize:
+        return ObserverConstructor(pt2e_fake_quantize.FixedQParamsFakeQuantize.with_args(observer=observer))
+    return ObserverConstructor(observer)
+
+
+def _translate(made: nn.Module) -> nn.Module:
+    mirror = _mirror_class(type(made))
+    if mirror is None:
+        return adapted(made)
+    inner = getattr(made, "activation_post_process", None)
+    if inner is not None:
+        if getattr(inner, "qscheme", None) is torch.per_channel_affine_float_qparams:
+            mirror = FloatQParamsFakeQuantize
+        return mirror(observer=lambda **_: _translate(inner))
+    return mirror(**_arguments_from_attributes(mirror, made))
+
+
+def is_of_torch_ao(module: nn.Module) -> bool:
+    """Return whether ``module`` is an observer or fake-quantize of torch.ao, which torchao does not know."""
+    return isinstance(module, LEGACY_BASES) and not isinstance(module, PT2E_BASES)
+
+
+def adapted(made: nn.Module) -> nn.Module:
+    """Return an observer for torchao: unchanged if derived from its classes, else as part of an adapter."""
+    if isinstance(made, PT2E_BASES):
+        torchao_own: nn.Module = made
+        return torchao_own
+    if isinstance(made, legacy_fake_quantize.FakeQuantizeBase):
+        return LegacyFakeQuantizeAdapter(made)
+    return LegacyObserverAdapter(made)
+
+
+def _mirror_class(cls: type[nn.Module]) -> Callable[..., nn.Module] | None:
+    """Return our class for one of torch.ao or torchao, else None; by identity: a user may reuse a name."""
+    name = cls.__name__
+    if all(getattr(home, name, None) is not cls for home in HOMES):
+        return None
+    ours = REPLACED.get(name) or SUBCLASSES.get(name)
+    mirror: Callable[..., nn.Module] | None = ours or getattr(pt2e_observer, name, None)
+    return mirror
+
+
+def _arguments_from_attributes(mirror: Callable[..., nn.Module], made: nn.Module) -> dict[str, Any]:
+    arguments: dict[str, Any] = {}
+    for name in inspect.signature(_torchao_class(mirror)).parameters:
+        attribute = ATTRIBUTE_OF_ARGUMENT.get(name, name)
+        if hasattr(made, attribute):
+            arguments[name] = _plain_value(getattr(made, attribute))
+    if getattr(made, "has_customized_qrange", False):
+        arguments["reduce_range"] = False  # A given range is stored already reduced.
+    elif hasattr(made, "has_customized_qrange") and made.dtype not in PACKED_DTYPES:
+        del arguments["quant_min"], arguments["quant_max"]
+    if isinstance(made, FIXED_QPARAMS):
+        arguments["quant_min"], arguments["quant_max"] = _fixed_qparams_range(made)
+    return arguments
+
+
+def _torchao_class(mirror: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    """Return the class whose constructor names the arguments; our subclasses pass them on."""
+    is_torchao_own = getattr(pt2e_observer, mirror.__name__, None) is mirror
+    base: Callable[..., nn.Module] = mirror if is_torchao_own else mirror.__bases__[0]  # type: ignore[attr-defined]
+    return base
+
+
+def _plain_value(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.item()
+    return plain_dtype(value) if isinstance(value, torch.dtype) else value
+
+
+def _fixed_qparams_range(made: Any) -> tuple[int, int]:
+    """Return the range to clamp to.
+
+    FixedQParamsObserver stores 0..255 for every dtype if the user gave no range. FX's quantize op ignores the
+    stored range; PT2E's op clamps to it, which turns a 32-bit part into zeros. So the range of the dtype is
+    used instead.
+    """
+    if (made.quant_min, made.quant_max) == (0, 255):
+        return dtype_range(made.dtype)
+    return made.quant_min, made.quant_max
+
+
+def _copy_settings(adapter: nn.Module, legacy: nn.Module) -> None:
+    """Copy the settings that torchao's convert reads to the adapter itself."""
+    dtype = plain_dtype(legacy.dtype)  # type: ignore[arg-type]
+    low, high = dtype_range(dtype) if is_integer(dtype) else (None, None)
+    source = getattr(legacy, "activation_post_process", legacy)
+
+    def first_given(name: str, default: Any) -> Any:
+        for owner in (legacy, source):
+            if getattr(owner, name, None) is not None:
+                return getattr(owner, name)
+        return default
+
+    adapter.dtype = dtype  # type: ignore[assignment]
+    adapter.qscheme = first_given("qscheme", torch.per_tensor_affine)
+    adapter.quant_min = first_given("quant_min", low)
+    adapter.quant_max = first_given("quant_max", high)
+    adapter.is_dynamic = bool(getattr(legacy, "is_dynamic", False))  # type: ignore[assignment]
+    if first_given("ch_axis", None) is not None:
+        adapter.ch_axis = first_given("ch_axis", None)
+
+
+@recognised_by_torch_ao
+class LegacyObserverAdapter(pt2e_observer.ObserverBase):  # type: ignore[misc]
+    """A user's own torch.ao observer as a torchao observer; the user's object does the observing."""
+
+    def __init__(self, legacy: nn.Module) -> None:
+        super().__init__(dtype=plain_dtype(legacy.dtype))  # type: ignore[arg-type]
+        self.legacy = legacy
+        _copy_settings(self, legacy)
+
+    def __getattr__(self, name: str) -> Any:
+        return _of_legacy(self, name, super().__getattr__)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.legacy(x)
+        return x
+
+    def calculate_qparams(self, **_: Any) -> tuple[Tensor, Tensor]:
+        scale, zero_point = self.legacy.calculate_qparams()  # type: ignore[operator]
+        return scale, zero_point
+
+
+@recognised_by_torch_ao
+class LegacyFakeQuantizeAdapter(pt2e_fake_quantize.FakeQuantizeBase):  # type: ignore[misc]
+    """A user's own torch.ao fake-quantize, or torch.ao's private learnable one, as a torchao class."""
+
+    def __init__(self, legacy: nn.Module) -> None:
+        super().__init__()
+        self.legacy = legacy
+        _copy_settings(self, legacy)
+
+    def __getattr__(self, name: str) -> Any:
+        return _of_legacy(self, name, super().__getattr__)
+
+    def forward(self, x: Tensor) -> Tensor:
+        fake_quantized: Tensor = self.legacy(x)
+        return fake_quantized
+
+    def calculate_qparams(self, **_: Any) -> tuple[Tensor, Tensor]:
+        scale, zero_point = self.legacy.calculate_qparams()  # type: ignore[operator]
+        return scale, zero_point
+
+    @property
+    def learns_qparams(self) -> bool:
+        """Whether torch.ao's learnable fake-quantize trains its qparams instead of observing them."""
+        learning = getattr(self.legacy, "learning_enabled", None)
+        return isinstance(learning, Tensor) and bool(learning)
+
+    def enable_fake_quant(self, enabled: bool = True) -> None:
+        self.legacy.enable_fake_quant(enabled)  # type: ignore[operator]
+
+    def enable_observer(self, enabled: bool = True) -> None:
+        self.legacy.enable_observer(enabled)  # type: ignore[operator]
+
+
+def _of_legacy(adapter: nn.Module, name: str, own: Callable[[str], Any]) -> Any:
+    """Return an attribute of the user's object: ``scale`` of a learnable fake-quantize, or ``min_val``."""
+    try:
+        return own(name)
+    except AttributeError:
+        legacy = vars(adapter).get("_modules", {}).get("legacy")
+        # activation_post_process is read to find out whether the adapter has an observer of its own.
+        is_private = name.startswith("_") or name == "activation_post_process"
+        if legacy is None or is_private or not hasattr(legacy, name):
+            raise
+        return getattr(legacy, name)
+
+
+def _not_a_constructor(setting: str, found: object) -> ConfigError:
+    return ConfigError(
+        f"{setting} is not an observer or fake-quantize constructor: {found!r}.",
+        hint="pass a class or Class.with_args(...), not an instance or its result.",
+    )
+
+
+def _observer_cannot_be_made(setting: str, cause: BaseException) -> ConfigError:
+    first_line = str(cause).strip().split("\n", 1)[0]
+    return ConfigError(
+        f"{setting} cannot make its observer: {type(cause).__name__}: {first_line}",
+        hint="call it once on its own, as in qconfig.activation(), and see which argument it refuses.",
+    )
+
+
+# Weight observers that observe the weight once, at convert, as FX's do.
+#
+# torchao puts the weight observer into the graph, where it would run on the same unchanged weight in every
+# calibration call and, in a recurrent cell, in every time step.
+
+
+@recognised_by_torch_ao
+class WeightObserver(pt2e_observer.ObserverBase):  # type: ignore[misc]
+    """Passes the weight through in calibration; ``observe`` observes it."""
+
+    #: Whether its calls in calibration leave its qparams unchanged.
+    observes_at_convert = True
+
+    def __init__(self, constructor: ObserverConstructor) -> None:
+        settings = constructor.settings
+        super().__init__(dtype=settings.dtype, is_dynamic=settings.is_dynamic)
+        self.constructor = constructor
+        self.observer = constructor()
+        self.qscheme = settings.qscheme
+        self.quant_min = settings.quant_min
+        self.quant_max = settings.quant_max
+        if settings.ch_axis is not None:
+            self.ch_axis = settings.ch_axis
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight
+
+    def observe(self, weight: Tensor) -> None:
+        """Discard earlier observations and observe ``weight`` as it is now."""
+        if not is_on_loaded_qparams(self, weight.detach()):
+            release_qparams(self)
+        self.observer = self.constructor().to(weight.device)
+        self.observer(weight.detach())
+
+    def observe_attribute(self, root: nn.Module, path: str) -> None:
+        """``observe`` the weight at ``path`` in ``root``.
+
+        Raises:
+            ConfigError: the observer fails on the weight.
+        """
+        try:
+            self.observe(attribute_at(root, path))
+        except Exception as cause:  # The observer may be a user's own.
+            raise ConfigError(
+                f"the weight observer of {path!r} cannot take it: {type(cause).__name__}: {cause}",
+                hint="its ch_axis has to be a dimension of the weight, and its dtype and range have to fit; "
+                "call the observer once on the weight and see.",
+            ) from cause
+
+    def calculate_qparams(self, **_: Any) -> tuple[Tensor, Tensor]:
+        loaded = loaded_qparams(self)
+        if loaded is not None:
+            return loaded
+        scale, zero_point = self.observer.calculate_qparams()  # type: ignore[operator]
+        return scale, zero_point
+
+
+class FloatQParamsWeightObserver(WeightObserver):
+    """The weight observer of embeddings, whose zero points are floats."""
+
+    def convert(self, model: GraphModule, observer_node: Node) -> None:
+        """Replace ``observer_node`` by the dequantize of a folded integer weight; torchao calls this."""
+        source = observer_node.args[0]
+        assert isinstance(source, Node)
+        self.observe_attribute(model, str(source.target))
+        scale, zero_point = self.calculate_qparams()
+        fold_weight(model, observer_node, scale, zero_point, self)
+
+
+class WeightConstructor:
+    """An ``ObserverConstructor`` whose observers observe at this package's convert."""
+
+    def __init__(self, constructor: ObserverConstructor) -> None:
+        self.constructor = constructor
+        self.setting = constructor.setting
+        self.settings: ObserverSettings = constructor.settings
+        self.__name__ = constructor.__name__
+
+    def with_args(self, **_spec: Any) -> WeightConstructor:
+        return self
+
+    @property
+    def for_any_convert(self) -> ObserverConstructor | WeightConstructor:
+        """A constructor for torchao's own convert too: it needs observers that have observed, except for
+        float zero points, whose observers have a ``convert``."""
+        return self if self._has_float_zero_points else self.constructor
+
+    @property
+    def _has_float_zero_points(self) -> bool:
+        return self.settings.qscheme is torch.per_channel_affine_float_qparams
+
+    def __call__(self) -> nn.Module:
+        if self._has_float_zero_points:
+            return FloatQParamsWeightObserver(self.constructor)
+        return WeightObserver(self.constructor)
+
+
+# Dynamic quantization: qparams chosen from each tensor at run time, as ``torch.quantize_per_tensor_dynamic``
+# does in FX's reference graphs.
+#
+# FX reads only the dtype of a dynamic observer. The qparams are affine over the range of the dtype, or over
+# half of it if the quantized engine could overflow. ``WholeRangeObserver`` requests the whole range on every
+# engine: this package's own matrix products accumulate in 32 bits.
+
+
+#: Engines whose kernels add two products in 16 bits; FX sets ``reduce_range`` for them.
+ENGINES_OF_REDUCED_RANGE = ("fbgemm", "x86")
+#: The smallest scale that ATen chooses.
+SMALLEST_SCALE = 6.1e-5
+
+
+class WholeRangeObserver(PlaceholderObserver):
+    """A dynamic observer, as torch.ao's, whose tensors use all integers of its dtype on every engine.
+
+    FX and torch.ao ignore the difference: to them it is the dynamic observer of its dtype.
+
+    Args:
+        dtype: torch.quint8 or torch.qint8.
+        arguments: keyword arguments of torch.ao's ``PlaceholderObserver``.
+    """
+
+    whole_range = True
+
+    def __init__(self, dtype: torch.dtype = torch.quint8, **arguments: Any) -> None:
+        low, high = dtype_range(dtype)
+        super().__init__(
+            **{**arguments, "dtype": dtype, "quant_min": low, "quant_max": high, "is_dynamic": True}
+        )
+
+
+def with_whole_range(qconfig: QConfig) -> QConfig | None:
+    """Return ``qconfig`` with a ``WholeRangeObserver`` as activation; None if its activations are not dynamic
+    8-bit integers.
+
+    Raises:
+        ConfigError: its activation makes no observer.
+    """
+    settings = translate_constructor(qconfig.activation).settings
+    if not settings.is_dynamic or settings.dtype not in KERNEL_DTYPES:
+        return None
+    activation = WholeRangeObserver.with_args(dtype=settings.declared_dtype)
+    return QConfig(activation=activation, weight=qconfig.weight)  # type: ignore[no-untyped-call]
+
+
+def asks_for_whole_range(qconfig: QConfig) -> bool:
+    """Return whether the activation of ``qconfig`` is a ``WholeRangeObserver``."""
+    constructor = getattr(qconfig.activation, "p", qconfig.activation)
+    constructor = getattr(constructor, "func", constructor)
+    return isinstance(constructor, type) and issubclass(constructor, WholeRangeObserver)
+
+
+@recognised_by_torch_ao
+class DynamicQuantization(pt2e_observer.ObserverBase):  # type: ignore[misc]
+    """Takes the place of a dynamic observer; torchao's convert calls ``convert``."""
+
+    def __init__(self, dtype: torch.dtype, *, whole_range: bool = False) -> None:
+        super().__init__(dtype=dtype, is_dynamic=True)
+        self.whole_range = whole_range
+
+    @classmethod
+    def of(cls, observer: nn.Module) -> Self:
+        """Return the replacement of a dynamic ``observer``."""
+        dtype = plain_dtype(observer.dtype)  # type: ignore[arg-type]
+        return cls(dtype, whole_range=bool(getattr(observer, "whole_range", False)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+    def calculate_qparams(self, **_: Any) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError("the qparams are chosen from each tensor")
+
+    def convert(self, model: GraphModule, observer_node: Node) -> None:
+        """Replace ``observer_node`` by nodes that quantize and dequantize its input."""
+        source = observer_node.args[0]
+        assert isinstance(source, Node)
+        graph = model.graph
+        with graph.inserting_before(observer_node):
+            insert = _to_half_and_back if self.dtype is torch.float16 else self._insert_quantization
+            observer_node.replace_all_uses_with(insert(graph, source))
+        graph.erase_node(observer_node)
+
+    def _insert_quantization(self, graph: Graph, source: Node) -> Node:
+        low, high = dtype_range(self.dtype)
+        if torch.backends.quantized.engine in ENGINES_OF_REDUCED_RANGE and not self.whole_range:
+            chosen_low, chosen_high = int(low / 2), int(high / 2)
+        else:
+            chosen_low, chosen_high = low, high
+        chosen = chosen_low, chosen_high
+        return insert_dynamic_q_dq(graph, source, chosen, (low, high), eps=SMALLEST_SCALE, dtype=self.dtype)
+
+
+def _to_half_and_back(graph: Graph, source: Node) -> Node:
+    half = graph.call_function(CONVERT_DTYPE, (source, torch.float16))
+    return graph.call_function(CONVERT_DTYPE, (half, torch.float32))

@@ -1,0 +1,138 @@
+"""The deprecated forms of the configuration: dicts, and the keywords before torch 1.13."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+from torchq_compat.errors import ArgumentError, ConfigError
+from torchq_compat.support.user_warnings import warn_user
+
+# Read the deprecated dict forms, all by the same rule.
+#
+# torch.ao's ``from_dict`` ignores unknown keys, so a typing mistake in a key silently quantizes nothing.
+# Here the keys are checked first; the reading itself is torch.ao's.
+
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class FromDict(Protocol[T_co]):
+    """A torch.ao config class that can read its own dict form."""
+
+    def from_dict(self, config: dict[str, Any], /) -> T_co: ...
+
+
+def read_dict_form(
+    setting: str, value: dict[str, Any], known_keys: Iterable[str], config_class: FromDict[T_co]
+) -> T_co:
+    """Return ``value`` as an object of ``config_class``.
+
+    Raises:
+        ConfigError: a key that is not in ``known_keys``, or an entry ``from_dict`` cannot read.
+    """
+    check_keys(setting, value, known_keys)
+    try:
+        return config_class.from_dict(value)
+    except Exception as cause:
+        raise ConfigError(
+            f"{setting} could not be read: {type(cause).__name__}: {cause}",
+            hint=f"compare it with the dict form that the torch.ao documentation of {setting} shows.",
+        ) from cause
+
+
+def check_keys(setting: str, value: dict[str, Any], known_keys: Iterable[str]) -> None:
+    """Refuse unknown keys of ``value``, which nothing would read.
+
+    Raises:
+        ConfigError: names the first unknown key.
+    """
+    known = tuple(known_keys)
+    for key in value:
+        if key not in known:
+            raise ConfigError(
+                f"{setting} has the unknown key {key!r}.",
+                hint="the keys FX knows are: " + ", ".join(repr(k) for k in known) + ".",
+            )
+
+
+# Accept keywords and flags of the FX functions before torch 1.13 with a warning that names the new form.
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+#: Old name -> the name since torch 1.13.
+KEYWORDS: Mapping[str, str] = {
+    "qconfig_dict": "qconfig_mapping",
+    "prepare_custom_config_dict": "prepare_custom_config",
+    "convert_custom_config_dict": "convert_custom_config",
+    "fuse_custom_config_dict": "fuse_custom_config",
+    "backend_config_dict": "backend_config",
+    "equalization_qconfig_dict": "_equalization_config",
+}
+IS_REFERENCE = "is_reference"
+EXAMPLES = "example_inputs"
+
+
+def takes_old_keywords(
+    reference: Callable[[], Callable[..., Any]] | None = None, *, missing: Any = None
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Make the decorated function accept the keywords it had before torch 1.13.
+
+    Args:
+        reference: for ``convert_fx``, which had ``is_reference`` (then its second parameter): returns the
+            function that is called instead if the flag is True.
+        missing: the value of ``example_inputs`` if the caller gives none, for an error of this package.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        parameters = inspect.signature(function).parameters
+        positions = list(parameters)
+
+        @functools.wraps(function)
+        def renamed(*args: Any, **kwargs: Any) -> R:
+            kwargs = _renamed(function.__name__, parameters, kwargs)
+            if EXAMPLES in positions and len(args) <= positions.index(EXAMPLES):
+                kwargs.setdefault(EXAMPLES, missing)
+            if reference is None:
+                return function(*args, **kwargs)
+            args, kwargs, is_reference = _without_flag(args, kwargs)
+            chosen = reference() if is_reference else function
+            return chosen(*args, **kwargs)
+
+        return renamed
+
+    return decorate
+
+
+def _renamed(function: str, parameters: Mapping[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in kwargs.items():
+        new = KEYWORDS.get(name, name) if name not in parameters else name
+        if new not in parameters:
+            new = name
+        if new != name:
+            warn_user(f"{function}: {name}= is the name before torch 1.13; write {new}=.")
+        if new in found or (new != name and new in kwargs):
+            raise ArgumentError(f"{function} got {new} twice, once as {name}.", hint=f"give {new}= alone.")
+        found[new] = value
+    return found
+
+
+def _without_flag(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
+    """Return the arguments without ``is_reference``, given by keyword or as the second argument."""
+    flag = kwargs.get(IS_REFERENCE)
+    if flag is None and len(args) > 1 and isinstance(args[1], bool):
+        flag, args = args[1], (args[0], *args[2:])
+    if flag is None:
+        return args, kwargs, False
+    warn_user(
+        f"convert_fx: {IS_REFERENCE}={flag} is of torch before 1.13; "
+        + ("write convert_to_reference_fx." if flag else "leave it out.")
+    )
+    return args, {name: value for name, value in kwargs.items() if name != IS_REFERENCE}, bool(flag)

@@ -1,0 +1,367 @@
+"""Translate QConfigs to torchao's QuantizationSpecs, and check that they can mean what they say."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+import torchao.quantization.pt2e.fake_quantize as pt2e_fake_quantize
+import torchao.quantization.pt2e.observer as pt2e_observer
+from torch import Tensor, nn
+from torchao.quantization.pt2e.quantizer import QuantizationSpec
+
+from torchq_compat.errors import ConfigError
+from torchq_compat.read.observers import ObserverConstructor, WeightConstructor, translate_constructor
+from torchq_compat.read.torch_ao_classes import ObserverSettings
+from torchq_compat.support.dtypes import PACKED_DTYPES, dtype_name, dtype_range, is_integer
+from torchq_compat.support.torch_ao import NoopObserver, PlaceholderObserver, QConfig, QuantType
+from torchq_compat.support.torch_ao import fake_quantize as legacy_fake_quantize
+from torchq_compat.support.torch_ao import observer as legacy_observer
+
+# Observers whose settings contradict each other: a range beyond the dtype, fixed qparams outside the range.
+#
+# FX makes the observers, calibrates, and fails in the converted model (``zero_point -128 is below lower
+# bound``) or clamps to the dtype. PT2E clamps to the range first and then wraps around in the dtype, which
+# is noise.
+
+
+def check_settings(settings: ObserverSettings, setting: str) -> None:
+    """Refuse ``settings`` that no tensor can be quantized with.
+
+    Raises:
+        ConfigError: names ``setting``, the source of ``settings``, and the two that contradict each other.
+    """
+    if not is_integer(settings.dtype):
+        return
+    dtype = dtype_name(settings.declared_dtype)
+    low, high = _packed_range(settings) or dtype_range(settings.dtype)
+    given_low = low if settings.quant_min is None else settings.quant_min
+    given_high = high if settings.quant_max is None else settings.quant_max
+    if not low <= given_low < given_high <= high:
+        raise _range_beyond_dtype(setting, (given_low, given_high), dtype, (low, high))
+    scale, zero_point = settings.limits.fixed_scale, settings.limits.fixed_zero_point
+    if scale is not None and not (math.isfinite(scale) and scale > 0):
+        raise ConfigError(
+            f"{setting} has fixed qparams with scale {scale:g}.",
+            hint="a scale is the width of one quantization step: give a positive number.",
+        )
+    if zero_point is not None and not given_low <= zero_point <= given_high:
+        raise _fixed_zero_point_out_of_range(setting, zero_point, (given_low, given_high))
+
+
+def check_axis(settings: ObserverSettings, dimensions: int, place: str) -> None:
+    """Refuse a ``ch_axis`` that a tensor of ``dimensions`` dimensions does not have.
+
+    Raises:
+        ConfigError: names ``place``, the op and the observed tensor.
+    """
+    axis = settings.ch_axis
+    if axis is not None and not -dimensions <= axis < dimensions:
+        raise ConfigError(
+            f"{place}: the per-channel observer has ch_axis {axis}, the tensor {dimensions} dimensions.",
+            hint="give ch_axis the dimension of the channels: 0 for the weight of a Linear or Conv, 1 for "
+            "that of a transposed convolution.",
+        )
+
+
+def _packed_range(settings: ObserverSettings) -> tuple[int, int] | None:
+    """Return the range of quint4x2 and quint2x4, which PT2E stores one value to a byte; None for others."""
+    if settings.declared_dtype not in PACKED_DTYPES:
+        return None
+    return (0, 15) if "4x2" in str(settings.declared_dtype) else (0, 3)
+
+
+def _range_beyond_dtype(
+    setting: str, given: tuple[int, int], dtype: str, held: tuple[int, int]
+) -> ConfigError:
+    return ConfigError(
+        f"{setting}: quant_min and quant_max are {given[0]} and {given[1]}, but its dtype {dtype} holds "
+        f"{held[0]} to {held[1]}.",
+        hint="give a range within the dtype, or the dtype that has the range: qint8 holds -128 to 127, "
+        "quint8 0 to 255, qint32 and int16 more.",
+    )
+
+
+def _fixed_zero_point_out_of_range(setting: str, zero_point: int, held: tuple[int, int]) -> ConfigError:
+    return ConfigError(
+        f"{setting} has fixed qparams with zero point {zero_point}, outside its quant_min and quant_max, "
+        f"{held[0]} and {held[1]}.",
+        hint="the zero point is the integer that stands for 0.0; give one within the range.",
+    )
+
+
+# Translate a QConfig to the torchao QuantizationSpecs of one op: activation and weight.
+#
+# A legacy QConfig has one activation constructor for inputs and outputs. Its meaning depends on its dtype:
+# a float placeholder quantizes nothing, ``is_dynamic`` quantizes only inputs, and any other activation is
+# static.
+
+
+def make_spec(constructor: ObserverConstructor | WeightConstructor) -> QuantizationSpec:
+    """Return the spec whose observers ``constructor`` makes.
+
+    Raises:
+        ConfigError: the settings of ``constructor`` contradict each other.
+    """
+    settings = constructor.settings
+    check_settings(settings, constructor.setting)
+    return QuantizationSpec(
+        dtype=settings.dtype,
+        observer_or_fake_quant_ctr=constructor,
+        quant_min=settings.quant_min,
+        quant_max=settings.quant_max,
+        qscheme=settings.qscheme,
+        ch_axis=settings.ch_axis,
+        is_dynamic=settings.is_dynamic,
+    )
+
+
+@dataclass(frozen=True)
+class OpSpecs:
+    """The specs of one QConfig; a spec is None if the QConfig does not quantize it."""
+
+    qconfig: QConfig
+
+    @cached_property
+    def activation_constructor(self) -> ObserverConstructor:
+        return translate_constructor(self.qconfig.activation, "qconfig.activation")
+
+    @cached_property
+    def weight_constructor(self) -> ObserverConstructor:
+        return translate_constructor(self.qconfig.weight, "qconfig.weight")
+
+    @cached_property
+    def activation(self) -> QuantizationSpec | None:
+        """The spec of inputs, and of outputs unless the QConfig is dynamic."""
+        constructor = self.activation_constructor
+        return make_spec(constructor) if _quantizes(constructor.settings.dtype) else None
+
+    @cached_property
+    def weight(self) -> QuantizationSpec | None:
+        constructor = self.weight_constructor
+        if not _quantizes(constructor.settings.dtype):
+            return None
+        if constructor.settings.is_fake_quantize:
+            return make_spec(constructor)
+        return make_spec(WeightConstructor(constructor))
+
+    @cached_property
+    def computed_weight(self) -> QuantizationSpec:
+        """The spec of a weight that the model computes: observed in every call, not once at convert."""
+        return make_spec(self.weight_constructor)
+
+    @property
+    def activation_dtype(self) -> torch.dtype:
+        return self.activation_constructor.settings.dtype
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        return self.weight_constructor.settings.dtype
+
+    @property
+    def declared_weight_dtype(self) -> torch.dtype:
+        """The weight dtype that the QConfig gives: to a backend, quint4x2 differs from uint8."""
+        return self.weight_constructor.settings.declared_dtype
+
+    @property
+    def reuses_input(self) -> bool:
+        return self.activation_constructor.settings.reuses_input
+
+    @property
+    def is_dynamic(self) -> bool:
+        return self.activation_constructor.settings.is_dynamic
+
+    @property
+    def quant_type(self) -> QuantType:
+        """The quantization type whose mapping of a custom config applies."""
+        if self.is_static:
+            return QuantType.STATIC
+        return QuantType.DYNAMIC if self.is_dynamic else QuantType.WEIGHT_ONLY
+
+    @property
+    def is_static(self) -> bool:
+        """Whether activations are quantized with qparams known after calibration."""
+        return is_integer(self.activation_dtype) and not self.is_dynamic
+
+
+def _quantizes(dtype: torch.dtype) -> bool:
+    return is_integer(dtype) or dtype is torch.float16
+
+
+# Whether QConfigs suit the function they are given to: fake-quantizes train, observers calibrate.
+
+
+FAKE_QUANTIZES = (legacy_fake_quantize.FakeQuantizeBase, pt2e_fake_quantize.FakeQuantizeBase)
+WITHOUT_RANGE = (NoopObserver, PlaceholderObserver)
+#: Fake-quantizes with given qparams: they are the same in calibration and in training.
+FIXED = (legacy_fake_quantize.FixedQParamsFakeQuantize, pt2e_fake_quantize.FixedQParamsFakeQuantize)
+
+
+def misfit(qconfigs: Iterable[QConfig | None], *, is_qat: bool) -> str:
+    """Return a warning about ``qconfigs`` in this mode; empty if they suit it."""
+    pairs = [
+        [
+            made
+            for made in map(_class_of, (qconfig.activation, qconfig.weight))
+            if isinstance(made, type) and not issubclass(made, WITHOUT_RANGE)
+        ]
+        for qconfig in qconfigs
+        if isinstance(qconfig, QConfig)
+    ]
+    classes = [made for pair in pairs for made in pair]
+    fakes = [made for made in classes if issubclass(made, FAKE_QUANTIZES)]
+    if is_qat and classes and not fakes:
+        return (
+            "prepare_qat_fx: the qconfig_mapping has observers and no fake-quantize, so training does not "
+            "see the rounding. Hint: give get_default_qat_qconfig_mapping(...), or call prepare_fx."
+        )
+    # A QConfig with a single fake-quantize is not for training: torch.ao has such QConfigs for calibration.
+    if not is_qat and any(len(pair) == 2 and all(map(_is_learnt, pair)) for pair in pairs):
+        return (
+            "prepare_fx: the qconfig_mapping has fake-quantizes, which are for training: in calibration "
+            "each layer gets inputs that the layers before it have rounded, and ranges are moving averages. "
+            "Hint: give get_default_qconfig_mapping(...), or call prepare_qat_fx."
+        )
+    return ""
+
+
+def _is_learnt(made: type) -> bool:
+    return issubclass(made, FAKE_QUANTIZES) and not issubclass(made, FIXED)
+
+
+def _class_of(constructor: Any) -> Any:
+    """Return the class of ``Class``, of ``Class.with_args(...)`` or of a partial of it."""
+    for _ in range(8):
+        inner = getattr(constructor, "p", constructor)
+        function = getattr(inner, "func", inner)
+        if function is constructor:
+            break
+        constructor = function
+    return constructor
+
+
+# A user's QuantizationSpec with an observer of torch.ao, as the old tutorials import them.
+#
+# torchao accepts such an observer, calibrates it, and quantizes nothing: its convert looks for its own base
+# classes. With ``.with_args``, its prepare fails, because it reads ``__name__`` of a value that is no class.
+
+
+LEGACY_BASES = (legacy_observer.ObserverBase, legacy_fake_quantize.FakeQuantizeBase)
+PT2E_BASES = (pt2e_observer.ObserverBase, pt2e_fake_quantize.FakeQuantizeBase)
+FIXED_QPARAMS_FAKE_QUANTIZES = (
+    legacy_fake_quantize.FixedQParamsFakeQuantize,
+    pt2e_fake_quantize.FixedQParamsFakeQuantize,
+)
+CONSTRUCTOR = "observer_or_fake_quant_ctr"
+
+
+class SpecObserverConstructor(ObserverConstructor):
+    """Makes the torchao observers of one spec; equal for equal specs, so that torchao shares their observers.
+
+    Args:
+        spec: a spec whose constructor is torch.ao's, or has a class that torchao cannot see.
+        setting: the name of the setting, for error messages.
+
+    Raises:
+        ConfigError: the constructor makes no observer.
+    """
+
+    def __init__(self, spec: QuantizationSpec, setting: str) -> None:
+        self.spec = spec
+        super().__init__(lambda: _choosing_on_the_fly(make_observer(spec)), setting)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SpecObserverConstructor) and self.spec == other.spec
+
+    def __hash__(self) -> int:
+        return hash(self.spec)
+
+
+def with_torchao_observer(spec: QuantizationSpec, setting: str) -> tuple[QuantizationSpec, nn.Module]:
+    """Return ``spec`` with a constructor that torchao can use, and an observer that it makes.
+
+    A spec that torchao can already use is returned unchanged.
+
+    Raises:
+        ConfigError: a constructor of torch.ao that cannot be translated; names ``setting``.
+        Exception: any error that the constructor raises.
+    """
+    made = make_observer(spec)
+    is_known = _is_known_to_torchao(spec) and _choosing_on_the_fly(made) is made
+    if is_known and not any(_is_legacy(module) for module in made.modules()):
+        return spec, made
+    constructor = SpecObserverConstructor(spec, setting)
+    return replace(spec, observer_or_fake_quant_ctr=constructor), constructor()
+
+
+def make_observer(spec: QuantizationSpec) -> nn.Module:
+    """Call the constructor of ``spec`` with its settings, as torchao's prepare does.
+
+    Raises:
+        ConfigError: the constructor is an observer, whose own settings torchao would ignore.
+        Exception: any error that the constructor raises.
+    """
+    settings = {field.name: getattr(spec, field.name) for field in fields(spec)}
+    constructor: Any = settings.pop(CONSTRUCTOR)
+    if isinstance(constructor, nn.Module):
+        raise ConfigError(
+            f"the constructor of a spec is an observer: {type(constructor).__name__}(...).",
+            hint="pass a class or Class.with_args(...), not an instance or its result.",
+        )
+    cls = _torchao_class(constructor)
+    if "PerChannel" not in getattr(cls, "__name__", ""):
+        del settings["ch_axis"]
+    if _takes_only_an_observer(cls):
+        observer = constructor()._observer_ctr.with_args(**settings)
+        made: nn.Module = constructor.with_args(observer=observer)()
+    elif hasattr(constructor, "with_args"):
+        made = constructor.with_args(**settings)()
+    else:
+        made = constructor(**settings)
+    return made
+
+
+def _choosing_on_the_fly(made: nn.Module) -> nn.Module:
+    """Return ``made``, or a replacement if it is dynamic and its eps is a tensor: torchao's convert would
+    write the tensor into the graph's code. Convert reads only the settings of a dynamic observer."""
+    settings: Any = made
+    if not getattr(made, "is_dynamic", False) or not isinstance(getattr(made, "eps", None), Tensor):
+        return made
+    stands_for: nn.Module = pt2e_observer.PlaceholderObserver(
+        dtype=settings.dtype,
+        quant_min=settings.quant_min,
+        quant_max=settings.quant_max,
+        qscheme=settings.qscheme,
+        eps=float(settings.eps),
+        is_dynamic=True,
+    )
+    return stands_for
+
+
+def _is_legacy(module: nn.Module) -> bool:
+    # Some of our classes are torchao's and registered as torch.ao's.
+    return isinstance(module, LEGACY_BASES) and not isinstance(module, PT2E_BASES)
+
+
+def _is_known_to_torchao(spec: QuantizationSpec) -> bool:
+    """Return whether torchao's prepare finds a name on the constructor, or inside one torchao partial."""
+    constructor: Any = getattr(spec, CONSTRUCTOR)
+    if isinstance(constructor, pt2e_observer.PartialWrapper):
+        constructor = constructor.p.func
+    is_named = hasattr(constructor, "__name__") and hasattr(getattr(spec, CONSTRUCTOR), "with_args")
+    return is_named and not _takes_only_an_observer(_torchao_class(constructor))
+
+
+def _takes_only_an_observer(cls: Any) -> bool:
+    return isinstance(cls, type) and issubclass(cls, FIXED_QPARAMS_FAKE_QUANTIZES)
+
+
+def _torchao_class(constructor: Any) -> Any:
+    """Return the innermost class of ``Class.with_args(...).with_args(...)``."""
+    while hasattr(constructor, "p") or isinstance(constructor, partial):
+        constructor = getattr(constructor, "p", constructor).func
+    return constructor

@@ -1,0 +1,349 @@
+"""A cell as a graph of parts, prepared once for each layer and direction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Node
+
+from torchq_compat.capture.checked import capture_by_structure
+from torchq_compat.modules.parts import (
+    ConvertedPartGraphModule,
+    PartGraphModule,
+    PartSpecs,
+    convert_parts,
+    converted_qparams,
+    prepare_parts,
+)
+from torchq_compat.read.qdq import DEQUANTIZE, QUANTIZE
+from torchq_compat.read.qparams import PerTensorQParams
+from torchq_compat.recurrent.cells import FloatCell, kind_of
+from torchq_compat.recurrent.kernel.cell_reader import program_or_problem
+from torchq_compat.recurrent.kernel.program import CellProgram
+from torchq_compat.support import metadata
+
+# Splits a cell's graph into the input projection, computed for all steps at once, and the step itself.
+#
+# The split is exact, because static qparams do not depend on the step. Ops that choose their qparams from
+# their input stay in the step, and so do ops that depend on the number of dimensions.
+
+
+Function = Callable[..., tuple[Tensor, ...]]
+#: A module, or its attributes by path.
+Owner = GraphModule | dict[str, Any]
+
+#: Ops that compute the same for every leading size, and with one more leading dimension.
+RANK_AGNOSTIC = (
+    torch.ops.aten.linear.default,
+    torch.ops.aten.to.dtype,
+    QUANTIZE,
+    DEQUANTIZE,
+)
+
+
+class SplitGraph(NamedTuple):
+    """A graph split in two. The inputs of ``rest`` are the results of ``first``, then the inputs that
+    ``first`` does not have."""
+
+    first: Graph
+    rest: Graph
+
+
+def split_off_projection(cell: Graph) -> SplitGraph:
+    """Return ``cell``, (x, *states) -> new states, as x -> projected and (*projected, *states) -> new states.
+
+    The first graph has the nodes that depend on no input but x, as long as they work for any leading
+    dimensions. Weights that both graphs read are in both.
+    """
+    x = next(node for node in cell.nodes if node.op == "placeholder")
+    constants = _constants(cell)
+    moved = {x}
+    for node in cell.nodes:
+        inputs = set(node.all_input_nodes)
+        if node.target in RANK_AGNOSTIC and inputs & moved and inputs <= moved | constants:
+            moved.add(node)
+    return _split(cell, moved, constants)
+
+
+def split_off_constants(step: Graph) -> SplitGraph:
+    """Return ``step`` split into () -> constants, such as dequantized weights, and (*constants, *inputs) ->
+    results."""
+    constants = _constants(step)
+    return _split(step, constants, set())
+
+
+def call_on(owner: Owner, graph: Graph) -> Function:
+    """Return ``graph``, whose attributes are those of ``owner``, as a function of an owner and the graph's
+    inputs. The function is not bound to ``owner``, so that a copy of ``owner`` can use it too."""
+    forward: Function = type(GraphModule(owner, graph)).forward
+    return forward
+
+
+@dataclass(frozen=True)
+class CellFunctions:
+    """A cell split in two, as functions of the owner of its weights and their inputs.
+
+    Attributes:
+        graphs: the projection and the step.
+        project: (owner, x) -> projected.
+        step: (owner, *projected, *states) -> the new states.
+        constants: (owner) -> the values that the step computes only from weights.
+        step_of_constants: (owner, *constants, *projected, *states) -> the new states.
+        weights: (owner) -> the weights of the step, as they are stored.
+        step_of_weights: (owner, *weights, *projected, *states) -> the new states.
+    """
+
+    graphs: SplitGraph
+    project: Function
+    step: Function
+    constants: Function
+    step_of_constants: Function
+    weights: Function
+    step_of_weights: Function
+
+    @classmethod
+    def of(cls, owner: Owner, cell: Graph) -> Self:
+        """Return the functions of ``cell``, whose attributes are those of ``owner``."""
+        graphs = split_off_projection(cell)
+        stored = {node for node in graphs.rest.nodes if node.op == "get_attr"}
+        splits = (graphs, split_off_constants(graphs.rest), _split(graphs.rest, stored, set()))
+        return cls(graphs, *(call_on(owner, graph) for split in splits for graph in split))
+
+
+def _constants(graph: Graph) -> set[Node]:
+    """Return the nodes of the weights, and those computed only from weights."""
+    constants: set[Node] = set()
+    for node in graph.nodes:
+        computed = node.op == "call_function" and node.all_input_nodes
+        if node.op == "get_attr" or (computed and constants.issuperset(node.all_input_nodes)):
+            constants.add(node)
+    return constants
+
+
+def _split(graph: Graph, moved: set[Node], shared: set[Node]) -> SplitGraph:
+    """Return a graph of the ``moved`` nodes and one of the rest; each has the ``shared`` nodes it reads."""
+    handed_over = [node for node in graph.nodes if node in moved and not moved.issuperset(node.users)]
+    first, in_first = Graph(), dict[Node, Node]()
+    for node in _with_what_they_read(moved, shared, graph):
+        in_first[node] = first.node_copy(node, in_first.__getitem__)
+    first.output(tuple(in_first[node] for node in handed_over))
+    rest, in_rest = Graph(), dict[Node, Node]()
+    for node in handed_over:
+        in_rest[node] = rest.placeholder(node.name)
+        in_rest[node].meta = dict(node.meta)
+    others = [node for node in graph.nodes if node not in moved and node not in shared]
+    for node in _with_what_they_read(others, shared, graph):
+        in_rest[node] = rest.node_copy(node, in_rest.__getitem__)
+    return SplitGraph(first, rest)
+
+
+def _with_what_they_read(nodes: Collection[Node], shared: set[Node], graph: Graph) -> Iterator[Node]:
+    """Return ``nodes`` and the nodes of ``shared`` that they depend on, in the order of ``graph``."""
+    wanted = set(nodes)
+    for node in reversed(graph.nodes):
+        if node in wanted:
+            wanted |= shared.intersection(node.all_input_nodes)
+    return (node for node in graph.nodes if node in wanted)
+
+
+# A cell as a graph of parts, with the qparams of its initial states.
+
+
+DEFAULT_INITIAL = (1.0, 0)
+
+
+class CellGraphModule(PartGraphModule):
+    """A prepared or converted cell, with the initial-state qparams of ``torch.ao.nn.quantizable.LSTMCell``.
+
+    An omitted state is zeros; a converted cell quantizes the zeros with this (scale, zero point). FX's cell
+    has the attributes but never reads them.
+    """
+
+    @property
+    def initial_hidden_state_qparams(self) -> tuple[float, int]:
+        return self._initial_qparams(0)
+
+    @initial_hidden_state_qparams.setter
+    def initial_hidden_state_qparams(self, qparams: tuple[float, int]) -> None:
+        self._set_initial_qparams(0, qparams)
+
+    @property
+    def initial_cell_state_qparams(self) -> tuple[float, int]:
+        return self._initial_qparams(1)
+
+    @initial_cell_state_qparams.setter
+    def initial_cell_state_qparams(self, qparams: tuple[float, int]) -> None:
+        self._set_initial_qparams(1, qparams)
+
+    # In meta, because GraphModule.__deepcopy__ drops other attributes.
+    def _initial_qparams(self, index: int) -> tuple[float, int]:
+        return (metadata.INITIAL_STATES.of(self) or {}).get(index, DEFAULT_INITIAL)
+
+    def _set_initial_qparams(self, index: int, qparams: tuple[float, int]) -> None:
+        metadata.INITIAL_STATES.write(self, {**(metadata.INITIAL_STATES.of(self) or {}), index: qparams})
+
+    def state_qparams(self) -> tuple[PerTensorQParams | None, ...]:
+        """Return the qparams of every new state in a converted cell."""
+        return converted_qparams(self)
+
+    def program(self) -> CellProgram | None:
+        """Return this cell as a program for the cell loop; None if the loop cannot run it."""
+        return None
+
+    def program_problem(self) -> str | None:
+        """Return the reason why the cell loop cannot run this cell; None if it can."""
+        return "it is not converted"
+
+    def starts_at_zero(self) -> bool:
+        """Return whether an omitted state is exactly zeros, without initial-state qparams."""
+        return all(
+            qparams == DEFAULT_INITIAL for qparams in (metadata.INITIAL_STATES.of(self) or {}).values()
+        )
+
+    def initial_state(self, widths: Sequence[int], x: Tensor) -> tuple[Tensor, ...]:
+        """Return the states of a call that passes none: zeros (B, width) each, quantized with the
+        initial-state qparams in a converted cell."""
+        return tuple(
+            _with_initial_qparams(x.new_zeros(x.shape[0], width), qparams, self._initial_qparams(index))
+            for index, (width, qparams) in enumerate(zip(widths, self.state_qparams(), strict=True))
+        )
+
+
+def _with_initial_qparams(
+    zeros: Tensor, qparams: PerTensorQParams | None, given: tuple[float, int]
+) -> Tensor:
+    if qparams is None or given == DEFAULT_INITIAL:
+        return zeros
+    initial = replace(qparams, scale=given[0], zero_point=given[1])
+    return initial.dequantize(initial.quantize(zeros))
+
+
+class ConvertedCellGraphModule(ConvertedPartGraphModule, CellGraphModule):
+    """A q-dq cell: its state_dict carries all qparams.
+
+    ``cell(x, *states)`` equals ``cell.step(*cell.project(x), *states)``, except that a linear may sum in
+    another order when it has more rows.
+    """
+
+    def recompile(self) -> Any:
+        """Recompile ``forward``, and derive the qparams, functions and program from the graph again."""
+        self._state_qparams = converted_qparams(self)
+        self.__dict__.pop("_functions", None)
+        self._program = program_or_problem(("", self))
+        return super().recompile()
+
+    # Not in recompile, which copies and passes call again and again: six functions are compiled.
+    @cached_property
+    def _functions(self) -> CellFunctions:
+        return CellFunctions.of(self, self.graph)
+
+    def program(self) -> CellProgram | None:
+        """Return the program, see ``CellGraphModule``; None also if the cell has hooks."""
+        if self._forward_hooks or self._forward_pre_hooks or isinstance(self._program, str):
+            return None
+        return self._program
+
+    def program_problem(self) -> str | None:
+        return self._program if isinstance(self._program, str) else None
+
+    def state_qparams(self) -> tuple[PerTensorQParams | None, ...]:
+        return self._state_qparams
+
+    def projection_graph(self) -> Graph:
+        """Return the graph x -> projected, the part of the cell that depends only on x. Its attributes are
+        those of the cell."""
+        return self._functions.graphs.first
+
+    def step_graph(self) -> Graph:
+        """Return the graph (*projected, *states) -> the new states. Its attributes are those of the cell."""
+        return self._functions.graphs.rest
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return the inputs of ``step`` that depend on ``x`` (..., I), for all steps at once; (..., width)
+        each."""
+        return self._functions.project(self, x)
+
+    def step(self, *projected_and_states: Tensor) -> tuple[Tensor, ...]:
+        """Return the new states, given the results of ``project`` for one step and the states, (B, width)
+        each."""
+        return self._functions.step(self, *projected_and_states)
+
+    def repeated_step(self) -> Callable[..., tuple[Tensor, ...]]:
+        """Return ``step`` for many steps in a row; the weights are dequantized once, in this call."""
+        return partial(self._functions.step_of_constants, self, *self._functions.constants(self))
+
+    def step_of_weights(self) -> tuple[Callable[..., tuple[Tensor, ...]], tuple[Tensor, ...]]:
+        """Return ``step`` as a function of (*weights, *projected, *states), and the stored, quantized
+        weights."""
+        return partial(self._functions.step_of_weights, self), self._functions.weights(self)
+
+
+def reference_cell(prepared: GraphModule) -> ConvertedCellGraphModule:
+    """Return the q-dq form of a prepared cell with int8 weights folded. Changes ``prepared``: pass a copy."""
+    return ConvertedCellGraphModule.wrap(convert_parts(prepared))
+
+
+# Makes the prepared cells of a float recurrent module, one for each layer and direction.
+
+
+WEIGHT_NAMES = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
+
+
+def prepared_cell(
+    module: nn.Module,
+    specs: PartSpecs,
+    *,
+    split_gates: bool,
+    suffix: str = "",
+    input_dtype: torch.dtype | None = None,
+) -> CellGraphModule:
+    """Return the prepared cell with copies of the parameters of ``module`` whose names end in ``suffix``.
+
+    ``input_dtype`` is the quantized dtype of the cell's input; default: the QConfig's activation dtype.
+    """
+    kind = kind_of(module)
+    cell, weights = float_cell(module, suffix, split_gates=split_gates), _weights(module, suffix)
+    prepared = prepare_parts(
+        capture_by_structure(cell, cell.example_inputs()),
+        kind.parts(split_gates=split_gates, projected="weight_hr" in weights),
+        specs,
+        {
+            "x": input_dtype or specs.op_specs.activation_dtype,
+            "hx": specs.group_dtype(kind.states[0].group),
+        },
+    )
+    return CellGraphModule.wrap(prepared)
+
+
+def float_cell(module: nn.Module, suffix: str, *, split_gates: bool) -> FloatCell:
+    """Return the float cell with copies of the parameters of ``module`` whose names end in ``suffix``."""
+    return kind_of(module).float_cell(_weights(module, suffix), split_gates=split_gates)
+
+
+def _weights(module: nn.Module, suffix: str) -> dict[str, Tensor]:
+    found = {name: getattr(module, f"{name}{suffix}", None) for name in WEIGHT_NAMES}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+#: Name of a projection in a cell -> the names of its weight and bias in torch.nn.
+PROJECTIONS = {
+    "igates": ("weight_ih", "bias_ih"),
+    "hgates": ("weight_hh", "bias_hh"),
+    "projection": ("weight_hr", ""),
+}
+
+
+def weights_of(cell: GraphModule) -> dict[str, Tensor]:
+    """Return the parameters of a prepared cell by their names in torch.nn, without a suffix; the weights of
+    split gates are concatenated."""
+    pieces: dict[str, list[Tensor]] = {}
+    for path, parameter in cell.named_parameters():
+        projection, *_, kind = path.split(".")
+        weight, bias = PROJECTIONS[projection]
+        pieces.setdefault(weight if kind == "weight" else bias, []).append(parameter)
+    return {name: torch.cat(values) for name, values in pieces.items()}

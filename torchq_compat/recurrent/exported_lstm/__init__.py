@@ -1,0 +1,1 @@
+"""Exported recurrent operators, ``aten.lstm.input`` and related, decomposed for any torchao Quantizer."""

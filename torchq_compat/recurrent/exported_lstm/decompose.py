@@ -1,0 +1,287 @@
+"""Decomposes the recurrent operators of an exported program, and quantizes what results."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from torch import nn
+from torch.export import ExportedProgram
+from torch.fx import GraphModule, Node
+from torchao.quantization.pt2e.quantizer import Quantizer
+
+from torchq_compat.annotate.observed_graph import observer_nodes
+from torchq_compat.annotate.sharing import Output, canonical
+from torchq_compat.capture.checked import capture_by_structure
+from torchq_compat.errors import AtenLSTMError
+from torchq_compat.recurrent.cell_graph import CellGraphModule
+from torchq_compat.recurrent.exported_lstm.aten_recurrent import (
+    LSTM_OP,
+    RECURRENT_OPS,
+    AtenRecurrent,
+    Direction,
+    NodeWriter,
+    aten_recurrents,
+    refuse_packed,
+)
+from torchq_compat.recurrent.exported_lstm.shapes import (
+    OpaqueRecurrent,
+    SharedStepsQuantizer,
+    hoist_weights,
+    quantize_boundary,
+    write_opaque,
+    write_rolled,
+    write_unrolled,
+)
+from torchq_compat.recurrent.over_time import LoopShape
+from torchq_compat.support import metadata
+from torchq_compat.support.argument_checks import checked_arguments, instance_of
+from torchq_compat.support.torchao_flow import convert_pt2e, prepare_pt2e
+
+# Decomposes the recurrent operators of an exported program.
+#
+# This is the maintainers' answer in the PyTorch issue on operators with several outputs: an LSTM has
+# internal states and internal linears; break it into ``aten.linear`` and annotate those.
+
+
+GUARDS = "_guards_fn"
+
+
+Write = Callable[[NodeWriter, AtenRecurrent, dict[str, GraphModule]], tuple[Node, ...]]
+WRITE: dict[LoopShape, Write] = {
+    LoopShape.ROLLED: write_rolled,
+    LoopShape.UNROLLED: write_unrolled,
+    LoopShape.OPAQUE: write_opaque,
+}
+
+
+def decompose_lstm(
+    program: ExportedProgram | GraphModule, shape: LoopShape | str = LoopShape.ROLLED
+) -> GraphModule:
+    """Decompose every ``aten.lstm.input`` of ``program`` into ops that any quantizer can annotate.
+
+    Prepare the result, which computes the same as ``program``, with ``prepare_decomposed_lstm`` and any
+    torchao Quantizer; the parts get the same qparams in every shape. ``recurrent_parts.decompose_recurrent``
+    also decomposes GRU and RNN.
+
+    Args:
+        program: a float32 program, or its module; it is not changed, and the parts own copies of the LSTM's
+            weights.
+        shape: ``"rolled"``: a ``scan`` over time whose body is the cell. ``"unrolled"``: the cell's nodes
+            once per step. ``"opaque"``: one ``call_module``, which runs each cell's own graph in a Python
+            loop; its boundary is quantized by convert. Rolled and opaque accept any sequence length, even if
+            export fixed the length: the program's guards on its inputs are dropped, and what other nodes
+            accept is up to them.
+
+    Raises:
+        AtenLSTMError: no LSTM in the program, an LSTM of a PackedSequence, weights that are computed in the
+            program or not float32, an unknown shape, or a dynamic length with ``"unrolled"``.
+
+    Returns:
+        A new module with the inputs and outputs of ``program``.
+
+    Example:
+        >>> import torch
+        >>> from torchq_compat.lstm_utils import decompose_lstm
+        >>> lstm, x = torch.nn.LSTM(4, 8).eval(), torch.randn(5, 2, 4)
+        >>> decomposed = decompose_lstm(torch.export.export(lstm, (x,)))
+        >>> torch.testing.assert_close(decomposed(x)[0], lstm(x)[0])
+    """
+    return _decompose(program, shape, (LSTM_OP,))
+
+
+def decompose_recurrent(
+    program: ExportedProgram | GraphModule, shape: LoopShape | str = LoopShape.ROLLED
+) -> GraphModule:
+    """Decompose every LSTM, GRU and RNN of ``program`` into ops that any quantizer can annotate.
+
+    These are ``aten.lstm.input``, ``aten.gru.input``, ``aten.rnn_tanh.input`` and ``aten.rnn_relu.input``.
+    Prepare the result, which computes the same as ``program``, with ``prepare_decomposed_recurrent``.
+
+    Args:
+        program: see ``lstm_utils.decompose_lstm``.
+        shape: ``"rolled"``, ``"unrolled"`` or ``"opaque"``, see ``lstm_utils.decompose_lstm``.
+
+    Returns:
+        A graph module with the inputs and outputs of ``program``.
+
+    Raises:
+        AtenLSTMError: no such operator in the program; otherwise as ``lstm_utils.decompose_lstm``.
+
+    Example:
+        >>> import torch
+        >>> from torchq_compat.recurrent_parts import decompose_recurrent
+        >>> program = torch.export.export(torch.nn.GRU(4, 8), (torch.randn(5, 1, 4),))
+        >>> decompose_recurrent(program)(torch.randn(9, 1, 4))[0].shape
+        torch.Size([9, 1, 8])
+    """
+    return _decompose(program, shape, RECURRENT_OPS)
+
+
+def _decompose(
+    program: ExportedProgram | GraphModule, shape: LoopShape | str, operators: Collection[Any]
+) -> GraphModule:
+    if shape not in list(WRITE):
+        raise AtenLSTMError(
+            f"shape {shape!r} is not known.",
+            hint=f"the shapes are: {', '.join(WRITE)}.",
+        )
+    graph_module = _own_module(program)
+    refuse_packed(graph_module)
+    found = aten_recurrents(graph_module, operators)
+    if not found:
+        raise _nothing_to_decompose(graph_module, operators)
+    for each in found:
+        cells = {direction.path: _cell(graph_module, each, direction) for direction in each.directions}
+        _replace(each.node, WRITE[LoopShape(shape)](NodeWriter(graph_module, each.node), each, cells))
+    _drop_guards(graph_module)
+    graph_module.graph.eliminate_dead_code()
+    graph_module.graph.lint()
+    rewritten = GraphModule(graph_module, graph_module.graph)
+    rewritten.meta.update(graph_module.meta)
+    return rewritten
+
+
+#: The most operators that an error names.
+MOST_NAMED = 8
+
+
+def _nothing_to_decompose(graph_module: GraphModule, operators: Collection[Any]) -> AtenLSTMError:
+    """Return the error for a program without ``operators``, which names the operators it has."""
+    counts = Counter(str(node.target) for node in graph_module.graph.nodes if node.op == "call_function")
+    named = [
+        f"{target} x{count}" if count > 1 else target for target, count in counts.most_common(MOST_NAMED)
+    ]
+    has = ", ".join(named) + (" and others" if len(counts) > MOST_NAMED else "")
+    hint = "export the float model with torch.export.export and do not run_decompositions before."
+    others = {str(each.node.target) for each in aten_recurrents(graph_module)}
+    if others:
+        hint = f"torchq_compat.recurrent_parts.decompose_recurrent decomposes {', '.join(sorted(others))}."
+    return AtenLSTMError(
+        f"the program has no {', '.join(map(str, operators))}; it has {has or 'no operators at all'}.",
+        hint=hint,
+    )
+
+
+def _own_module(program: ExportedProgram | GraphModule) -> GraphModule:
+    if isinstance(program, ExportedProgram):
+        module = program.module(check_guards=False)
+        assert isinstance(module, GraphModule)
+        return module
+    if isinstance(program, GraphModule):
+        return copy.deepcopy(program)
+    raise AtenLSTMError(
+        f"an ExportedProgram or a GraphModule is needed, got {type(program).__name__}.",
+        hint="call torch.export.export(model, example_inputs) first.",
+    )
+
+
+def _cell(graph_module: GraphModule, recurrent: AtenRecurrent, direction: Direction) -> GraphModule:
+    weights = direction.values(graph_module)
+    cell = recurrent.kind.float_cell(weights, split_gates=False)
+    return capture_by_structure(cell, cell.example_inputs())
+
+
+def _replace(node: Node, results: Sequence[Node]) -> None:
+    for user in list(node.users):
+        picked = canonical(user)
+        assert isinstance(picked, Output)  # torch.export returns and passes on getitems only
+        user.replace_all_uses_with(results[picked.index])
+        node.graph.erase_node(user)
+    node.graph.erase_node(node)
+
+
+def _drop_guards(graph_module: GraphModule) -> None:
+    """Drop the checks of captured sizes, which a loop over time does not need."""
+    for node in list(graph_module.graph.nodes):
+        if node.op == "call_module" and node.target == GUARDS:
+            graph_module.graph.erase_node(node)
+
+
+# Prepares and converts a program whose recurrent operators are decomposed, in any shape.
+
+
+@checked_arguments(
+    model=instance_of(GraphModule), quantizer=instance_of(Quantizer, what="a torchao Quantizer")
+)
+def prepare_decomposed_lstm(model: GraphModule, quantizer: Quantizer) -> GraphModule:
+    """Insert the observers that ``quantizer`` requests, one per part of a cell, shared by all time steps.
+
+    Legacy: ``prepare_pt2e(model, quantizer)``, which this function calls. By itself torchao does not prepare
+    submodules, and gives every unrolled step its own observers. Here ``quantizer`` annotates the graph and
+    each cell.
+
+    Args:
+        model: the result of ``decompose_lstm`` or ``decompose_recurrent``; it is not changed.
+        quantizer: any torchao Quantizer. Nodes that move values between steps and layers are not quantized.
+
+    Returns:
+        The observed model, called like ``model``.
+
+    Example:
+        >>> import torch
+        >>> from torch.ao.quantization import get_default_qconfig_mapping
+        >>> from torchq_compat import quantizer_from
+        >>> from torchq_compat.lstm_utils import decompose_lstm, prepare_decomposed_lstm
+        >>> x = torch.randn(5, 2, 4)
+        >>> decomposed = decompose_lstm(torch.export.export(torch.nn.LSTM(4, 8).eval(), (x,)))
+        >>> prepared = prepare_decomposed_lstm(decomposed, quantizer_from(get_default_qconfig_mapping("x86")))
+        >>> prepared(x)[0].shape
+        torch.Size([5, 2, 8])
+    """
+    prepared: GraphModule = prepare_pt2e(copy.deepcopy(model), SharedStepsQuantizer(quantizer))
+    for _, module in _opaque_modules(prepared):
+        for direction in module.directions():
+            direction.cell = CellGraphModule.wrap(prepare_pt2e(direction.cell, quantizer))
+    return prepared
+
+
+@checked_arguments(prepared=instance_of(GraphModule))
+def convert_decomposed_lstm(prepared: GraphModule) -> GraphModule:
+    """Return the q-dq form of a calibrated model.
+
+    Args:
+        prepared: the result of ``prepare_decomposed_lstm``; it is not changed.
+
+    Returns:
+        The converted model, called like the float model, with float32 inputs and outputs.
+
+    Raises:
+        AtenLSTMError: if a cell of an opaque module was not prepared.
+
+    Example:
+        >>> import torch
+        >>> from torch.ao.quantization import get_default_qconfig_mapping
+        >>> from torchq_compat import lstm_utils, quantizer_from
+        >>> x = torch.randn(5, 2, 4)
+        >>> decomposed = lstm_utils.decompose_lstm(torch.export.export(torch.nn.LSTM(4, 8).eval(), (x,)))
+        >>> quantizer = quantizer_from(get_default_qconfig_mapping("x86"))
+        >>> prepared = lstm_utils.prepare_decomposed_lstm(decomposed, quantizer)
+        >>> _ = prepared(x)  # calibrate
+        >>> lstm_utils.convert_decomposed_lstm(prepared)(x)[0].shape
+        torch.Size([5, 2, 8])
+    """
+    copied = copy.deepcopy(prepared)
+    for _, module in _opaque_modules(copied):
+        for direction in module.directions():
+            if not any(observer_nodes(direction.cell)):
+                raise AtenLSTMError(
+                    "a cell of the model has no observers.",
+                    hint="prepare it with prepare_decomposed_lstm; prepare_pt2e sees no module inside.",
+                )
+            direction.cell = CellGraphModule.wrap(convert_pt2e(direction.cell))
+    converted: GraphModule = convert_pt2e(copied)
+    hoist_weights(converted)
+    for path, module in _opaque_modules(converted):
+        quantize_boundary(converted, path, module)
+    # torchao does not delete the float weights at nested paths; a new module has only what the graph reads.
+    whole = GraphModule(converted, converted.graph)
+    whole.meta.update(converted.meta)
+    metadata.UNROLLED_CELLS.drop(whole)
+    return whole
+
+
+def _opaque_modules(graph_module: nn.Module) -> list[tuple[str, OpaqueRecurrent]]:
+    return [(path, m) for path, m in graph_module.named_modules() if isinstance(m, OpaqueRecurrent)]

@@ -1,0 +1,337 @@
+"""LSTM, GRU and RNN as one operator each: ``aten.lstm.input`` and related, with q-dq around them."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+from torchao.quantization.pt2e.observer import HistogramObserver, MinMaxObserver
+from torchao.quantization.pt2e.quantizer import (
+    DerivedQuantizationSpec,
+    QuantizationSpec,
+    Quantizer,
+    SharedQuantizationSpec,
+)
+from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
+
+from torchq_compat.annotate.outputs import annotate_outputs, check_annotations
+from torchq_compat.annotate.sharing import Output
+from torchq_compat.capture.torch_export import SOURCE_FUNCTIONS
+from torchq_compat.modules.registry import WriteOps
+from torchq_compat.recurrent.contract import RecurrentStructure, bound_arguments
+from torchq_compat.recurrent.exported_lstm.aten_recurrent import (
+    LSTM_OP,
+    RECURRENT_OPS,
+    AtenRecurrent,
+    aten_recurrents,
+    refuse_packed,
+)
+from torchq_compat.support.argument_checks import checked_arguments, instance_of, optional
+
+# Quantizes LSTM, GRU and RNN as one operator each: q-dq around ``aten.lstm.input``, nothing inside.
+#
+# This is for a backend that has a kernel for the operator and handles the internal states itself. The
+# alternative, ops that any quantizer can annotate, is ``decompose``.
+
+
+PER_CHANNEL = (torch.per_channel_affine, torch.per_channel_symmetric)
+EdgeSpecs = dict[Node | Output, Any]
+
+
+SPEC = optional(instance_of(QuantizationSpec))
+
+
+@checked_arguments(activation=SPEC, weight=SPEC)
+def whole_op_lstm_quantizer(
+    activation: QuantizationSpec | None = None, weight: QuantizationSpec | None = None
+) -> WholeOpLSTMQuantizer:
+    """Return a torchao Quantizer that quantizes every ``aten.lstm.input`` as one operator.
+
+    Use it with ``prepare_pt2e``, ``prepare_qat_pt2e`` or inside a ``ComposableQuantizer``. It quantizes x,
+    h0, c0, all weights and biases, and the three outputs. An LSTM has one set of qparams for its hidden state
+    and one for its cell state: h0, the output and h_n share one observer, c0 and c_n another. A bias is int32
+    with zero point 0 and the scale of the sum it is added to: the weight's scale times the scale of what the
+    weight multiplies, which is x for ``bias_ih`` of the first layer and otherwise the hidden state.
+
+    Args:
+        activation: the spec of x and both states; default int8 per tensor, affine, HistogramObserver.
+        weight: the spec of all weights, per tensor or per channel on axis 0; default int8 per tensor,
+            symmetric, MinMaxObserver.
+
+    Source of the flow: the PyTorch issue on quantizing operators with multiple outputs (RNN, LSTM).
+
+    Returns:
+        The Quantizer.
+
+    Example:
+        >>> import torch
+        >>> from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+        >>> from torchq_compat.lstm_utils import whole_op_lstm_quantizer
+        >>> lstm, x = torch.nn.LSTM(4, 8).eval(), torch.randn(5, 2, 4)
+        >>> prepared = prepare_pt2e(torch.export.export(lstm, (x,)).module(), whole_op_lstm_quantizer())
+        >>> _ = prepared(x)  # calibrate
+        >>> convert_pt2e(prepared)(x)[0].shape
+        torch.Size([5, 2, 8])
+    """
+    return WholeOpLSTMQuantizer(activation or _default_activation(), weight or _default_weight())
+
+
+@checked_arguments(activation=SPEC, weight=SPEC)
+def whole_op_recurrent_quantizer(
+    activation: QuantizationSpec | None = None, weight: QuantizationSpec | None = None
+) -> WholeOpRecurrentQuantizer:
+    """Return a torchao Quantizer that quantizes every LSTM, GRU and RNN of a program as one operator.
+
+    These are ``aten.lstm.input``, ``aten.gru.input``, ``aten.rnn_tanh.input`` and ``aten.rnn_relu.input``.
+    It quantizes x, the states, all weights and biases, and the outputs, as ``whole_op_lstm_quantizer`` does:
+    h0, the output and h_n share one observer.
+
+    Args:
+        activation: the spec of x and the states; default int8 per tensor, affine, HistogramObserver.
+        weight: the spec of all weights, per tensor or per channel on axis 0; default int8 per tensor,
+            symmetric, MinMaxObserver.
+
+    Returns:
+        A Quantizer for ``prepare_pt2e``, ``prepare_qat_pt2e``, a ``ComposableQuantizer`` or ``prepare_fx``.
+
+    Example:
+        >>> import torch
+        >>> from torchq_compat import convert_fx, prepare_fx
+        >>> from torchq_compat.recurrent_parts import whole_op_recurrent_quantizer
+        >>> x = torch.randn(5, 1, 4)
+        >>> prepared = prepare_fx(torch.nn.GRU(4, 8).eval(), whole_op_recurrent_quantizer(), (x,))
+        >>> _ = prepared(torch.randn(50, 1, 4))  # calibrate
+        >>> convert_fx(prepared)(x)[0].shape
+        torch.Size([5, 1, 8])
+    """
+    return WholeOpRecurrentQuantizer(activation or _default_activation(), weight or _default_weight())
+
+
+class WholeOpRecurrentQuantizer(Quantizer):  # type: ignore[misc]
+    """The Quantizer of ``whole_op_recurrent_quantizer``. It skips nodes that are already annotated."""
+
+    operators: tuple[Any, ...] = RECURRENT_OPS
+
+    def __init__(self, activation: QuantizationSpec, weight: QuantizationSpec) -> None:
+        super().__init__()
+        self.activation = activation
+        self.weight = weight
+
+    def annotate(self, model: GraphModule) -> GraphModule:
+        """Annotate every call of ``operators``.
+
+        Raises:
+            AtenLSTMError: if the model has an operator of a PackedSequence.
+        """
+        refuse_packed(model)
+        for recurrent in aten_recurrents(model, self.operators):
+            annotation = recurrent.node.meta.get(Q_ANNOTATION_KEY)
+            if annotation is None or not annotation._annotated:
+                specs = self._input_specs(recurrent)
+                annotate_outputs(recurrent.node, specs, self._output_specs(recurrent))
+        return model
+
+    def validate(self, model: GraphModule) -> None:
+        """Check that torchao can carry out all annotations.
+
+        Raises:
+            AnnotationError: if it cannot; the specs may be of this quantizer or of an earlier one.
+        """
+        check_annotations(model)
+
+    def _input_specs(self, recurrent: AtenRecurrent) -> EdgeSpecs:
+        specs: EdgeSpecs = dict.fromkeys((recurrent.x, *recurrent.states), self.activation)
+        hidden = recurrent.states[0]
+        for direction in recurrent.directions:
+            for name, parameter in direction.parameters.items():
+                if name.startswith("weight"):
+                    specs[parameter] = self.weight
+                else:
+                    weight = direction.parameters[name.replace("bias", "weight")]
+                    multiplied = recurrent.x if name == "bias_ih" and direction.layer == 0 else hidden
+                    specs[parameter] = self._bias_spec((multiplied, recurrent.node), (weight, recurrent.node))
+        return specs
+
+    def _output_specs(self, recurrent: AtenRecurrent) -> list[SharedQuantizationSpec]:
+        states = [SharedQuantizationSpec((state, recurrent.node)) for state in recurrent.states]
+        return [states[0], *states]
+
+    def _bias_spec(self, multiplied: tuple[Node, Node], weight: tuple[Node, Node]) -> DerivedQuantizationSpec:
+        per_channel = self.weight.qscheme in PER_CHANNEL
+        limits = torch.iinfo(torch.int32)
+        return DerivedQuantizationSpec(
+            derived_from=[multiplied, weight],
+            derive_qparams_fn=product_of_scales,
+            dtype=torch.int32,
+            quant_min=limits.min,
+            quant_max=limits.max,
+            qscheme=torch.per_channel_symmetric if per_channel else torch.per_tensor_symmetric,
+            ch_axis=0 if per_channel else None,
+        )
+
+
+class WholeOpLSTMQuantizer(WholeOpRecurrentQuantizer):
+    """The Quantizer of ``whole_op_lstm_quantizer``."""
+
+    operators = (LSTM_OP,)
+
+
+def product_of_scales(observers: list[Any]) -> tuple[Tensor, Tensor]:
+    """Return the scale of an accumulator, the activation's scale times the weight's, and zero point 0."""
+    activation, weight = observers
+    scale = activation.calculate_qparams()[0] * weight.calculate_qparams()[0]
+    return scale, torch.zeros_like(scale, dtype=torch.int32)
+
+
+def _default_activation() -> QuantizationSpec:
+    return QuantizationSpec(
+        dtype=torch.int8,
+        quant_min=-128,
+        quant_max=127,
+        qscheme=torch.per_tensor_affine,
+        observer_or_fake_quant_ctr=HistogramObserver.with_args(eps=2**-12),
+    )
+
+
+def _default_weight() -> QuantizationSpec:
+    return QuantizationSpec(
+        dtype=torch.int8,
+        quant_min=-128,
+        quant_max=127,
+        qscheme=torch.per_tensor_symmetric,
+        observer_or_fake_quant_ctr=MinMaxObserver,
+    )
+
+
+# Writes a float recurrent module as the operator torch.export captures for it, such as ``aten.lstm.input``.
+#
+# torch.export fixes the sequence length when it captures this operator. So the module is captured as an
+# opaque call, and the operator, which accepts any length, is written afterwards.
+
+
+ATEN = torch.ops.aten
+
+
+def operator_of(module: nn.RNNBase) -> Any:
+    """Return the aten operator that ``module`` calls."""
+    return getattr(ATEN, module.mode.lower()).input
+
+
+def whole_op_writer(module: nn.Module, float_class: type[nn.Module]) -> WriteOps | None:
+    """Return a function that writes the operator of ``module``, a ``float_class``; None if ``module`` does
+    more than call the operator with its parameters."""
+    if not isinstance(module, nn.RNNBase) or type(module).forward is not float_class.forward:
+        return None
+    if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
+        return None
+    owned = dict(module.named_parameters(recurse=False))
+    if any(name not in owned for name in module._flat_weights_names):
+        return None  # A parametrization computes a parameter.
+    recurrent = module
+
+    def write(
+        graph_module: GraphModule, call: Node, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[Node] | None:
+        x, state = bound_arguments(path, args, kwargs)
+        if not isinstance(x, Node) or "val" not in x.meta:
+            return None  # A PackedSequence.
+        return _Writer(graph_module, call, path, recurrent, float_class).write(x, state)
+
+    return write
+
+
+class _Writer:
+    """Writes the nodes of one call of ``module``, whose path is ``path``, before the node ``call``."""
+
+    def __init__(
+        self,
+        graph_module: GraphModule,
+        call: Node,
+        path: str,
+        module: nn.RNNBase,
+        float_class: type[nn.Module],
+    ) -> None:
+        self.graph = graph_module.graph
+        self.call_node = call
+        self.path = path
+        self.module = module
+        self.float_class = float_class
+        self.structure = RecurrentStructure.of(module)
+
+    def write(self, x: Node, state: Any) -> list[Node]:
+        """Return nodes for the output and the last states, as the module returns them."""
+        structure, module = self.structure, self.module
+        results = list(self.call_node.meta["val"])
+        is_batched, batch = x.meta["val"].dim() == 3, self._batch_axis()
+        given = [] if state is None else list(state) if isinstance(state, (tuple, list)) else [state]
+        if not is_batched:
+            # torch.nn computes one sequence as a batch of one.
+            x = self._op(ATEN.unsqueeze.default, x, batch)
+            given = [self._op(ATEN.unsqueeze.default, each, 1) for each in given]
+            results = [results[0].unsqueeze(batch), *(value.unsqueeze(1) for value in results[1:])]
+        states = given or self._zeros(x)
+        parameters = [self._parameter(name) for name in module._flat_weights_names]
+        called = self._write(
+            operator_of(module),
+            (
+                x,
+                states if len(structure.state_widths) > 1 else states[0],
+                parameters,
+                module.bias,
+                module.num_layers,
+                float(module.dropout),
+                module.training,
+                module.bidirectional,
+                module.batch_first,
+            ),
+            tuple(results),
+        )
+        nodes = []
+        for index, value in enumerate(results):
+            node = self._getitem(called, index, value)
+            if not is_batched:
+                node = self._op(ATEN.squeeze.dim, node, batch if index == 0 else 1)
+            nodes.append(node)
+        return nodes
+
+    def _zeros(self, x: Node) -> list[Node]:
+        """Return zeros for the states of a call that passes none, in the dtype and on the device of ``x``."""
+        axis = self._batch_axis()
+        batch = self._write(ATEN.sym_size.int, (x, axis), x.meta["val"].shape[axis])
+        rows = self.structure.state_rows
+        return [
+            self._op(ATEN.new_zeros.default, x, [rows, batch, width]) for width in self.structure.state_widths
+        ]
+
+    def _batch_axis(self) -> int:
+        return 0 if self.structure.batch_first else 1
+
+    def _parameter(self, name: str) -> Node:
+        with self.graph.inserting_before(self.call_node):
+            node = self.graph.get_attr(f"{self.path}.{name}")
+        value = getattr(self.module, name)
+        node.meta["val"] = self._fake_mode().from_tensor(value.detach(), static_shapes=True)
+        return node
+
+    def _getitem(self, source: Node, index: int, value: Any) -> Node:
+        return self._write(operator.getitem, (source, index), value)
+
+    def _op(self, target: Any, *args: Any) -> Node:
+        with self._fake_mode(), torch.no_grad():
+            value = target(*torch.fx.node.map_arg(args, lambda node: node.meta["val"]))
+        return self._write(target, args, value)
+
+    def _write(self, target: Any, args: tuple[Any, ...], value: Any) -> Node:
+        with self.graph.inserting_before(self.call_node):
+            node = self.graph.call_function(target, args)
+        node.meta = {**self.call_node.meta, "val": value}
+        name = self.module.mode.lower()
+        node.meta["torch_fn"] = (f"{name}_1", f"builtin_function_or_method.{name}")
+        node.meta[SOURCE_FUNCTIONS] = [(self.call_node.name, self.float_class)]
+        return node
+
+    def _fake_mode(self) -> Any:
+        return self.call_node.meta["val"][0].fake_mode

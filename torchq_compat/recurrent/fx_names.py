@@ -1,0 +1,220 @@
+"""The names FX gives the parameters and observers of a recurrent module.
+
+``torch.ao.nn.quantizable.LSTM`` has each part's observer under the part's own name. With individually
+observed parts its cell is a graph made by FX: observers are numbered in the order in which FX creates them;
+scales have the name of the module that computed the value, or only a number where a function computed it. A
+dynamic QConfig leaves ``nn.LSTM`` as it is, and packs one object for each layer and direction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from torchq_compat.annotate.observed_graph import observer_nodes
+from torchq_compat.fx_state.numbered import Wanted, WantedObserver, WantedTensor
+from torchq_compat.fx_state.states import FxState
+from torchq_compat.modules.parts import part_nodes
+from torchq_compat.read.torch_ao_classes import FIXED_QPARAMS
+from torchq_compat.recurrent.cell_graph import CellGraphModule
+from torchq_compat.recurrent.cells import LSTM_GATES
+from torchq_compat.recurrent.families import DynamicRecurrent
+from torchq_compat.recurrent.recurrent_module import RecurrentModule
+from torchq_compat.support.graph_nodes import attribute_of
+
+GATE_PARTS = {"input": "input_gate", "forget": "forget_gate", "cell": "cell_gate", "output": "output_gate"}
+#: The parts after the gates, which functions compute, in the order of computation.
+LAST_PARTS = ("fgate_cx", "igate_cgate", "fgate_cx_igate_cgate", "tanh_cy", "ogate_cy")
+
+
+def wanted_by_observed(module: RecurrentModule, state: FxState, prefix: str) -> Wanted:
+    """Return what a module whose parts are observed one by one needs from ``state``, a state dict of FX.
+
+    ``prefix`` is the module's path in FX's names.
+    """
+    wanted = Wanted()
+    for path, cell in module.cells():
+        at = f"{prefix}.{path}"
+        if state.observers_at(f"{at}.") or state.scales_at(f"{at}."):
+            wanted += _numbered_parts(module, cell, state, at).below(path)
+        else:
+            wanted += _named_parts(cell, at).below(path)
+    return wanted
+
+
+def wanted_by_dynamic(module: DynamicRecurrent, prefix: str) -> Wanted:
+    """Return what a dynamically quantized module needs from a state dict of FX."""
+    wanted = Wanted()
+    index = 0
+    for layer, each in enumerate(module.contract.layers(module)):
+        for direction, suffix in zip(each.directions(), ("", "_reverse"), strict=False):
+            for graph in direction.graphs():
+                path = next(name for name, inside in module.named_modules() if inside is graph)
+                wanted += _dynamic_graph(graph, prefix, layer, suffix, index).below(path)
+            index += 1
+    return wanted
+
+
+def _dynamic_graph(graph: GraphModule, prefix: str, layer: int, suffix: str, index: int) -> Wanted:
+    tensors, observers = [], []
+    for name, observer in _weights(graph):
+        role, _, kind = name.rpartition(".")
+        fx = f"{kind}_{'ih' if role.endswith('igates') else 'hh'}"
+        names = (
+            f"{prefix}.{fx}_l{layer}{suffix}",
+            f"{prefix}._all_weight_values.{index}.{fx}",
+            f"{prefix}.{fx}",
+        )
+        tensors.append(WantedTensor(name, names, observer))
+        if observer is not None:
+            observers.append(WantedObserver(observer, (), is_weight=True))
+    return Wanted(tuple(tensors), tuple(observers))
+
+
+def _named_parts(cell: CellGraphModule, at: str) -> Wanted:
+    observers = [
+        WantedObserver(observer, (f"{at}.{part}.activation_post_process",), (f"{at}.{part}.scale",))
+        for part, observer in _part_observers(cell)
+    ]
+    return Wanted(_tensors(cell, at), (*observers, *_weight_observers(cell, at)))
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    """The parts of a cell in the order of FX's observers; None for an observer without a counterpart here.
+
+    Attributes:
+        prepared: the order in a prepared cell.
+        functions: the order of the numbered scales in a converted cell.
+    """
+
+    prepared: list[str | None]
+    functions: list[str | None]
+
+
+def _numbered_parts(module: RecurrentModule, cell: CellGraphModule, state: FxState, at: str) -> Wanted:
+    requantized = _requantized_gates(module, cell)
+    numbers = _numbers(module.split_gates, requantized)
+    observer_of = dict(_part_observers(cell))
+    theirs = state.observers_at(f"{at}.")
+    if state.is_converted:
+        theirs = [name for name in state.scales_at(f"{at}.") if name.startswith(f"{at}._scale_")]
+    expected = numbers.functions if state.is_converted else numbers.prepared
+    problems: tuple[str, ...] = ()
+    if len(theirs) != len(expected):
+        problems = (f"it has {len(theirs)} observers in {at} where FX makes {len(expected)}",)
+    name_of = {part: name for part, name in zip(expected, theirs, strict=False) if part is not None}
+    observers: list[WantedObserver] = []
+    only_fx: list[str] = []
+    for part, observer in observer_of.items():
+        name = name_of.get(part)
+        if state.is_converted:
+            scales = (name,) if name else (f"{at}.{part.replace('.', '_')}_scale_0",)
+            observers.append(WantedObserver(observer, (), scales))
+        elif name is not None and _differ_in_kind(cell.get_submodule(observer), name, state):
+            only_fx.append(name)
+        elif name is not None:
+            observers.append(WantedObserver(observer, (name,)))
+    unused: list[str] = []
+    requantizing: list[str] = []
+    for index, (own, name) in enumerate(zip(expected, theirs, strict=False)):
+        if own is None:
+            (unused if _is_input(index, state, numbers) else requantizing).append(name)
+    if state.is_converted:
+        first = "igates_input_input_scale_0" if module.split_gates else "igates_input_scale_0"
+        unused.append(f"{at}.{first}")
+    return Wanted(
+        _tensors(cell, at),
+        (*observers, *_weight_observers(cell, at)),
+        only_fx=(*only_fx, *requantizing),
+        unused=tuple(unused),
+        problems=problems,
+    )
+
+
+def _is_input(index: int, state: FxState, numbers: _Numbers) -> bool:
+    """Return whether observer number ``index`` observes an input of the cell; inputs arrive quantized."""
+    if state.is_converted:
+        return index < 2
+    names = numbers.prepared
+    return index == 0 or (
+        index > 0 and names[index : index + 2][-1] in ("hgates", "hgates.input", "fgate_cx")
+    )
+
+
+def _numbers(split_gates: bool, requantized: set[str]) -> _Numbers:
+    def extra(gate: str) -> list[str | None]:
+        return [None] if gate in requantized else []
+
+    projections: list[str | None] = [None, "igates", None, "hgates", "gates"]
+    if split_gates:
+        first, *others = LSTM_GATES
+        projections = [None, f"igates.{first}", None, f"hgates.{first}", f"gates.{first}"]
+        projections += [f"{part}.{gate}" for gate in others for part in ("igates", "hgates", "gates")]
+    gates = [each for gate, part in GATE_PARTS.items() for each in (*extra(gate), part)]
+    fgate_cx, igate_cgate, cy, tanh_cy, ogate_cy = LAST_PARTS
+    prepared = [
+        *projections,
+        *gates,
+        *(*extra("forget"), None, fgate_cx),
+        *(*extra("input"), *extra("cell"), igate_cgate),
+        *(cy, tanh_cy),
+        *(*extra("output"), ogate_cy),
+    ]
+    sums = [f"gates.{gate}" for gate in LSTM_GATES] if split_gates else ["gates"]
+    inputs = [each for gate in LSTM_GATES for each in extra(gate)]
+    return _Numbers(prepared, [None, None, *sums, *inputs, *inputs, *LAST_PARTS])
+
+
+def _requantized_gates(module: RecurrentModule, cell: CellGraphModule) -> set[str]:
+    """Return the gates not in the QConfig's dtype: FX quantizes their inputs and their results again."""
+    default = module.specs.op_specs.activation_dtype
+    observer_of = dict(_part_observers(cell))
+    return {
+        gate
+        for gate, part in GATE_PARTS.items()
+        if part in observer_of
+        and getattr(cell.get_submodule(observer_of[part]), "dtype", None) is not default
+    }
+
+
+def _differ_in_kind(observer: nn.Module, name: str, state: FxState) -> bool:
+    """Return whether ``observer`` has fixed qparams where FX's observes values: FX has no constructor for the
+    tanh of the cell state."""
+    return _is_fixed(observer) and f"{name}.min_val" in state.entries
+
+
+def _is_fixed(observer: nn.Module) -> bool:
+    return isinstance(getattr(observer, "activation_post_process", observer), FIXED_QPARAMS)
+
+
+def _part_observers(cell: GraphModule) -> Iterator[tuple[str, str]]:
+    """Yield (part, path of its observer)."""
+    calls = {node for node, _ in observer_nodes(cell)}
+    for part, node in part_nodes(cell):
+        for user in node.users:
+            if user in calls:
+                yield part, str(user.target)
+                break
+
+
+def _weights(graph: GraphModule) -> Iterator[tuple[str, str | None]]:
+    """Yield (path of a parameter, path of its observer or None)."""
+    observer_of = {node.args[0]: str(node.target) for node, _ in observer_nodes(graph)}
+    for node in graph.graph.find_nodes(op="get_attr"):
+        if isinstance(attribute_of(graph, node), Tensor):
+            yield str(node.target), observer_of.get(node)
+
+
+def _tensors(cell: GraphModule, at: str) -> tuple[WantedTensor, ...]:
+    return tuple(WantedTensor(name, (f"{at}.{name}",), observer) for name, observer in _weights(cell))
+
+
+def _weight_observers(cell: GraphModule, at: str) -> Iterator[WantedObserver]:
+    for name, observer in _weights(cell):
+        if observer is not None:
+            path = name.rpartition(".")[0]
+            yield WantedObserver(observer, (f"{at}.{path}.weight_fake_quant",), is_weight=True)

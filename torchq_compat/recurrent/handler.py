@@ -1,0 +1,266 @@
+"""The handlers of recurrent modules, which the stages call: one for each family, one for dynamic QConfigs."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+from torch import nn
+from torch.fx import GraphModule
+
+from torchq_compat.annotate.patterns import takes_weight
+from torchq_compat.capture.call_layouts import CallLayout
+from torchq_compat.capture.opaque_calls import OpaqueBoundary, OpaqueModule
+from torchq_compat.capture.opaque_stub import FakeCall
+from torchq_compat.errors import RecurrentModuleError
+from torchq_compat.fx_state.numbered import Wanted
+from torchq_compat.fx_state.states import FxState
+from torchq_compat.modules.parts import DynamicPartSpecs, Part, PartSpecs
+from torchq_compat.modules.parts_handler import (
+    PartOwnerHandler,
+    converted_by_its_class,
+    has_own_forward,
+    hint_to_map,
+    inherits,
+    map_class,
+    observed_by_its_class,
+    warn_if_forward_overridden,
+)
+from torchq_compat.modules.registry import ConvertRequest, ObserveRequest, WantedByModel, WriteOps, register
+from torchq_compat.read.backend_configs import BackendTable
+from torchq_compat.read.qspecs import OpSpecs
+from torchq_compat.recurrent.contracts import SequenceContract
+from torchq_compat.recurrent.exported_lstm.whole_op import whole_op_writer
+from torchq_compat.recurrent.families import (
+    FAMILIES,
+    DynamicRecurrent,
+    RecurrentFamily,
+    convert_dynamic,
+    fake_call,
+    family_of,
+    prepare_dynamic,
+)
+from torchq_compat.recurrent.fx_names import wanted_by_dynamic, wanted_by_observed
+from torchq_compat.recurrent.kernel.build import kernel_build
+from torchq_compat.recurrent.recurrent_module import ConvertedRecurrent, ObservedRecurrent, RecurrentModule
+from torchq_compat.recurrent.states import give_initial_states, has_seen_no_hidden_state
+from torchq_compat.support.dtypes import is_integer
+from torchq_compat.support.user_warnings import warn_user
+
+
+class RecurrentHandler(PartOwnerHandler):
+    """The handler of one family: a float class, its observed class and its converted class."""
+
+    def __init__(self, family: RecurrentFamily) -> None:
+        self.family = family
+
+    def takes(self, float_class: type[nn.Module], observed_class: type[nn.Module]) -> bool:
+        ours = tuple(filter(None, (self.family.observed, self.family.legacy_observed)))
+        return issubclass(float_class, self.family.float_class) and issubclass(observed_class, ours)
+
+    def takes_unmapped(self, module: nn.Module, specs: OpSpecs, backend: BackendTable) -> bool:
+        """Return whether ``module`` is an observed class that the model was built with, not yet observed."""
+        return isinstance(module, self.family.observed) and module.qconfig is None and specs.is_static
+
+    def is_opaque(self, module: nn.Module) -> bool:
+        return isinstance(module, self.family.float_class) and isinstance(module, nn.RNNBase)
+
+    def give_states(self, module: nn.Module) -> None:
+        give_initial_states(module)
+
+    def ops_writer(self, module: nn.Module) -> WriteOps | None:
+        return whole_op_writer(module, self.family.float_class)
+
+    def fake_call(self, module: nn.Module, path: str) -> FakeCall:
+        if isinstance(module, self.family.observed):
+            return module.contract.fake_call(path)
+        return fake_call(module, path)
+
+    def owns(self, opaque: nn.Module) -> bool:
+        return isinstance(opaque, (self.family.observed, self.family.converted))
+
+    def loses_forward(self, module: nn.Module) -> bool:
+        return has_own_forward(module, self.family.float_class)
+
+    def observe(self, request: ObserveRequest) -> OpaqueModule:
+        if isinstance(request.module, self.family.observed):
+            built = request.module
+            observed = self.family.observed.observe(
+                built.as_float(), PartSpecs(request.specs), split_gates=built.split_gates
+            )
+            observed.module_path = request.path
+            return observed
+        warn_if_forward_overridden(request.module, self.family.float_class, request.path)
+        observed = self._observed(request)
+        observed.module_path = request.path
+        return observed
+
+    def _observed(self, request: ObserveRequest) -> ObservedRecurrent:
+        specs = PartSpecs(request.specs)
+        made = observed_by_its_class(
+            request,
+            (self.family.observed, self.family.legacy_observed),
+            lambda: self.family.observed.observe(request.module, specs),
+        )
+        if isinstance(made, self.family.observed):
+            return made
+        if self.family.legacy_observed is not None and isinstance(made, self.family.legacy_observed):
+            if any(isinstance(m, GraphModule) for m in made.modules()):
+                raise RecurrentModuleError(
+                    f"the LSTM at {request.path!r} was observed by the FX engine.",
+                    hint="import get_lstm_with_individually_observed_parts from torchq_compat.lstm_utils, or "
+                    "start the script with 'torchq-compat run'.",
+                )
+            # The eager engine observed every part by the qconfig: the cells built here do the same.
+            return self.family.observed.observe(request.module, specs, split_gates=_is_split(made))
+        raise RecurrentModuleError.unusable_result(request.path, "from_float", made)
+
+    def boundary(self, opaque: OpaqueModule, request: ObserveRequest, layout: CallLayout) -> OpaqueBoundary:
+        """Return the base class's boundary, in which states that the parts keep in floats are not
+        quantized."""
+        assert isinstance(opaque, RecurrentModule)
+        boundary = super().boundary(opaque, request, layout)
+        floats = {
+            place
+            for place, state in zip(
+                _places_of_states(opaque, layout), opaque.contract.kind.states, strict=False
+            )
+            if not is_integer(opaque.specs.group_dtype(state.group))
+        }
+        specs = (None if place in floats else spec for place, spec in enumerate(boundary.input_specs))
+        return replace(boundary, input_specs=tuple(specs))
+
+    def copies_parameters(self, quantized_class: type[nn.Module] | None) -> bool:
+        """Cells are copied one at a time, so that a large module is never there twice."""
+        return quantized_class is None or inherits(quantized_class, "from_observed", self._converted_classes)
+
+    @property
+    def _converted_classes(self) -> tuple[type[nn.Module] | None, ...]:
+        return self.family.converted, self.family.legacy_converted
+
+    def convert(self, request: ConvertRequest) -> OpaqueModule:
+        _warn_of_single_steps(request)
+        made = converted_by_its_class(
+            request,
+            self._converted_classes,
+            lambda: self.family.converted.from_observed(request.observed),
+        )
+        if not isinstance(made, ConvertedRecurrent):
+            raise RecurrentModuleError.unusable_result(request.path, "from_observed", made)
+        return made
+
+    def lower(self, opaque: OpaqueModule) -> OpaqueModule | str:
+        return _lower(opaque)
+
+    def wanted_of_fx(
+        self, opaque: OpaqueModule, state: FxState, prefix: str, wanted_by_model: WantedByModel
+    ) -> Wanted:
+        assert isinstance(opaque, RecurrentModule)
+        return wanted_by_observed(opaque, state, prefix)
+
+    def mending_profile(self, part: Part) -> str:
+        profile = "int8_with_int16_cell" if part.group == "cell_state" else "int16_parts"
+        return f": torchq_compat.profiles.{profile} keeps it in 16 bits"
+
+    def mapping_hint(self, module: nn.Module) -> str | None:
+        if not isinstance(module, self.family.float_class):
+            return None
+        if type(module).forward is not self.family.float_class.forward:
+            name = type(module).__name__
+            return (
+                f"{name} has a forward of its own: {map_class(name, self.family.map_to)}, and what is "
+                f"quantized is nn.{self.family.float_class.__name__} without it"
+            )
+        return hint_to_map(self.family.float_class, self.family.map_to)
+
+
+def _places_of_states(opaque: RecurrentModule, layout: CallLayout) -> tuple[int, ...]:
+    """Return the indices of the states among the tensors of a call; empty if the call passes none."""
+    places = range(layout.inputs.count())
+    args, kwargs = layout.inputs.put_together(places, itertools.repeat(None))
+    _, hidden = opaque.contract.arguments_of(opaque.module_path, args, kwargs)
+    if hidden is None:
+        return ()
+    return (hidden,) if isinstance(hidden, int) else tuple(hidden)
+
+
+def _warn_of_single_steps(request: ConvertRequest) -> None:
+    """Warn if calibration ran only single steps from zeros. Cells are left out: a cell calibrated without
+    states is also run without states."""
+    observed = request.observed
+    if (
+        isinstance(observed, ObservedRecurrent)
+        and isinstance(observed.contract, SequenceContract)
+        and has_seen_no_hidden_state(cell for _, cell in observed.cells())
+    ):
+        warn_user(
+            f"the recurrent module at {request.path!r} was calibrated with single steps alone, from states "
+            "of zeros: its hidden projection has seen nothing but its bias, and every later step will "
+            "saturate. Run the prepared model on whole sequences, or feed its states back, before converting."
+        )
+
+
+def _is_split(module: nn.Module) -> bool:
+    return any(isinstance(getattr(m, "igates", None), nn.ModuleDict) for m in module.modules())
+
+
+def _lower(opaque: OpaqueModule) -> OpaqueModule | str:
+    assert isinstance(opaque, RecurrentModule)
+    kernel_build()  # Now and not in the first call: it takes seconds and may warn.
+    problems = opaque.program_problems()
+    return problems[0] if problems else opaque.lowered()
+
+
+class DynamicRecurrentHandler(PartOwnerHandler):
+    """The handler of unmapped recurrent modules with a dynamic QConfig, if the backend lists them."""
+
+    def takes(self, float_class: type[nn.Module], observed_class: type[nn.Module]) -> bool:
+        return False
+
+    def takes_unmapped(self, module: nn.Module, specs: OpSpecs, backend: BackendTable) -> bool:
+        if family_of(module) is None or not specs.is_dynamic:
+            return False
+        entry = backend.find((type(module),))
+        return entry is not None and takes_weight(entry, specs)
+
+    def is_opaque(self, module: nn.Module) -> bool:
+        return False
+
+    def fake_call(self, module: nn.Module, path: str) -> FakeCall:
+        return fake_call(module, path)
+
+    def owns(self, opaque: nn.Module) -> bool:
+        return isinstance(opaque, DynamicRecurrent)
+
+    def observe(self, request: ObserveRequest) -> OpaqueModule:
+        prepared = prepare_dynamic(request.module, DynamicPartSpecs(request.specs))
+        prepared.module_path = request.path
+        return prepared
+
+    def boundary(self, opaque: OpaqueModule, request: ObserveRequest, layout: CallLayout) -> OpaqueBoundary:
+        """Return a boundary of floats: nothing is quantized around the call."""
+        return OpaqueBoundary.floats(layout.inputs.count(), layout.outputs.count())
+
+    def copies_parameters(self, quantized_class: type[nn.Module] | None) -> bool:
+        return True
+
+    def convert(self, request: ConvertRequest) -> OpaqueModule:
+        assert isinstance(request.observed, DynamicRecurrent)
+        return convert_dynamic(request.observed)
+
+    def lower(self, opaque: OpaqueModule) -> OpaqueModule | str:
+        return _lower(opaque)
+
+    def wanted_of_fx(
+        self, opaque: OpaqueModule, state: FxState, prefix: str, wanted_by_model: WantedByModel
+    ) -> Wanted:
+        assert isinstance(opaque, DynamicRecurrent)
+        return wanted_by_dynamic(opaque, prefix)
+
+    def mapping_hint(self, module: nn.Module) -> str | None:
+        return None
+
+
+for family in FAMILIES:
+    register(RecurrentHandler(family))
+register(DynamicRecurrentHandler())

@@ -1,0 +1,211 @@
+"""A module's arguments of the native operator that do not change, bound once for each direction."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchq_compat.recurrent.kernel.module_numbers import (
+    CellNumbers,
+    ModuleNumbers,
+    floats_around,
+    weight_mask,
+)
+from torchq_compat.recurrent.kernel.op import NO_SIZES, drop_forgotten, forget, recurrent
+from torchq_compat.recurrent.kernel.program import CellProgram, ColumnQParams, as_numbers
+
+# A module's arguments of the native operator that do not change from call to call, bound once.
+
+
+#: Numbers for the owners of packed weights; 0 stands for no owner.
+OWNERS = itertools.count(1)
+
+
+class OwnedProgram:
+    """A program, and the module that has its weights as attributes."""
+
+    def __init__(self, owner: nn.Module, program: CellProgram) -> None:
+        self.owner = owner
+        self.program = program
+
+
+class BoundDirection:
+    """One direction of one layer: the program that was bound, and how to find its weights.
+
+    Args:
+        owned: the direction's program.
+        cell: the direction's cell.
+        current: returns the direction's current program; None if it has none.
+    """
+
+    def __init__(
+        self, owned: OwnedProgram, cell: nn.Module, current: Callable[[], CellProgram | None]
+    ) -> None:
+        self.program = owned.program
+        self.cell = cell
+        self.current = current
+        self.owner = owned.owner
+        weights = owned.program.weights
+        self.masks = tuple(weight_mask(names[1:]) for names in weights)
+        self.names = [name for names in weights for name in names if name is not None]
+
+
+class BoundModule:
+    """The bound arguments of all layers of a module.
+
+    Args:
+        layers: the directions of each layer.
+        columns: the qparams of the input columns of every layer but the first.
+        homes: for every cell and every module around it, the dictionary that holds it, its name in the
+            dictionary and the module.
+
+    Attributes:
+        owner: see ``op.recurrent``.
+        program: the program of the module, see ``ModuleNumbers``.
+        are_in_state: whether all weights are parameters or buffers.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Sequence[BoundDirection]],
+        columns: Sequence[ColumnQParams],
+        homes: Sequence[tuple[dict[str, Any], str, nn.Module]],
+    ) -> None:
+        self.homes = homes
+        self.cells: list[Any] = [direction.cell for layer in layers for direction in layer]
+        self.bound = [direction for layer in layers for direction in layer]
+        self.directions = len(layers[0])
+        self.states = len(self.bound[0].program.results)
+        segments = [(), *(tuple(as_numbers(each)) for each in columns)]
+        self.program = ModuleNumbers(
+            tuple(
+                tuple(
+                    CellNumbers(
+                        direction.program.table, direction.program.constants, direction.masks, own, index == 1
+                    )
+                    for index, direction in enumerate(layer)
+                )
+                for layer, own in zip(layers, segments, strict=True)
+            )
+        ).tensor()
+        found = [_place(each.owner, name) for each in self.bound for name in each.names]
+        self.places = [(home, name) for home, name, _ in found]
+        self.are_in_state = all(is_in_state for _, _, is_in_state in found)
+        self.owner = next(OWNERS)
+        weakref.finalize(self, forget, self.owner).atexit = False
+        drop_forgotten()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Return None: a copy of a module binds its own arguments."""
+
+    def is_current(self) -> bool:
+        """Return whether every cell is still in its place, with the program that was bound."""
+        for home, name, module in self.homes:
+            if home.get(name) is not module:
+                return False
+        return all(direction.current() is direction.program for direction in self.bound)
+
+    def weights(self) -> list[Tensor]:
+        """Return the current weights."""
+        if torch.compiler.is_compiling():
+            # Dynamo knows where attributes of modules come from.
+            return [operator.attrgetter(name)(each.owner) for each in self.bound for name in each.names]
+        return self.weights_now()
+
+    def weights_now(self) -> list[Tensor]:
+        """Return the current weights, outside of tracing."""
+        return [home[name] for home, name in self.places]
+
+    def run(
+        self,
+        x: Tensor,
+        states: Sequence[Tensor],
+        columns: ColumnQParams,
+        batch_sizes: Sequence[int] = (),
+    ) -> list[Tensor]:
+        """Run ``op.recurrent`` on x (T, B, I), or packed rows, or (B, I) for a cell."""
+        boundary = floats_around(as_numbers(columns), self.states)
+        return recurrent(
+            x,
+            states,
+            self.weights(),
+            self.program,
+            boundary,
+            batch_sizes=batch_sizes,
+            directions=self.directions,
+            owner=self.owner,
+        )
+
+    def run_exported(
+        self, x: Tensor, states: Sequence[Tensor], columns: ColumnQParams, program: Tensor | None = None
+    ) -> list[Tensor]:
+        """Run like ``run``, for torch.export to trace: the weights of an exported program have no owner.
+
+        Args:
+            program: in place of the module's own.
+        """
+        return recurrent(
+            x,
+            states,
+            self.weights(),
+            self.program if program is None else program,
+            floats_around(as_numbers(columns), self.states),
+            batch_sizes=NO_SIZES,
+            directions=self.directions,
+        )
+
+
+def _place(owner: nn.Module, path: str) -> tuple[dict[str, Any], str, bool]:
+    """Return the dictionary that holds the tensor at ``path``, its name there, and whether it is a parameter
+    or buffer."""
+    home, _, name = path.rpartition(".")
+    module = owner.get_submodule(home)
+    for tensors in (module._parameters, module._buffers):
+        if name in tensors:
+            return tensors, name, True
+    return vars(module), name, False
+
+
+# Runs one direction over time in the cell loop: in one call, where ``over_time`` runs step by step.
+
+
+State = tuple[Tensor, ...]
+
+
+def run_native_direction(
+    owned: OwnedProgram,
+    x: Tensor,
+    state: State,
+    columns: ColumnQParams,
+    *,
+    backward: bool,
+    batch_sizes: Sequence[int] = (),
+) -> tuple[Tensor, State]:
+    """Run one direction: ``x`` (T, B, I), or packed rows with ``batch_sizes``, and states (B, width) ->
+    (T, B, P) and the last states.
+
+    It is for modules of which some directions run in Python, and binds nothing.
+    """
+    program = owned.program
+    masks = tuple(weight_mask(names[1:]) for names in program.weights)
+    numbers = CellNumbers(program.table, program.constants, masks, backward=backward)
+    output, *last = recurrent(
+        x,
+        [each[None] for each in state],
+        [_attribute(owned.owner, name) for names in program.weights for name in names if name is not None],
+        ModuleNumbers(((numbers,),)).tensor(),
+        floats_around(as_numbers(columns), len(state)),
+        batch_sizes=batch_sizes,
+    )
+    return output, tuple(each[0] for each in last)
+
+
+def _attribute(owner: nn.Module, name: str) -> Tensor:
+    value: Tensor = operator.attrgetter(name)(owner)
+    return value

@@ -1,0 +1,182 @@
+"""Calls of a lowered module that go straight to the operator, because their form is known in advance."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchq_compat.capture.call_layouts import CallLayout
+from torchq_compat.read.qparams import PerChannelQParams, PerTensorQParams, QParams
+from torchq_compat.recurrent.kernel import op
+from torchq_compat.recurrent.kernel.bound_module import BoundModule
+from torchq_compat.recurrent.kernel.build import kernel_build
+from torchq_compat.recurrent.kernel.module_numbers import Boundary
+from torchq_compat.recurrent.kernel.program import QParamsRow, as_numbers, column_qparams, qparams_row
+
+EIGHT_BITS = (torch.uint8, torch.int8)
+
+
+@dataclass
+class DirectCall:
+    """One way to call a module: by a user, or by the graph with the layout of one of its calls.
+
+    Attributes:
+        layout: the layout of the graph's call; None for calls by a user.
+        rank: the number of dimensions of x.
+        batch_first: whether x is (B, T, I).
+        boundary: ``Boundary.numbers()``.
+        states: the number of states of a cell.
+        places: the indices of x and the states among the tensors that the graph passes.
+        is_possible: whether the operator accepts calls of this form.
+        ticket: the result of ``op.bind_call``.
+        bound_to: the owner, and the ids, versions and addresses of the weights that ``ticket`` is for; None
+            if unbound.
+    """
+
+    layout: CallLayout | None
+    rank: int
+    batch_first: bool
+    boundary: list[float]
+    states: int
+    places: tuple[int, ...] = ()
+    is_possible: bool = True
+    ticket: int = 0
+    bound_to: tuple[int, list[int], list[int], list[int]] | None = None
+
+    def tensors(self, args: tuple[Any, ...]) -> tuple[Tensor, ...] | None:
+        """Return x and the states of a call; None if the call needs a closer check. The operator checks sizes
+        and devices."""
+        if self.layout is not None:
+            found = tuple([args[place] for place in self.places])
+        elif len(args) == 1 or (len(args) == 2 and args[1] is None):
+            found = args[:1]
+        elif len(args) != 2:
+            return None
+        elif self.states == 1:
+            found = args
+        else:
+            x, states = args
+            if not isinstance(states, (tuple, list)) or len(states) != self.states:
+                return None
+            found = (x, *states)
+        for tensor in found:
+            if type(tensor) is not Tensor:
+                return None
+            if tensor.dtype is not torch.float32 and (self.layout is None or tensor.dtype not in EIGHT_BITS):
+                return None
+        x = found[0]
+        if x.dim() != self.rank or not x.numel():
+            return None
+        return found
+
+    def run(self, bound: BoundModule, tensors: tuple[Tensor, ...]) -> Any:
+        """Return the results in the form the caller expects; None if the operator refuses the call, which the
+        ordinary way then repeats with a clear error."""
+        try:
+            # A lowered graph checks its state before a call, and makes new modules when the state changed.
+            if self.layout is None or self.bound_to is None or not bound.are_in_state:
+                self._bind_to(bound)
+            if self.bound_to is None:
+                results = self._looked_at(bound, tensors)
+            else:
+                results = op.bound_operator()(
+                    tensors[0], tensors[1:], self.ticket, self.batch_first, op.WORK_PER_THREAD
+                )
+        except RuntimeError:
+            self.bound_to = None
+            return None
+        if self.layout is not None:
+            return results
+        last = results if self.rank == 2 else results[1:]
+        state = tuple(last) if self.states > 1 else last[0]
+        return state if self.rank == 2 else (results[0], state)
+
+    def _bind_to(self, bound: BoundModule) -> None:
+        """Bind the call to the current weights if they have changed; not if they are inference tensors, which
+        count no versions."""
+        weights = bound.weights_now()
+        if weights[0].is_inference():
+            self.bound_to = None
+            return
+        # Setting ``weight.data``, as ``nn.Module.to`` does, changes neither the tensor nor its version.
+        versions = [weight._version for weight in weights]
+        bound_to = (bound.owner, [*map(id, weights)], versions, [*map(Tensor.data_ptr, weights)])
+        if bound_to == self.bound_to:
+            return
+        if not kernel_build().is_loaded:
+            raise RuntimeError("there is no kernel")
+        self.ticket = op.bind_call(weights, bound.program, self.boundary, bound.owner, sum(versions))
+        self.bound_to = bound_to
+
+    def _looked_at(self, bound: BoundModule, tensors: tuple[Tensor, ...]) -> list[Tensor]:
+        """Run the operator with weights that it has to check on every call, and return the results."""
+        return op.recurrent(
+            tensors[0],
+            tensors[1:],
+            bound.weights_now(),
+            bound.program,
+            self.boundary,
+            directions=bound.directions,
+            batch_first=self.batch_first,
+            owner=bound.owner,
+        )
+
+
+def direct_call(contract: Any, layout: CallLayout | None, quantized: tuple[int, ...] = ()) -> DirectCall:
+    """Return the direct call of a module with ``contract``, a ``RecurrentContract``.
+
+    Args:
+        layout: the layout of the graph's call; None for calls by a user.
+        quantized: the indices of the results to return as integers.
+    """
+    states = len(contract.kind.states)
+    form = (layout, contract.rank, contract.batch_first)
+    floats = ((contract.input_size, None),)
+    if layout is None:
+        boundary = Boundary(tuple(as_numbers(floats)), ((),) * states, (None,) * (1 + states))
+        return DirectCall(*form, boundary.numbers(), states)
+    count = layout.inputs.count()
+    args, kwargs = layout.inputs.put_together(range(count), (None,) * count)
+    x, hidden = contract.arguments_of("", args, kwargs)
+    given = () if hidden is None else (hidden,) if states == 1 else tuple(hidden)
+    places = (x, *given)
+    if not all(isinstance(place, int) for place in places) or len(given) not in (0, states):
+        return DirectCall(*form, [], states, is_possible=False)
+    all_qparams = layout.input_qparams or (None,) * count
+    rows = [_rows_on(all_qparams[place]) for place in given]
+    x_qparams = all_qparams[x]
+    is_known = all(each is not None for each in rows) and (x_qparams is None or x_qparams.dtype in EIGHT_BITS)
+    columns = tuple(as_numbers(column_qparams(x_qparams, contract.input_size, contract.rank)))
+    on = tuple(each or () for each in rows) or ((),) * states
+    handed = {index: layout.output_qparams[index] for index in quantized}
+    if not all(isinstance(qparams, PerTensorQParams) for qparams in handed.values()):
+        is_known = False  # The operator's results have one scale each.
+    # A cell has no output besides its states.
+    first = contract.rank == 2
+    by_result = {
+        index + first: qparams_row(qparams)
+        for index, qparams in handed.items()
+        if isinstance(qparams, PerTensorQParams)
+    }
+    results = tuple(by_result.get(index) for index in range(1 + states))
+    boundary = Boundary(columns, on, results)
+    return DirectCall(*form, boundary.numbers(), states, places, is_possible=is_known)
+
+
+def _rows_on(qparams: QParams | None) -> tuple[QParamsRow, ...] | None:
+    """Return the qparams of a state's rows; empty for floats, None if the operator does not support them."""
+    if qparams is None:
+        return ()
+    if qparams.dtype not in EIGHT_BITS:
+        return None
+    if isinstance(qparams, PerTensorQParams):
+        return (qparams_row(qparams),)
+    assert isinstance(qparams, PerChannelQParams)
+    return (
+        tuple(qparams_row(each) for size, each in qparams.runs for _ in range(size))
+        if qparams.axis == 0
+        else None
+    )

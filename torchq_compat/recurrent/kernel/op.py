@@ -1,0 +1,223 @@
+"""A converted recurrent module as one torch operator, ``torchq_compat_native::recurrent``.
+
+On the CPU it runs in C++ (``recurrent_operator.cpp``), which is built at the first call. If that fails, and
+on other devices, torch's operators run the same program.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchq_compat.recurrent.kernel.build import kernel_build
+from torchq_compat.recurrent.kernel.interpreter import check_call, run_by_operators
+from torchq_compat.recurrent.kernel.module_numbers import (
+    CellNumbers,
+    ModuleNumbers,
+    floats_around,
+    last_result_dtype,
+    weight_mask,
+)
+
+NAME = "torchq_compat_native::recurrent"
+SCHEMA = (
+    "(Tensor x, Tensor[] states, Tensor[] weights, Tensor program, float[] boundary, int[] batch_sizes, "
+    "int directions, bool batch_first, int owner=0, int version=-1, int work_per_thread=262144) -> Tensor[]"
+)
+#: Multiply-adds per step for which one more thread is worth the wait at a barrier.
+WORK_PER_THREAD = 1 << 18
+OPS = torch.ops.torchq_compat_native
+#: Owners whose packed weights are no longer needed.
+FORGOTTEN: deque[int] = deque()
+#: The ``batch_sizes`` of an unpacked call in an exported program: AOTInductor cannot pass an empty list.
+NO_SIZES = (0,)
+
+
+def _before_the_kernel(*call: Any) -> list[Tensor]:
+    """Run a call before the kernel is loaded: build it and call it on the CPU, else use torch's operators."""
+    if call[0].device.type == "cpu" and kernel_build().is_loaded:
+        results: list[Tensor] = OPS.recurrent.default(*call)
+        return results
+    x, states, weights, program, boundary, batch_sizes, _, batch_first = call[:8]
+    sizes = _sizes(batch_sizes)
+    return run_by_operators(x, states, weights, program, boundary, sizes, batch_first=batch_first)
+
+
+def _sizes(batch_sizes: Sequence[int]) -> Sequence[int]:
+    return () if tuple(batch_sizes) == NO_SIZES else batch_sizes
+
+
+def _shapes(
+    x: Tensor,
+    states: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    program: Tensor,
+    boundary: Sequence[float],
+    batch_sizes: Sequence[int],
+    directions: int,
+    batch_first: bool,
+    owner: int = 0,
+    version: int = -1,
+    work_per_thread: int = 0,
+) -> list[Tensor]:
+    """Return results of the right shapes; recurrent modules are captured with states, linears have none."""
+    if not states:
+        return [x.new_empty(x.shape[0], weights[0].shape[0], dtype=last_result_dtype(boundary))]
+    last = [torch.empty_like(state) for state in states]
+    if x.dim() == 2 and not _sizes(batch_sizes):
+        return last
+    width = directions * states[0].shape[-1]
+    if not batch_first or x.dim() == 2:
+        return [x.new_empty(*x.shape[:-1], width), *last]
+    batch, steps, _ = x.shape
+    return [x.new_empty(steps, batch, width).transpose(0, 1), *last]  # the kernel's layout, transposed
+
+
+# torch already has the operator after an import that failed half-way, or if a program without Python has
+# loaded the library before.
+if not hasattr(OPS, "recurrent"):
+    torch.library.define(NAME, SCHEMA)
+torch.library.impl(NAME, "default")(_before_the_kernel)
+torch.library.register_fake(NAME)(_shapes)
+# Integers have no gradients; without this every result would require grad, because biases are parameters.
+WITHOUT_GRADIENTS = torch.library.Library("torchq_compat_native", "IMPL")  # type: ignore[no-untyped-call]
+WITHOUT_GRADIENTS.impl(  # type: ignore[no-untyped-call]
+    "recurrent", torch.library.fallthrough_kernel, "Autograd"
+)
+
+
+def recurrent(
+    x: Tensor,
+    states: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    program: Tensor,
+    boundary: Sequence[float],
+    *,
+    batch_sizes: Sequence[int] = (),
+    directions: int = 1,
+    batch_first: bool = False,
+    owner: int = 0,
+    version: int = -1,
+) -> list[Tensor]:
+    """Run all layers and directions of a converted recurrent module, or one step of a cell.
+
+    Args:
+        x: (T, B, I), or (B, T, I) with ``batch_first``; (B, I) for one step of a cell; with ``batch_sizes``
+            packed rows. float32, or 8-bit integers with the qparams in ``boundary``.
+        states: (layers * directions, B, width) each, the hidden state first; (B, width) for a cell. float32,
+            or integers like ``x``. Empty: zeros.
+        weights: for each linear the int8 values (N, K), then its scales (N,), zero points (N,) and bias (N,),
+            those of them that it has according to ``program``.
+        program: ``ModuleNumbers.tensor()``.
+        boundary: ``Boundary.numbers()``.
+        batch_sizes: the number of rows of each step of packed sequences, which never grows; empty or
+            ``NO_SIZES``: x is not packed.
+        directions: the number of directions of each layer.
+        owner: the owner of the packed weights; 0: no owner, and only the last few packed weights are kept.
+        version: a number that grows whenever a weight is written in place; -1: check the weights themselves.
+
+    Returns:
+        The output (T, B, directions * width), in the order of ``x``, and the last states; for a cell only the
+        last states. float32, or integers if ``boundary`` has qparams for the result.
+
+    Raises:
+        RuntimeError: if the arguments do not fit the program.
+    """
+    around = (batch_sizes, directions, batch_first, owner, version, WORK_PER_THREAD)
+    results: list[Tensor] = OPS.recurrent.default(x, states, weights, program, boundary, *around)
+    return results
+
+
+@functools.cache
+def bound_operator() -> Callable[..., list[Tensor]]:
+    """Return ``recurrent`` for repeated calls, with x, the states, the number from ``bind_call``, batch_first
+    and work_per_thread as arguments. Available if the kernel is loaded.
+
+    The function is the one the operator's overload calls after it has inspected every argument in Python.
+    """
+    overload = OPS.recurrent_bound.default
+    WITHOUT_GRADIENTS.impl(  # type: ignore[no-untyped-call]
+        "recurrent_bound", torch.library.fallthrough_kernel, "Autograd"
+    )
+    operator: Callable[..., list[Tensor]] = overload._op
+    return operator
+
+
+def bind_call(
+    weights: Sequence[Tensor], program: Tensor, boundary: Sequence[float], owner: int, version: int
+) -> int:
+    """Bind the arguments of ``recurrent`` other than x and the states, for ``bound_operator``.
+
+    Returns:
+        A number for the bound arguments, valid until the owner binds other weights, or another version of
+        them, or is forgotten.
+
+    Raises:
+        RuntimeError: if the weights or the boundary do not fit the program.
+    """
+    ticket: int = OPS.bind_call.default(weights, program, boundary, owner, version)
+    return ticket
+
+
+def forget(owner: int) -> None:
+    """Mark the packed weights of ``owner`` to be dropped when the next module is bound.
+
+    They are not dropped at once: garbage may be collected while a graph is traced, which would record the
+    call.
+    """
+    FORGOTTEN.append(owner)
+
+
+def drop_forgotten() -> None:
+    """Drop the packed weights of owners marked by ``forget``."""
+    if FORGOTTEN and not torch.compiler.is_compiling() and kernel_build().is_loaded:
+        while FORGOTTEN:
+            OPS.forget.default(FORGOTTEN.popleft())
+
+
+def cell_loop(
+    x: Tensor,
+    states: Sequence[Tensor],
+    weights: Sequence[Tensor | None],
+    table: Tensor,
+    constants: Tensor,
+    input_qparams: Sequence[float],
+    *,
+    backward: bool,
+) -> tuple[Tensor, list[Tensor]]:
+    """Run one direction of one layer of a converted recurrent module.
+
+    Args:
+        x: (T, B, I) float32.
+        states: (B, width) float32 each, the hidden state first.
+        weights: for each linear int8 values (N, K), scales (N,) and zero points (N,) or None if per tensor,
+            and bias (N,) or None.
+        table: the instructions, ``CellProgram.table``.
+        constants: the qparams of the instructions, ``CellProgram.constants``.
+        input_qparams: (columns, scale, zero point, quant_min, quant_max, integer of NaN) of each group of
+            columns of ``x``, one after the other; a scale of 0: x has no 8-bit qparams.
+        backward: whether to run from the last step to the first.
+
+    Returns:
+        The hidden states of all steps (T, B, width) and the last states, which are ``states`` if there are no
+        steps.
+
+    Raises:
+        InputError: if the arguments do not fit the program.
+    """
+    check_call(x, states, weights, table, constants, input_qparams)
+    masks = tuple(weight_mask(weights[at + 1 : at + 4]) for at in range(0, len(weights), 4))
+    numbers = ModuleNumbers(((CellNumbers(table, constants, masks, backward=backward),),))
+    output, *last = recurrent(
+        x,
+        [state[None] for state in states],
+        [weight for weight in weights if weight is not None],
+        numbers.tensor(),
+        floats_around(list(input_qparams) or [x.shape[-1], *[0.0] * 5], len(states)),
+    )
+    return output, [state[0] for state in last]

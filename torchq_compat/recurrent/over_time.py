@@ -1,0 +1,316 @@
+"""One direction over time, and the layers and directions of a recurrent module."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from enum import StrEnum
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from torchq_compat.modules.parts import ConvertedPartGraphModule, convert_parts
+from torchq_compat.recurrent.cell_graph import CellGraphModule, ConvertedCellGraphModule, reference_cell
+from torchq_compat.recurrent.kernel.bound_module import BoundDirection, OwnedProgram
+from torchq_compat.recurrent.kernel.cell_reader import program_or_problem
+from torchq_compat.recurrent.kernel.program import CellProgram, ColumnQParams
+from torchq_compat.support.upstream import scan
+
+# One direction over time: a loop in Python, a ``scan``, or rows packed by time step.
+#
+# A step is called with its own inputs and the states: ``step(*inputs, *states)``. It returns the new states;
+# the first is the hidden state, which is the output of the step.
+
+
+State = tuple[Tensor, ...]
+Step = Callable[..., State]
+SCAN = torch.ops.higher_order.scan
+
+
+def project_as_given(
+    project: Callable[[Tensor], tuple[Tensor, ...]], x: Tensor, *, batch_first: bool
+) -> tuple[Tensor, ...]:
+    """Return ``project(x)`` for ``x`` (T, B, I), computed in the caller's layout: (B, T, I) with
+    ``batch_first``. A linear would copy the transposed view, and backends match a linear only directly after
+    a dequantize."""
+    if not batch_first or x.dim() != 3:
+        return project(x)
+    return tuple(each.transpose(0, 1) for each in project(x.transpose(0, 1)))
+
+
+def masked_step(step: Step, weights: int, states: int) -> Step:
+    """Return ``step`` with one more argument, a mask (B,), after its first ``weights`` arguments; the states,
+    its last ``states`` arguments, are kept where the mask is false."""
+
+    def masked(*flat: Tensor) -> State:
+        mask, rest = flat[weights], flat[weights + 1 :]
+        new = step(*flat[:weights], *rest)
+        return tuple(
+            torch.where(mask[:, None], *pair) for pair in zip(new, rest[len(rest) - states :], strict=True)
+        )
+
+    return masked
+
+
+def run_looped_direction(
+    step: Step, inputs: tuple[Tensor, ...], state: State, *, backward: bool
+) -> tuple[Tensor, State]:
+    """Run ``step`` in a Python loop: ``inputs`` (T, B, width) each, states (B, width) -> (T, B, P) and the
+    last states."""
+    steps = list(zip(*(each.unbind(0) for each in inputs), strict=True))
+    outputs = []
+    for at_time in reversed(steps) if backward else steps:
+        state = tuple(step(*at_time, *state))
+        outputs.append(state[0])
+    if backward:
+        outputs.reverse()
+    return torch.stack(outputs), state
+
+
+def scan_steps(
+    body: Callable[..., Sequence[Tensor]],
+    states: Sequence[Tensor],
+    xs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+) -> tuple[Tensor, ...]:
+    """Run ``body(*states, *parts, *weights)`` over the first dimension of ``xs`` as a ``scan``, which
+    torch.export traces.
+
+    The operator is called directly and not through its front, which would first compile each body to find the
+    weights it reads. Dynamo does so anyway, and accepts only the front.
+
+    Args:
+        body: returns the new states, then its other values.
+
+    Returns:
+        The last states, then the stacked values.
+    """
+    if not torch.compiler.is_dynamo_compiling():
+        return tuple(SCAN(body, list(states), list(xs), tuple(weights)))
+    count = len(states)
+
+    def combine(carried: list[Tensor], parts: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        results = list(body(*carried, *parts, *weights))
+        return results[:count], results[count:]
+
+    last, stacked = scan(combine, list(states), list(xs))
+    return (*last, *stacked)
+
+
+def run_rolled_direction(
+    step: Step, weights: tuple[Tensor, ...], inputs: tuple[Tensor, ...], state: State, *, backward: bool
+) -> tuple[Tensor, State]:
+    """Run ``step(*weights, *inputs, *states)`` as a ``scan``, which torch.export captures at any length, with
+    the same bits as ``run_looped_direction``."""
+
+    def body(*flat: Tensor) -> list[Tensor]:
+        states, rest = flat[: len(state)], flat[len(state) :]
+        new = step(*rest[len(inputs) :], *rest[: len(inputs)], *states)
+        # scan refuses a result that is the carried tensor itself.
+        return [*new, new[0].clone()]
+
+    xs = [each.flip([0]) for each in inputs] if backward else list(inputs)
+    *last, outputs = scan_steps(body, state, xs, weights)
+    return (outputs.flip([0]) if backward else outputs), tuple(last)
+
+
+def run_packed_direction(
+    step: Step, inputs: tuple[Tensor, ...], state: State, batch_sizes: list[int], *, backward: bool
+) -> tuple[Tensor, State]:
+    """Run ``step`` over the rows of a PackedSequence, as torch.nn does: ``inputs`` (sum of batch_sizes,
+    width) each -> (sum of batch_sizes, P) and the last state of every sequence.
+
+    Step t has ``batch_sizes[t]`` rows, the longest sequences first; batch sizes never grow. Forward, a
+    sequence leaves the batch at its end; backward, it joins there with its own initial state.
+    """
+    steps = list(zip(batch_sizes, *(torch.split(each, batch_sizes) for each in inputs), strict=True))
+    outputs = []
+    for size, *at_time in reversed(steps) if backward else steps:
+        new = step(*at_time, *(each[:size] for each in state))
+        outputs.append(new[0])
+        state = tuple(torch.cat([now, each[size:]]) for now, each in zip(new, state, strict=True))
+    if backward:
+        outputs.reverse()
+    return torch.cat(outputs), state
+
+
+# The shape of the loop over time in an exported program: export sets it, recurrent modules read it.
+
+
+class LoopShape(StrEnum):
+    """Ways to write the loop over time."""
+
+    ROLLED = "rolled"
+    UNROLLED = "unrolled"
+    OPAQUE = "opaque"
+    #: LSTMs with dynamic qparams are opaque, other modules rolled; for translations of a program, not
+    #: ``export``.
+    OPAQUE_DYNAMIC_LSTM = "opaque dynamic lstm"
+    #: Opaque, with the cells as text; for TorchScript, not ``export``.
+    OPAQUE_TEXT = "opaque text"
+
+
+_SHAPE: ContextVar[LoopShape | None] = ContextVar("torchq_compat_loop_shape", default=None)
+
+
+@contextmanager
+def exporting_loops_as(shape: LoopShape) -> Iterator[None]:
+    """Let ``shape_in_export`` return ``shape`` inside the ``with`` block."""
+    token = _SHAPE.set(shape)
+    try:
+        yield
+    finally:
+        _SHAPE.reset(token)
+
+
+def shape_in_export() -> LoopShape:
+    """Return the shape set for the running export; ``ROLLED`` if none is set."""
+    # Dynamo cannot read a ContextVar. It runs in ``torch.export.export(strict=True)``, never in ``export``.
+    if torch.compiler.is_dynamo_compiling():
+        return LoopShape.ROLLED
+    return _SHAPE.get() or LoopShape.ROLLED
+
+
+def packs_are_padded() -> bool:
+    """Return whether the running export is this package's, in which the rows of a PackedSequence are those of
+    padded sequences."""
+    return not torch.compiler.is_dynamo_compiling() and _SHAPE.get() is not None
+
+
+# Layers and directions of a recurrent module: the modules that hold the cells.
+#
+# The paths are those of ``torch.ao.nn.quantizable.LSTM``: ``layers.<i>.layer_fw.cell`` and
+# ``layers.<i>.layer_bw.cell``.
+
+
+class RecurrentDirection(nn.Module):
+    """One direction of one layer: its cell, and the input projection of all steps.
+
+    Args:
+        cell: (x, *states) -> the new states; prepared or converted.
+        input_projection: x of all steps -> the input of the cell at all steps; None: the cell's input is x.
+    """
+
+    #: Whether ``x`` is a view (T, B, I) of a tensor that the caller passed as (B, T, I).
+    batch_first = False
+
+    def __init__(self, cell: CellGraphModule, input_projection: GraphModule | None = None) -> None:
+        super().__init__()
+        self.cell = cell
+        self.input_projection = input_projection
+        self._read_program()
+        # Qparams are literals of the graphs; loading a state changes them.
+        self.register_load_state_dict_post_hook(_read_program_again)  # type: ignore[no-untyped-call]
+
+    def forward(
+        self,
+        x: Tensor,
+        state: State,
+        *,
+        backward: bool = False,
+        batch_sizes: list[int] | None = None,
+    ) -> tuple[Tensor, State]:
+        """Run the cell in a Python loop: ``x`` (T, B, I), states (B, width) -> (T, B, P) and the last states.
+        With ``batch_sizes``, ``x`` and the result are the rows of a PackedSequence."""
+        x = self.project_first(x)
+        step, inputs = self._step_and_inputs(x)
+        if batch_sizes is not None:
+            return run_packed_direction(step, inputs, state, batch_sizes, backward=backward)
+        return run_looped_direction(step, inputs, state, backward=backward)
+
+    def project_first(self, x: Tensor) -> Tensor:
+        """Return the input projection of ``x``, all steps at once; ``x`` itself if there is none."""
+        if self.input_projection is None:
+            return x
+        (projected,) = self.input_projection(x)
+        assert isinstance(projected, Tensor)
+        return projected
+
+    def project(self, cell: ConvertedCellGraphModule, x: Tensor) -> tuple[Tensor, ...]:
+        """Return the inputs of the steps of a converted ``cell``, computed for all steps of ``x`` at once."""
+        return project_as_given(cell.project, x, batch_first=self.batch_first)
+
+    def _step_and_inputs(self, x: Tensor) -> tuple[Step, tuple[Tensor, ...]]:
+        """Return the function of one time step, and its inputs at all steps. A cell with hooks is called
+        directly, so that they run."""
+        cell = self.cell
+        if not isinstance(cell, ConvertedCellGraphModule) or cell._forward_hooks or cell._forward_pre_hooks:
+            return cell, (x,)
+        return cell.repeated_step(), self.project(cell, x)
+
+    def graphs(self) -> list[GraphModule]:
+        """Return the graphs of this direction, in the order of computation."""
+        return [self.cell] if self.input_projection is None else [self.input_projection, self.cell]
+
+    def converted(self) -> RecurrentDirection:
+        """Return a converted copy with integer weights folded."""
+        projection = self.input_projection
+        if projection is not None:
+            projection = ConvertedPartGraphModule.wrap(convert_parts(copy.deepcopy(projection)))
+        return RecurrentDirection(reference_cell(copy.deepcopy(self.cell)), projection)
+
+    def program(self) -> OwnedProgram | None:
+        """Return the program that the cell loop runs for this direction; None if it cannot run it."""
+        cell = self.cell
+        if not isinstance(cell, ConvertedCellGraphModule):
+            return None
+        if self.input_projection is None:
+            program = cell.program()
+            return None if program is None else OwnedProgram(cell, program)
+        return None if isinstance(self._program, str) else OwnedProgram(self, self._program)
+
+    def current_program(self) -> CellProgram | None:
+        """Return the program of ``program()`` without its owner; None if there is none."""
+        owned = self.program()
+        return None if owned is None else owned.program
+
+    def bound(self) -> BoundDirection | None:
+        """Return this direction for a ``BoundModule``; None if the cell loop cannot run it."""
+        owned = self.program()
+        if owned is None:
+            return None
+        current = self.cell.program if self.input_projection is None else self.current_program
+        return BoundDirection(owned, self.cell, current)
+
+    def program_problem(self) -> str | None:
+        """Return the reason why the cell loop cannot run this direction; None if it can."""
+        if self.input_projection is None:
+            return self.cell.program_problem()
+        return self._program if isinstance(self._program, str) else None
+
+    def _read_program(self) -> None:
+        """Read the program of input projection and cell; a cell without a projection has its own program."""
+        self._program = (
+            "it is not converted"
+            if self.input_projection is None or not isinstance(self.cell, ConvertedCellGraphModule)
+            else program_or_problem(("input_projection", self.input_projection), ("cell", self.cell))
+        )
+
+
+def _read_program_again(direction: RecurrentDirection, _incompatible_keys: object) -> None:
+    direction._read_program()
+
+
+class RecurrentLayer(nn.Module):
+    """One layer: forward, and backward if bidirectional."""
+
+    def __init__(self, directions: Sequence[RecurrentDirection]) -> None:
+        super().__init__()
+        self.layer_fw = directions[0]
+        if len(directions) > 1:
+            self.layer_bw = directions[1]
+
+    def directions(self) -> tuple[RecurrentDirection, ...]:
+        return (self.layer_fw, self.layer_bw) if hasattr(self, "layer_bw") else (self.layer_fw,)
+
+    def output_columns(self, width: int) -> ColumnQParams:
+        """Return the qparams of the columns of the layer's output, ``width`` columns for each direction; the
+        cells are converted."""
+        return tuple((width, direction.cell.state_qparams()[0]) for direction in self.directions())
+
+    def converted(self) -> RecurrentLayer:
+        """Return a converted copy."""
+        return RecurrentLayer([direction.converted() for direction in self.directions()])

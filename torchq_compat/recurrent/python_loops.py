@@ -1,0 +1,183 @@
+"""Loops over time written in Python: one step is quantized as its own model, and called for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from torchq_compat.capture.call_layouts import CallLayout
+from torchq_compat.capture.loops.loop_module import Loop, LoopForm, run_steps
+from torchq_compat.capture.opaque_calls import OpaqueBoundary, OpaqueModule
+from torchq_compat.capture.opaque_stub import FakeCall
+from torchq_compat.model.graph_module import QuantizationGraphModule
+from torchq_compat.model.other_tools import unguard
+from torchq_compat.modules.registry import (
+    ConvertRequest,
+    CustomModuleHandler,
+    ExplainModel,
+    ObserveRequest,
+    register,
+)
+from torchq_compat.modules.user_shapes import fake_call_of
+from torchq_compat.recurrent.over_time import LoopShape, scan_steps, shape_in_export
+from torchq_compat.support.decisions import Action, Decision
+
+# A prepared or converted loop, which is one opaque call of the outer graph.
+
+
+class OpaqueLoop(OpaqueModule):
+    """A loop whose step is a prepared, converted or lowered model.
+
+    Args:
+        step: (*states, *parts, *same) -> (*new states, *values).
+    """
+
+    def __init__(self, form: LoopForm, step: QuantizationGraphModule) -> None:
+        super().__init__()
+        self.form = form
+        self.step = step
+        self.training = step.training
+        self.opaque_layouts = []
+
+    def with_step(self, step: QuantizationGraphModule) -> Self:
+        """Return this loop with ``step``, another form of its step."""
+        made = type(self)(self.form, step)
+        made.opaque_layouts = list(self.opaque_layouts)
+        return made
+
+    def opaque_call(
+        self, states: Sequence[Tensor], wholes: Sequence[Tensor], same: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
+        """Run all steps, see ``run_steps``; as a ``scan`` in an exported program, unless it is unrolled."""
+        if torch.compiler.is_exporting() and shape_in_export() is not LoopShape.UNROLLED:
+            return _scan(self.form, self.step, states, wholes, same)
+        return run_steps(self.form, self._calls_of_step(), states, wholes, same)
+
+    def _calls_of_step(self) -> Callable[..., Any]:
+        """Return the function for the steps: only its first call checks the arguments and that packed weights
+        are current, since all steps have the same."""
+        step, called = self.step, False
+        if step._forward_hooks or step._forward_pre_hooks or torch.compiler.is_compiling():
+            return step
+
+        def call(*args: Tensor) -> Any:
+            nonlocal called
+            if called:
+                return step.forward(*args)
+            called = True
+            return step(*args)
+
+        return call
+
+
+def _scan(
+    form: LoopForm,
+    step: nn.Module,
+    states: Sequence[Tensor],
+    wholes: Sequence[Tensor],
+    same: Sequence[Tensor],
+) -> tuple[Tensor, ...]:
+    """Run all steps as a ``scan``, with the same bits as ``run_steps``."""
+    count, read = len(states), len(wholes) - form.counted
+    weights = {**dict(step.named_parameters()), **dict(step.named_buffers())}
+    weights = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
+
+    def body(*flat: Any) -> list[Tensor]:
+        now, rest = flat[:count], flat[count:]
+        parts, rest = rest[: len(wholes)], rest[len(wholes) :]
+        given, rest = rest[: len(same)], rest[len(same) :]
+        args = (*now, *parts[:read], *given)
+        results = functional_call(step, dict(zip(weights, rest, strict=True)), args)
+        # scan refuses a result that is also another result, or an argument.
+        return [each.clone() for each in results]
+
+    xs = []
+    for part, whole in zip(form.parts, wholes, strict=True):
+        first = whole.movedim(part.dim, 0)
+        xs.append(first.flip([0]) if part.backward else first)
+    results = scan_steps(body, [each.clone() for each in states], xs, (*same, *weights.values()))
+    stacked = [each.movedim(0, dim) for each, dim in zip(results[count:], form.stacked, strict=True)]
+    return (*results[:count], *stacked)
+
+
+# The handler of loops over time, which the stages call.
+#
+# Legacy: none. FX traced a loop over time step by step, for one length. Here the step is prepared,
+# converted and lowered as its own model, by the rules of the model around it; the states passed between
+# steps are floats.
+
+
+class LoopHandler(CustomModuleHandler):
+    """The handler of float loop -> loop around a prepared step -> loop around a converted step."""
+
+    def takes(self, float_class: type[nn.Module], observed_class: type[nn.Module]) -> bool:
+        return False
+
+    def holds_model(self, module: nn.Module) -> bool:
+        return isinstance(module, Loop)
+
+    def is_opaque(self, module: nn.Module) -> bool:
+        return False
+
+    def fake_call(self, module: nn.Module, path: str) -> FakeCall:
+        assert isinstance(module, Loop)
+        form, fake_step = module.form, fake_call_of(vars(module)["step"], path)
+
+        def fake(states: list[Tensor], wholes: list[Tensor], same: list[Tensor]) -> tuple[Tensor, ...]:
+            parts = [part.of_first(whole) for part, whole in zip(form.parts, wholes, strict=True)]
+            results = fake_step(*states, *parts[: len(wholes) - form.counted], *same)
+            steps = wholes[0].shape[form.parts[0].dim]
+            values = []
+            for value, dim in zip(results[form.states :], form.stacked, strict=True):
+                values.append(value.new_empty([*value.shape[:dim], steps, *value.shape[dim:]]))
+            return (*(torch.empty_like(state) for state in states), *values)
+
+        return fake
+
+    def owns(self, opaque: nn.Module) -> bool:
+        return isinstance(opaque, OpaqueLoop)
+
+    def observe(self, request: ObserveRequest) -> OpaqueModule:
+        loop = request.module
+        assert isinstance(loop, Loop)
+        assert request.prepare_inside is not None
+        step = replace(request, module=vars(loop)["step"], example_inputs=loop.example)
+        prepared = request.prepare_inside(step)
+        assert isinstance(prepared, QuantizationGraphModule)
+        # torchao checks for every module in the outer graph whether it is a standalone module.
+        unguard(prepared)
+        return OpaqueLoop(loop.form, prepared)
+
+    def boundary(self, opaque: OpaqueModule, request: ObserveRequest, layout: CallLayout) -> OpaqueBoundary:
+        """Return a boundary of floats: nothing is quantized around the call."""
+        return OpaqueBoundary.floats(layout.inputs.count(), layout.outputs.count())
+
+    def convert(self, request: ConvertRequest) -> OpaqueModule:
+        opaque = request.observed
+        assert isinstance(opaque, OpaqueLoop)
+        assert request.convert_inside is not None
+        converted: Any = request.convert_inside(opaque.step)
+        unguard(converted)
+        # A weight that asks for a gradient makes the scan of an exported program trace its steps backwards,
+        # which steps on integers refuse.
+        converted.requires_grad_(False)
+        return opaque.with_step(converted)
+
+    def mapping_hint(self, module: nn.Module) -> str | None:
+        return None
+
+    def explain(self, opaque: OpaqueModule, path: str, explain_model: ExplainModel) -> Iterator[Decision]:
+        """Yield the decisions about the step, with paths of the user's model; those about the step's sizes
+        are left out, since the user never passes its inputs."""
+        assert isinstance(opaque, OpaqueLoop)
+        for decision in explain_model(opaque.step):
+            if decision.action not in (Action.FREE, Action.FIXED):
+                yield decision
+
+
+register(LoopHandler())

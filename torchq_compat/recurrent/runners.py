@@ -1,0 +1,244 @@
+"""Runners: they run the cells of a recurrent module over time.
+
+A runner gets the layers of a module, the input of all steps and the initial states. The runner of a call is
+chosen in one place, ``RecurrentModule.runner``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchq_compat.errors import ExportError
+from torchq_compat.read.qparams import q_dq
+from torchq_compat.recurrent.cell_graph import CellGraphModule, ConvertedCellGraphModule
+from torchq_compat.recurrent.exported_op import OpaqueDirection, call_opaque
+from torchq_compat.recurrent.kernel.bound_module import BoundModule, OwnedProgram, run_native_direction
+from torchq_compat.recurrent.kernel.program import ColumnQParams
+from torchq_compat.recurrent.over_time import (
+    LoopShape,
+    RecurrentDirection,
+    RecurrentLayer,
+    State,
+    masked_step,
+    run_looped_direction,
+    run_rolled_direction,
+    shape_in_export,
+)
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """The input of all steps.
+
+    Attributes:
+        x: (T, B, I) float32; with ``batch_sizes`` the rows of a PackedSequence.
+        batch_sizes: number of rows of each step, the longest sequences first.
+        columns: the qparams of the columns of ``x``, for a runner that computes on integers.
+        mask: (T, B), in an exported program: true where a sequence has a step; elsewhere its state is kept.
+    """
+
+    x: Tensor
+    batch_sizes: list[int] | None = None
+    columns: ColumnQParams | None = None
+    mask: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls, x: Tensor, batch_sizes: list[int] | Tensor | None, columns: ColumnQParams | None
+    ) -> Sequences:
+        """Return the input with ``batch_sizes``: the number of rows of each step, or a mask."""
+        if isinstance(batch_sizes, Tensor):
+            return cls(x, None, columns, batch_sizes)
+        return cls(x, batch_sizes, columns)
+
+
+class Runner(ABC):
+    """Runs layers, or one step of a cell."""
+
+    #: Whether it needs the qparams of its input's columns.
+    reads_columns = False
+
+    def run_layers(
+        self, layers: Sequence[RecurrentLayer], given: Sequences, states: list[State], dropout: float
+    ) -> tuple[Tensor, list[State]]:
+        """Run all ``layers``, with ``dropout`` between them.
+
+        Args:
+            states: the states of every layer and direction, (B, width) each.
+
+        Returns:
+            The output (T, B, D*P), or its packed rows, and the last states in the form of ``states``.
+        """
+        last: list[State] = []
+        for index, layer in enumerate(layers):
+            if index and dropout:
+                given = replace(given, x=F.dropout(given.x, dropout))
+            outputs = []
+            for position, direction in enumerate(layer.directions()):
+                output, end = self.run_direction(direction, given, states[len(last)], backward=position == 1)
+                outputs.append(output)
+                last.append(end)
+            x = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
+            columns = None if given.columns is None else layer.output_columns(outputs[0].shape[-1])
+            given = replace(given, x=x, columns=columns)
+        return given.x, last
+
+    @abstractmethod
+    def run_direction(
+        self, direction: RecurrentDirection, given: Sequences, state: State, *, backward: bool
+    ) -> tuple[Tensor, State]:
+        """Run one direction of one layer; return the hidden states of all steps (T, B, P) and the last
+        states."""
+
+    def run_step(
+        self, cell: CellGraphModule, x: Tensor, state: State, columns: ColumnQParams | None
+    ) -> State:
+        """Run one step: ``x`` (B, I) and the states -> the new states."""
+        return tuple(cell(x, *state))
+
+
+class PythonRunner(Runner):
+    """Runs observed modules, and converted modules in eager mode, in a Python loop."""
+
+    def run_direction(
+        self, direction: RecurrentDirection, given: Sequences, state: State, *, backward: bool
+    ) -> tuple[Tensor, State]:
+        result: tuple[Tensor, State] = direction(
+            given.x, state, backward=backward, batch_sizes=given.batch_sizes
+        )
+        return result
+
+
+class TracedRunner(Runner):
+    """Runs converted cells for torch.export to trace: as a ``scan``, or step by step.
+
+    The results are followed by q-dq with their own qparams, which change no value: they are there because a
+    backend does not see into the loop.
+    """
+
+    def run_direction(
+        self, direction: RecurrentDirection, given: Sequences, state: State, *, backward: bool
+    ) -> tuple[Tensor, State]:
+        cell = direction.cell
+        if not isinstance(cell, ConvertedCellGraphModule):
+            return PythonRunner().run_direction(direction, given, state, backward=backward)
+        inputs = direction.project(cell, direction.project_first(given.x))
+        unrolled = shape_in_export() is LoopShape.UNROLLED
+        step, weights = (cell.repeated_step(), ()) if unrolled else cell.step_of_weights()
+        if given.mask is not None:
+            step, inputs = masked_step(step, len(weights), len(state)), (given.mask, *inputs)
+        if unrolled:
+            output, last = run_looped_direction(step, inputs, state, backward=backward)
+        else:
+            output, last = run_rolled_direction(step, weights, inputs, state, backward=backward)
+        hidden, *_ = all_qparams = cell.state_qparams()
+        return q_dq(output, hidden), tuple(q_dq(*pair) for pair in zip(last, all_qparams, strict=True))
+
+
+class OpaqueRunner(TracedRunner):
+    """Runs the whole module as one operator, in an export that requests it.
+
+    The operator is the native one, with the results of a lowered module, or, without ``bound``, the operator
+    of readable text. The results are followed by q-dq with their own qparams, which change no value.
+
+    Args:
+        bound: the module's arguments of the native operator; None if a cell has no program, or if the cells
+            are to be readable text.
+        program: in place of the program of ``bound``.
+    """
+
+    reads_columns = True
+
+    def __init__(self, bound: BoundModule | None, program: Tensor | None = None) -> None:
+        self.bound = bound
+        self.program = program
+
+    def run_layers(
+        self, layers: Sequence[RecurrentLayer], given: Sequences, states: list[State], dropout: float
+    ) -> tuple[Tensor, list[State]]:
+        if given.mask is not None:
+            raise _no_lengths()
+        directions = [direction for layer in layers for direction in layer.directions()]
+        if self.bound is None:
+            handed = [[_opaque(direction) for direction in layer.directions()] for layer in layers]
+            return call_opaque(handed, given.x, states)
+        stacked = [torch.stack(rows) for rows in zip(*states, strict=True)]
+        columns = given.columns or ((given.x.shape[-1], None),)
+        output, *last = self.bound.run_exported(given.x, stacked, columns, self.program)
+        all_qparams = [direction.cell.state_qparams() for direction in directions]
+        count = self.bound.directions
+        parts = output.chunk(count, -1) if count > 1 else (output,)
+        outputs = [q_dq(*pair) for pair in zip(parts, (of[0] for of in all_qparams[-count:]), strict=True)]
+        rows = zip(*(each.unbind(0) for each in last), strict=True)
+        ends = [tuple(map(q_dq, row, of)) for row, of in zip(rows, all_qparams, strict=True)]
+        return (outputs[0] if count == 1 else torch.cat(outputs, -1)), ends
+
+    def run_step(
+        self, cell: CellGraphModule, x: Tensor, state: State, columns: ColumnQParams | None
+    ) -> State:
+        if self.bound is None:
+            _, [new] = call_opaque([[OpaqueDirection(cell)]], x.unsqueeze(0), [state])
+            return new
+        ends = self.bound.run_exported(x, list(state), columns or ((x.shape[-1], None),), self.program)
+        return tuple(map(q_dq, ends, cell.state_qparams()))
+
+
+def _no_lengths() -> ExportError:
+    return ExportError(
+        "export: a recurrent module is given packed sequences, and recurrent='opaque' has no lengths.",
+        hint="recurrent='rolled' exports packed sequences at any length.",
+    )
+
+
+def _opaque(direction: RecurrentDirection) -> OpaqueDirection:
+    return OpaqueDirection(direction.cell, direction.input_projection, direction.batch_first)
+
+
+class NativeRunner(PythonRunner):
+    """Runs all layers in one call of the native operator on integers. A cell that it cannot run is run in
+    Python.
+
+    Args:
+        bound: the module's arguments of the operator; None if a cell has no program.
+    """
+
+    reads_columns = True
+
+    def __init__(self, bound: BoundModule | None) -> None:
+        self.bound = bound
+
+    def run_layers(
+        self, layers: Sequence[RecurrentLayer], given: Sequences, states: list[State], dropout: float
+    ) -> tuple[Tensor, list[State]]:
+        if self.bound is None or given.columns is None or (dropout and len(layers) > 1):
+            return super().run_layers(layers, given, states, dropout)
+        stacked = [torch.stack(rows) for rows in zip(*states, strict=True)]
+        output, *last = self.bound.run(given.x, stacked, given.columns, given.batch_sizes or ())
+        return output, list(zip(*(each.unbind(0) for each in last), strict=True))
+
+    def run_direction(
+        self, direction: RecurrentDirection, given: Sequences, state: State, *, backward: bool
+    ) -> tuple[Tensor, State]:
+        program, columns = direction.program(), given.columns
+        if program is None or columns is None:
+            return super().run_direction(direction, given, state, backward=backward)
+        return run_native_direction(
+            program, given.x, state, columns, backward=backward, batch_sizes=given.batch_sizes or ()
+        )
+
+    def run_step(
+        self, cell: CellGraphModule, x: Tensor, state: State, columns: ColumnQParams | None
+    ) -> State:
+        if self.bound is not None and columns is not None:
+            return tuple(self.bound.run(x, list(state), columns))
+        program = cell.program()
+        if program is None or columns is None:
+            return super().run_step(cell, x, state, columns)
+        owned = OwnedProgram(cell, program)
+        return run_native_direction(owned, x[None], state, columns, backward=False)[1]

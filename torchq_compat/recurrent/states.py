@@ -1,0 +1,216 @@
+"""States between calls: streams, explicit zeros, and calibrations that never saw a state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from torchq_compat.errors import InputError
+from torchq_compat.modules.parts import PartKind, part_nodes, part_of
+from torchq_compat.support.graph_nodes import attribute_of
+
+# States that outlive a call: while streams are active, a recurrent call begins with its last state.
+
+
+#: (path of the module, index of its call in the graph)
+CallKey = tuple[str, int]
+State = tuple[Tensor, ...]
+
+
+@dataclass
+class Streams:
+    """The states of the recurrent calls that keep their state.
+
+    Attributes:
+        kept: the calls that keep their state.
+        states: after the last call, (L*D, B, width) each; (L*D, width) for a model without a batch.
+        initial: the states before the first call.
+        buffers: whether ``states`` are buffers of a program that is being exported, written in place.
+    """
+
+    kept: frozenset[CallKey]
+    states: dict[CallKey, State] = field(default_factory=dict)
+    initial: dict[CallKey, State] = field(default_factory=dict)
+    buffers: bool = False
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Make recurrent modules use these streams inside the ``with`` block."""
+        token = _ACTIVE.set(self)
+        try:
+            yield
+        finally:
+            _ACTIVE.reset(token)
+
+    def call(self, key: CallKey, begin: Callable[[], State], run: Callable[[State], Any]) -> Any:
+        """Run a kept call from its kept state, or from ``begin()`` the first time, and keep its last state.
+
+        Args:
+            run: state -> (output, last state); the last state is a tuple, or the tensor if there is only one.
+
+        Raises:
+            InputError: if the number of streams differs from the last call's.
+        """
+        first = begin()
+        state = self.states.get(key)
+        if state is None:
+            state = self.initial[key] = first
+        elif state[0].shape != first[0].shape:
+            raise _other_streams(state[0].shape[-2], first[0].shape[-2])
+        result = run(state)
+        last = result[1] if isinstance(result[1], tuple) else (result[1],)
+        if self.buffers:
+            for buffer, new in zip(self.states[key], last, strict=True):
+                buffer.copy_(new)
+        else:
+            self.states[key] = tuple(each.detach() for each in last)
+        return result
+
+    def reset(self, indices: Sequence[int] | Tensor | None = None) -> None:
+        """Restore the initial states of all streams, or of those at ``indices`` in the batch.
+
+        Raises:
+            InputError: if there is no such stream.
+        """
+        if indices is None:
+            self.states.clear()
+            self.initial.clear()
+            return
+        given = torch.as_tensor(indices)
+        is_mask = given.dtype is torch.bool
+        rows = (given.nonzero() if is_mask else given).reshape(-1).long()
+        for state in self.states.values():
+            count = state[0].shape[-2]
+            if is_mask and given.shape != (count,):
+                raise _no_such_stream(given.tolist(), count)
+            if rows.numel() and (int(rows.max()) >= count or int(rows.min()) < -count):
+                raise _no_such_stream(rows.tolist(), count)
+        for key, state in self.states.items():
+            self.states[key] = tuple(
+                _with_rows(each, first, rows) for each, first in zip(state, self.initial[key], strict=True)
+            )
+
+
+_ACTIVE: ContextVar[Streams | None] = ContextVar("torchq_compat_streams", default=None)
+
+
+def active_streams() -> Streams | None:
+    """Return the active streams; None outside of a streaming model."""
+    return _ACTIVE.get()
+
+
+def _with_rows(state: Tensor, first: Tensor, rows: Tensor) -> Tensor:
+    changed = state.clone()
+    changed[..., rows.to(state.device), :] = first[..., rows.to(state.device), :]
+    return changed
+
+
+def _other_streams(kept: int, given: int) -> InputError:
+    return InputError(
+        f"a chunk of {given} streams was given where states of {kept} are kept.",
+        hint="give chunks of the same batch, or call reset() before another one; reset(indices) begins "
+        "single streams again.",
+    )
+
+
+def _no_such_stream(given: object, count: int) -> InputError:
+    return InputError(
+        f"reset: the streams {given} were named where {count} are kept.",
+        hint=f"name streams by their place in the batch, 0 to {count - 1}, or give a mask of {count}.",
+    )
+
+
+# Detects a calibration that has never seen a hidden state.
+#
+# The first step of a sequence begins with zeros. In a module calibrated only with single steps, the
+# observers of the hidden projection have seen only its bias: every later step saturates, and SQNR falls to
+# a few dB.
+
+
+GROUP = "hgates"
+
+
+def has_seen_no_hidden_state(cells: Iterable[GraphModule]) -> bool:
+    """Return whether every hidden projection of the prepared ``cells`` has observed only its bias, or read
+    only zeros.
+
+    False if the observers cannot show it: they keep no range, or have seen no data.
+    """
+    found = [
+        _reads_zeros(cell, node) or _is_bias_alone(cell, node)
+        for cell in cells
+        for node in _hidden_projections(cell)
+    ]
+    return bool(found) and all(found)
+
+
+def _hidden_projections(cell: GraphModule) -> list[Node]:
+    return [
+        node
+        for _, node in part_nodes(cell)
+        if part_of(node).group == GROUP and part_of(node).kind is PartKind.LINEAR
+    ]
+
+
+def _reads_zeros(cell: GraphModule, node: Node) -> bool:
+    """Return whether the projection's input has its own observer, and that observer has seen only zeros."""
+    source = node.args[0]
+    return isinstance(source, Node) and _observed_range(cell, source) == (0.0, 0.0)
+
+
+def _is_bias_alone(cell: GraphModule, node: Node) -> bool:
+    ranges = [each for user in node.users if (each := _observed_range(cell, user)) is not None]
+    if not ranges:
+        return False
+    bias = node.args[2] if len(node.args) > 2 else None
+    values = torch.zeros(1)
+    if isinstance(bias, Node) and bias.op == "get_attr":
+        values = attribute_of(cell, bias).detach()
+    low, high = ranges[0]
+    scale = float(values.abs().max()) or 1.0
+    return abs(low - float(values.min())) < 1e-6 * scale and abs(high - float(values.max())) < 1e-6 * scale
+
+
+def _observed_range(cell: GraphModule, user: Node) -> tuple[float, float] | None:
+    if user.op != "call_module":
+        return None
+    observer = cell.get_submodule(str(user.target))
+    observer = getattr(observer, "activation_post_process", observer)
+    low, high = getattr(observer, "min_val", None), getattr(observer, "max_val", None)
+    if not isinstance(low, Tensor) or not isinstance(high, Tensor) or low.numel() != 1 or high.numel() != 1:
+        return None
+    return (float(low), float(high)) if torch.isfinite(low) and torch.isfinite(high) else None
+
+
+# Explicit initial states, zeros, for calls of torch.nn's recurrent modules that pass none.
+
+
+def give_initial_states(module: nn.Module) -> None:
+    """Make every call of ``module``, in the package's copy of the model, pass initial states."""
+    module.register_forward_pre_hook(_with_states, with_kwargs=True)
+
+
+def _with_states(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    given = args[1] if len(args) > 1 else kwargs.get("hx")
+    x = args[0] if args else kwargs.get("input")
+    if given is not None or not isinstance(x, Tensor):
+        return None
+    states = [x.new_zeros(shape) for shape in _shapes(module, x)]
+    return (x, states[0] if len(states) == 1 else tuple(states)), {}
+
+
+def _shapes(module: Any, x: Tensor) -> list[tuple[Any, ...]]:
+    count = 2 if isinstance(module, (nn.LSTM, nn.LSTMCell)) else 1
+    if not isinstance(module, nn.RNNBase):
+        return [(*x.shape[:-1], module.hidden_size)] * count
+    rows = module.num_layers * (2 if module.bidirectional else 1)
+    batch = () if x.dim() == 2 else (x.shape[0 if module.batch_first else 1],)
+    hidden = (rows, *batch, module.proj_size or module.hidden_size)
+    return [hidden, (rows, *batch, module.hidden_size)][:count]

@@ -1,0 +1,178 @@
+"""The rows of ``explain``, as text for a terminal and as HTML for a notebook."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any, Literal
+
+from torchq_compat.support.text_table import columns_with_content, folded_prefixes, text_table
+
+# The rows of ``explain``: decisions, their weights and inputs, and the counts of all rows.
+
+
+Role = Literal["op", "part", "input", "weight", "batch norm", "size", "setting", "lowering"]
+
+#: The roles of rows that are counted as ops of the model.
+OPS: tuple[Role, ...] = ("op",)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a report.
+
+    Attributes:
+        path: module path; ``scope/node`` for a function; ``path.weight`` and ``path.input`` for the values
+            that an op reads as integers.
+        role: what the row is about.
+        kind: module class, operator, or a part's formula.
+        action: ``quantized``, ``shared``, ``float``, ``dropped``, ``folded``, ``free``, ``fixed``,
+            ``lowered`` or ``reference``.
+        dtype: the integer dtype, without ``torch.``; empty if there is none.
+        scale: the scale per tensor; None if it is per channel, chosen at run time or not known yet.
+        zero_point: the zero point, or None as for ``scale``.
+        channels: the number of scales; None if there is one.
+        runs_as: what the op runs as after ``convert_fx``; empty if this is not known.
+        on_integers: whether the op runs on an integer kernel; None if this is not known.
+        reason: why; it names the setting that decided.
+    """
+
+    path: str
+    role: Role
+    kind: str
+    action: str
+    dtype: str = ""
+    scale: float | None = None
+    zero_point: int | None = None
+    channels: int | None = None
+    runs_as: str = ""
+    on_integers: bool | None = None
+    reason: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the row as plain values."""
+        return dict(vars(self))
+
+
+def counted(count: int, what: str, plural: str = "") -> str:
+    """Return ``1 file`` or ``2 files``."""
+    return f"{count} {what if count == 1 else plural or what + 's'}"
+
+
+def headline(rows: Sequence[Row]) -> str:
+    """Return the counts of ``rows``: ``14 quantized, 0 float, 1 batch norm folded``."""
+    ops = Counter(row.action for row in rows if row.role in OPS)
+    parts = sum(row.role == "part" for row in rows)
+    folded = sum(row.role == "batch norm" for row in rows)
+    in_floats = sum(row.on_integers is False for row in rows if row.role in OPS)
+    told = [f"{ops['quantized']} quantized"]
+    if parts:
+        told[0] += f" ({counted(parts, 'part')} inside)"
+    if ops["shared"]:
+        told.append(f"{ops['shared']} on {'its' if ops['shared'] == 1 else 'their'} input's qparams")
+    told.append(f"{ops['float']} float")
+    if folded:
+        told.append(f"{counted(folded, 'batch norm')} folded")
+    dropped = sum(row.role == "setting" for row in rows)
+    if dropped:
+        told.append(f"{counted(dropped, 'setting')} without effect")
+    if in_floats:
+        told.append(f"{in_floats} between q-dq without an integer kernel")
+    return ", ".join(told)
+
+
+def default_reason(rows: Iterable[Row]) -> str:
+    """Return the reason that most quantized ops have, to be shown once; empty if no two ops share it."""
+    reasons = Counter(row.reason for row in rows if row.role == "op" and row.action == "quantized")
+    (reason, count), *_ = reasons.most_common(1) or [("", 0)]
+    return reason if count > 1 else ""
+
+
+# A report of ``explain`` as text: the counts, then the model in its order, then the sizes of the inputs.
+
+
+HEADER = ("where", "what", "as", "scale", "zero", "note")
+SIZES = ("input", "what", "size", "note")
+#: The beginning of the reason of every part of a custom module.
+OF_PARTS = "part of the custom module"
+
+
+def report_text(rows: Sequence[Row], width: int) -> str:
+    """Return the report as lines of at most ``width`` columns."""
+    if not rows:
+        return "no decisions: the model has no modules that could be quantized"
+    common = default_reason(rows)
+    model = [row for row in rows if row.role != "size"]
+    sizes = [row for row in rows if row.role == "size"]
+    blocks = [headline(rows)]
+    if model:
+        blocks.append(_table(HEADER, [cells(row, common) for row in model], width))
+    if common:
+        blocks.append(f"Reason, unless noted otherwise: {common}.")
+    if sizes:
+        blocks.append(_table(SIZES, [(row.path, row.kind, row.action, row.reason) for row in sizes], width))
+    return "\n\n".join(blocks)
+
+
+def cells(row: Row, common: str) -> tuple[str, ...]:
+    """Return the cells of the table for ``row``; a reason equal to ``common`` is left out."""
+    reason = "" if row.reason in (common, OF_PARTS) else row.reason.removeprefix(f"{OF_PARTS}; ")
+    if row.action == "shared":
+        reason = ""
+    note = "; ".join(filter(None, (row.runs_as, reason)))
+    scale = "" if row.scale is None else f"{row.scale:.6g}"
+    scale = counted(row.channels, "scale") if row.channels else scale
+    zero_point = "" if row.zero_point is None else str(row.zero_point)
+    kind = row.kind.removesuffix(".default")
+    return row.path or "(model)", kind, stored_as(row), scale, zero_point, note
+
+
+def stored_as(row: Row) -> str:
+    """Return the dtype, and ``shared`` if the qparams are the input's; the action if there is no dtype."""
+    return " ".join(filter(None, (row.dtype, row.action if row.action == "shared" or not row.dtype else "")))
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> str:
+    lines: list[tuple[str, ...]] = []
+    for (above, path), row in zip(folded_prefixes([row[0] for row in rows]), rows, strict=True):
+        if above:
+            lines.append((above, *[""] * (len(header) - 1)))
+        lines.append((path, *row[1:]))
+    return text_table(header, lines, width)
+
+
+# A report of ``explain`` as HTML for a notebook cell, without scripts or styles that affect other cells.
+
+
+CELL = "text-align:left;vertical-align:top;padding:2px 10px 2px 0"
+
+
+def report_html(rows: Sequence[Row]) -> str:
+    """Return the headline, and the table in a ``<details>`` that is open if the table is short."""
+    common = default_reason(rows)
+    shown = [
+        cells(row, common) if row.role != "size" else (row.path, row.kind, row.action, "", "", row.reason)
+        for row in rows
+    ]
+    state = " open" if len(shown) <= 40 else ""
+    why = f"<p>Reason, unless noted otherwise: {escape(common)}.</p>" if common else ""
+    return (
+        f"<div><p><b>{escape(headline(rows))}</b></p><details{state}><summary>{len(rows)} rows</summary>"
+        f"{html_table(HEADER, shown)}{why}</details></div>"
+    )
+
+
+def html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table of ``rows`` without the empty columns."""
+    kept = columns_with_content(header, rows)
+    head = "".join(f'<th style="{CELL}">{escape(header[index])}</th>' for index in kept)
+    lines = [
+        "<tr>" + "".join(f'<td style="{CELL}">{escape(row[index])}</td>' for index in kept) + "</tr>"
+        for row in rows
+    ]
+    return (
+        f'<div style="overflow-x:auto"><table><thead><tr>{head}</tr></thead>'
+        f"<tbody>{''.join(lines)}</tbody></table></div>"
+    )
