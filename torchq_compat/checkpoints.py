@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor, nn
 
+from torchq_compat.custom_modules import handler_of
 from torchq_compat.errors import ArgumentError, CheckpointError
 from torchq_compat.fx_state.load import load_state
 from torchq_compat.fx_state.states import packed_names
@@ -145,7 +146,7 @@ def load_fx_state(prepared: nn.Module, state_dict: Mapping[str, Any]) -> None:
             hint="call prepare_fx or prepare_qat_fx of torchq_compat, load the state into the model it "
             "returns, and convert that model.",
         )
-    load_state(prepared, state_dict)
+    load_state(prepared, state_dict, handler_of)
 
 
 def _load_whole(model: nn.Module, content: dict[str, Any]) -> None:

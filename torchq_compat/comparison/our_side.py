@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
-from torchq_compat import convert_fx, convert_to_reference_fx, explain, prepare_fx, prepare_qat_fx
 from torchq_compat.capture.opaque_calls import opaque_call_nodes, qparams_of_integers
 from torchq_compat.checkpoints import load_fx_state
 from torchq_compat.comparison.cases import Case
@@ -32,6 +31,8 @@ from torchq_compat.comparison.sides import (
 )
 from torchq_compat.modules.parts import PartKind, PartOwner, part_nodes, part_of
 from torchq_compat.port.running.recorder import computes_nothing
+from torchq_compat.quantize.explain import explain
+from torchq_compat.quantize_fx import convert_fx, convert_to_reference_fx, prepare_fx, prepare_qat_fx
 from torchq_compat.read.qdq import QUANTIZE, is_dequantize
 from torchq_compat.read.qparams import QParams
 from torchq_compat.support.decisions import Action, Decision

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
+from torchq_compat.custom_modules import handler_of
 from torchq_compat.errors import ConfigError
 from torchq_compat.model.graph_module import record_of
-from torchq_compat.modules.registry import handler_of
 from torchq_compat.read.observers import SMALLEST_SCALE, asks_for_whole_range, with_whole_range
 from torchq_compat.recurrent.families import family_of, quantize_recurrent
 from torchq_compat.recurrent.kernel.linear_calls import LINEAR_OPERATOR, LinearCall, LinearWeight, linear_call

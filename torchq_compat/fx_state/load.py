@@ -4,8 +4,9 @@ written."""
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from torchq_compat.fx_state.graph_names import PARAMETRIZATIONS, wanted_by_graph
 from torchq_compat.fx_state.numbered import FoldedBatchNorm, Wanted, WantedObserver, WantedTensor
 from torchq_compat.fx_state.states import SCALE_NAME, Entry, FxState, FxWeight
 from torchq_compat.model.graph_module import QuantizationGraphModule
-from torchq_compat.modules.registry import handler_of
 from torchq_compat.read.observers import WeightObserver
 from torchq_compat.read.qconfig_mappings import QConfigRules
 from torchq_compat.read.qparams import hold_qparams, release_qparams
@@ -38,7 +38,9 @@ COMPUTED_WEIGHTS = (
 )
 
 
-def load_state(prepared: QuantizationGraphModule, given: Mapping[str, Any]) -> None:
+def load_state(
+    prepared: QuantizationGraphModule, given: Mapping[str, Any], handler_of: Callable[[nn.Module], Any]
+) -> None:
     """Load ``given``, as a prepared or converted model of FX saved it, into ``prepared``.
 
     Raises:
@@ -46,7 +48,7 @@ def load_state(prepared: QuantizationGraphModule, given: Mapping[str, Any]) -> N
     """
     _refuse_wrapped(prepared, given)
     state = FxState.read(given)
-    wanted = wanted_by_model(prepared, state, prepared.record.rules)
+    wanted = wanted_by_model(prepared, state, prepared.record.rules, handler_of=handler_of)
     plan = _Planner(prepared, state, wanted).plan()
     _carry_out(prepared, plan)
     if plan.dropped:
@@ -86,15 +88,22 @@ def _has_tensors(state: Mapping[Any, Any]) -> bool:
 
 
 def wanted_by_model(
-    graph_module: GraphModule, state: FxState, rules: QConfigRules | None, prefix: str = ""
+    graph_module: GraphModule,
+    state: FxState,
+    rules: QConfigRules | None,
+    prefix: str = "",
+    *,
+    handler_of: Callable[[nn.Module], Any],
 ) -> Wanted:
-    """Return what a prepared model wants, including its custom modules."""
+    """Return what a prepared model wants, with its custom modules, whose handler ``handler_of`` returns."""
     wanted = wanted_by_graph(graph_module, state, rules, prefix)
     for path in dict.fromkeys(str(node.target) for node in opaque_call_nodes(graph_module)):
         leaf = graph_module.get_submodule(path)
         handler = handler_of(leaf)
         if handler is not None and isinstance(leaf, OpaqueModule):
-            inside = handler.wanted_of_fx(leaf, state, f"{prefix}{path}", wanted_by_model)
+            inside = handler.wanted_of_fx(
+                leaf, state, f"{prefix}{path}", partial(wanted_by_model, handler_of=handler_of)
+            )
             wanted += inside.below(path)
     return wanted
 

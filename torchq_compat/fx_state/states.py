@@ -8,7 +8,7 @@ import pickle
 import re
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,13 +118,6 @@ def _kind(packed: Any) -> str:
 # packed linears.
 
 
-#: Names of entries that only FX's models, and torch.ao's eager models, have.
-ONLY_FX = re.compile(
-    r"(^|\.)(([^.]+_)?activation_post_process(_\d+)?\.|weight_fake_quant\.|_packed_params\.|_all_weight_values\."
-    r"|_packed_weight_|weight_(scale|zero_point|qscheme|dtype|axis)$)|_(scale|zero_point)_\d+$|_packed_weight_\d+$"
-)
-#: Names of entries that states of our models have, and no state of FX has.
-OURS = re.compile(r"\.observer\.|^_frozen_param\d+$|(^|\.)_extra_state$|\.saturated$|\.loaded_scale$")
 WEIGHT_QPARAM = re.compile(r"_(axis|qscheme|dtype|quant_min|quant_max|axis_int)$")
 #: The scales of a converted graph.
 SCALE_NAME = re.compile(r"^(?P<prefix>.*)_scale_(?P<index>\d+)$")
@@ -136,11 +129,6 @@ CONV_BN_V1 = {
     "running_var": "bn.running_var",
     "num_batches_tracked": "bn.num_batches_tracked",
 }
-
-
-def is_fx_state(state: Mapping[str, Any]) -> bool:
-    """Return whether ``state`` has entries of FX's prepared or converted models, and none of only ours."""
-    return any(ONLY_FX.search(name) for name in state) and not any(OURS.search(name) for name in state)
 
 
 @dataclass(frozen=True)
@@ -426,26 +414,6 @@ def _unknown_values(names: list[str], state: Mapping[str, Any]) -> CheckpointErr
         "torch.load(path, weights_only=False) if you trust its source, in a process that imported torch, "
         "and give its result.",
     )
-
-
-# Whether ``load_state_dict`` of our models accepts a state of FX: it refuses, unless the process enables it.
-#
-# ``torchq-compat run`` enables it: the script that it runs was written for FX's models and states.
-
-
-#: (model, state of FX) -> what ``load_state_dict`` returns.
-Loader = Callable[[Any, Mapping[str, Any]], Any]
-_LOADERS: list[Loader] = []
-
-
-def accept_fx_states(loader: Loader) -> None:
-    """Make ``loader`` load FX's states into our models, from now on in this process."""
-    _LOADERS[:] = [loader]
-
-
-def fx_state_loader() -> Loader | None:
-    """Return the function that loads FX's states; None if they are refused."""
-    return _LOADERS[0] if _LOADERS else None
 
 
 # Find the entries of a checkpoint file that ``torch.load(weights_only=True)`` does not load.

@@ -6,7 +6,7 @@ import linecache
 import operator
 import traceback
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,16 +19,12 @@ from torchq_compat.support.dtypes import dtype_name
 from torchq_compat.support.graph_nodes import module_path_of
 from torchq_compat.support.upstream import pytree
 
-if TYPE_CHECKING:
-    from torchq_compat.model.graph_module import QuantizationGraphModule
-
-
 #: What kernels and generated code raise on arguments that do not fit; a MemoryError has another cause.
 FAILURES = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 def explain_failed_call(
-    model: QuantizationGraphModule, stage: str, args: tuple[Any, ...], cause: BaseException
+    model: Any, stage: str, args: tuple[Any, ...], cause: BaseException
 ) -> CallError | None:
     """Return the error for the user; None if ``cause`` does not come from the arguments.
 

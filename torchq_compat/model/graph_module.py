@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import wraps
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,6 @@ from torchq_compat.errors import (
     OnnxError,
     TorchQCompatError,
 )
-from torchq_compat.fx_state.states import fx_state_loader, is_fx_state
 from torchq_compat.model.failed_calls import (
     FAILURES,
     check_structure,
@@ -55,7 +54,14 @@ from torchq_compat.model.quantized_interface import (
     output_qparams,
     take_integers,
 )
-from torchq_compat.model.state import check_state, qparams_state, set_qparams_state, with_plain_tables
+from torchq_compat.model.state import (
+    check_state,
+    fx_state_loader,
+    is_fx_state,
+    qparams_state,
+    set_qparams_state,
+    with_plain_tables,
+)
 from torchq_compat.model.view_hooks import HOOKED, calling_hooks, is_of_a_hook
 from torchq_compat.model.views import ModuleFacts, hooked_views, install_prepared_views, install_views
 from torchq_compat.read.backend_configs import BackendTable
@@ -72,10 +78,6 @@ from torchq_compat.support.later_stages import (
 )
 from torchq_compat.support.torch_ao import freeze_bn_stats, update_bn_stats
 from torchq_compat.support.upstream import USER_PRESERVED_ATTRIBUTES_KEY
-
-if TYPE_CHECKING:
-    from torchq_compat.lower.torchscript.scripted import ScriptedGraph
-
 
 _CALIBRATION = threading.RLock()
 #: The path of a float model that is a custom module itself, in the module that wraps it.
@@ -195,7 +197,8 @@ class QuantizationGraphModule(GraphModule):
 
     @property
     def record(self) -> ModelRecord:
-        return metadata.RECORD.required(self)
+        record: ModelRecord = metadata.RECORD.required(self)
+        return record
 
     def add_decisions(self, decisions: tuple[Decision, ...]) -> None:
         """Add ``decisions`` about the finished model to its record."""
@@ -264,11 +267,11 @@ class QuantizationGraphModule(GraphModule):
         Raises:
             ExportError: a module or operator has no form in TorchScript.
         """
-        return self._scripted().module()
+        module: nn.Module = self._scripted().module()
+        return module
 
-    def _scripted(self) -> ScriptedGraph:
-        scripted: ScriptedGraph = scripted_graph(self)
-        return scripted
+    def _scripted(self) -> Any:
+        return scripted_graph(self)
 
     def _has_structure(self, args: tuple[Any, ...]) -> bool:
         """Return whether ``args`` are tensors, in tuples and lists of the same lengths as in the example."""
@@ -445,7 +448,8 @@ class ConvertedGraphModule(ConvertedModel):
     def input_qparams(self) -> tuple[QParams | None, ...]:
         """See ``ConvertedModel``."""
         if torch.compiler.is_dynamo_compiling():
-            return metadata.INPUT_QPARAMS.required(self)
+            qparams: tuple[QParams | None, ...] = metadata.INPUT_QPARAMS.required(self)
+            return qparams
         return input_qparams(self, self.record.interface)
 
     def _note_input_qparams(self) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -264,3 +265,34 @@ def _in_out_dtype(graph: Graph, table: Node, factors: tuple[Node, Argument]) -> 
     product = graph.call_function(ATEN.mul.Tensor, factors)
     dtype = table.kwargs.get("out_dtype")
     return product if dtype is None else graph.call_function(ATEN.to.dtype, (product, dtype))
+
+
+# Whether ``load_state_dict`` of our models accepts a state of FX: it refuses, unless the process enables it.
+#
+# ``torchq-compat run`` enables it: the script that it runs was written for FX's models and states.
+
+#: Names of entries that only FX's models, and torch.ao's eager models, have.
+ONLY_FX = re.compile(
+    r"(^|\.)(([^.]+_)?activation_post_process(_\d+)?\.|weight_fake_quant\.|_packed_params\.|_all_weight_values\."
+    r"|_packed_weight_|weight_(scale|zero_point|qscheme|dtype|axis)$)|_(scale|zero_point)_\d+$|_packed_weight_\d+$"
+)
+#: Names of entries that states of our models have, and no state of FX has.
+OURS = re.compile(r"\.observer\.|^_frozen_param\d+$|(^|\.)_extra_state$|\.saturated$|\.loaded_scale$")
+#: (model, state of FX) -> what ``load_state_dict`` returns.
+Loader = Callable[[Any, Mapping[str, Any]], Any]
+_LOADERS: list[Loader] = []
+
+
+def accept_fx_states(loader: Loader) -> None:
+    """Make ``loader`` load FX's states into our models, from now on in this process."""
+    _LOADERS[:] = [loader]
+
+
+def fx_state_loader() -> Loader | None:
+    """Return the function that loads FX's states; None if they are refused."""
+    return _LOADERS[0] if _LOADERS else None
+
+
+def is_fx_state(state: Mapping[str, Any]) -> bool:
+    """Return whether ``state`` has entries of FX's prepared or converted models, and none of only ours."""
+    return any(ONLY_FX.search(name) for name in state) and not any(OURS.search(name) for name in state)

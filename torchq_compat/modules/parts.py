@@ -359,7 +359,8 @@ def part_nodes(graph_module: GraphModule) -> Iterator[tuple[str, Node]]:
 
 def part_of(node: Node) -> Part:
     """Return the part that ``node`` computes."""
-    return metadata.PART.required(node)
+    part: Part = metadata.PART.required(node)
+    return part
 
 
 def converted_qparams(graph_module: GraphModule) -> tuple[PerTensorQParams | None, ...]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
-import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -241,7 +239,6 @@ class CustomModuleHandler(ABC):
 
 
 _HANDLERS: list[CustomModuleHandler] = []
-_BUILT_IN_LOADED = False
 
 
 @checked_arguments(handler=instance_of(CustomModuleHandler))
@@ -265,32 +262,18 @@ def register(handler: CustomModuleHandler) -> CustomModuleHandler:
         ...         return float_class.__name__ == "Table"
         >>> handler = register(TableHandler())
     """
-    _load_built_in()
     _HANDLERS.insert(0, handler)
     return handler
 
 
 def handlers() -> tuple[CustomModuleHandler, ...]:
     """Return the handlers of all kinds, in order of precedence."""
-    _load_built_in()
     return tuple(sorted(_HANDLERS, key=lambda handler: handler.is_fallback))
 
 
 def handler_of(opaque: Any) -> CustomModuleHandler | None:
     """Return the handler of an observed or converted module; None if there is none."""
     return next((handler for handler in handlers() if handler.owns(opaque)), None)
-
-
-def _load_built_in() -> None:
-    """Import the ``handler`` module of every subpackage; each registers its kinds."""
-    global _BUILT_IN_LOADED
-    if _BUILT_IN_LOADED:
-        return
-    _BUILT_IN_LOADED = True
-    package = importlib.import_module("torchq_compat.custom_modules")
-    for found in pkgutil.iter_modules(package.__path__):
-        if found.ispkg:
-            importlib.import_module(f"{package.__name__}.{found.name}.handler")
 
 
 # A parent for a model that is itself a custom module, so that the graph has a submodule to call.

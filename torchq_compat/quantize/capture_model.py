@@ -32,8 +32,9 @@ from torchq_compat.capture.torch_export import (
 )
 from torchq_compat.capture.trial_runs import FloatRun, Runs, trial_copy
 from torchq_compat.capture.unseen_python import show_identities
+from torchq_compat.custom_modules import handler_of
 from torchq_compat.errors import ExampleInputsError, TorchQCompatError
-from torchq_compat.modules.registry import ObserveRequest, WriteOps, handler_of
+from torchq_compat.modules.registry import ObserveRequest, WriteOps
 from torchq_compat.modules.swap import Swap, apply_swaps
 from torchq_compat.quantize.request import PrepareRequest, WithLoops
 from torchq_compat.support.decisions import Action, Decision

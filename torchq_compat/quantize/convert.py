@@ -26,12 +26,13 @@ from torchq_compat.capture.opaque_calls import (
     quantize_boundaries,
     tensor_arguments,
 )
+from torchq_compat.custom_modules import handler_of
 from torchq_compat.errors import ConfigError, ConvertError
 from torchq_compat.model.graph_module import ConvertedGraphModule, ModelRecord, Stage, record_of
 from torchq_compat.model.other_tools import unguard
 from torchq_compat.model.quantized_interface import expose_integers
 from torchq_compat.modules.parts import PartOwner
-from torchq_compat.modules.registry import ConvertRequest, CustomModuleHandler, handler_of
+from torchq_compat.modules.registry import ConvertRequest, CustomModuleHandler
 from torchq_compat.modules.user_modules import convert_float_calls
 from torchq_compat.ops import weight_of
 from torchq_compat.quantize.edited_observers import settle_observers, with_removed_observers

@@ -11,9 +11,9 @@ from torch.fx import GraphModule, Node
 
 from torchq_compat.capture.opaque_calls import OpaqueModule
 from torchq_compat.capture.origins import is_fx_leaf
+from torchq_compat.custom_modules import handler_of
 from torchq_compat.model.graph_module import QuantizationGraphModule, record_of
 from torchq_compat.model.quantized_interface import quantized_values, result_details
-from torchq_compat.modules.registry import handler_of
 from torchq_compat.support.argument_checks import checked_arguments, instance_of
 from torchq_compat.support.decisions import Action, Decision, QuantizedValue, Report
 from torchq_compat.support.graph_nodes import module_path_of

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,6 @@ from torch.fx import Graph, GraphModule, Node
 
 import torchq_compat.support.upstream  # noqa: F401 - registers quantized_decomposed
 from torchq_compat.support.graph_nodes import free_name
-
-if TYPE_CHECKING:
-    from torchq_compat.read.qparams import QParams
-
 
 NAMESPACE = "quantized_decomposed"
 _OPS = torch.ops.quantized_decomposed
@@ -72,7 +68,7 @@ def integers_behind(dequantize: Node) -> Node:
     return source
 
 
-def insert_quantize(graph: Graph, source: Node, qparams: QParams, constant: MakeConstant) -> Node:
+def insert_quantize(graph: Graph, source: Node, qparams: Any, constant: MakeConstant) -> Node:
     """Insert the quantize of ``source`` at the graph's insertion point, without ``meta``."""
     return graph.call_function(qparams.quantize_op, (source, *_arguments(source, qparams, constant)))
 
@@ -80,7 +76,7 @@ def insert_quantize(graph: Graph, source: Node, qparams: QParams, constant: Make
 def insert_dequantize(
     graph: Graph,
     integers: Node,
-    qparams: QParams,
+    qparams: Any,
     constant: MakeConstant,
     out_dtype: torch.dtype = torch.float32,
 ) -> Node:
@@ -98,7 +94,7 @@ def insert_dequantize(
     return graph.call_function(qparams.dequantize_op, args, kwargs)
 
 
-def insert_q_dq(graph: Graph, source: Node, qparams: QParams, constant: MakeConstant) -> Node:
+def insert_q_dq(graph: Graph, source: Node, qparams: Any, constant: MakeConstant) -> Node:
     """Insert the quantize and dequantize of ``source``, with the same constants; return the dequantize, which
     has the ``meta`` of ``source``."""
     arguments = _arguments(source, qparams, constant)
@@ -137,7 +133,7 @@ def insert_dynamic_q_dq(
     return graph.call_function(DEQUANTIZE_DYNAMIC, (integers, *arguments))
 
 
-def _arguments(source: Node, qparams: QParams, constant: MakeConstant) -> tuple[Any, ...]:
+def _arguments(source: Node, qparams: Any, constant: MakeConstant) -> tuple[Any, ...]:
     value = source.meta.get("val")
     device = value.device if isinstance(value, Tensor) else torch.device("cpu")
     return qparams.arguments(source.name, constant, device)

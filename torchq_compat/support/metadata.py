@@ -7,23 +7,11 @@ State between stages is kept there because torchao's prepare and convert, and co
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch.fx import GraphModule, Node
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torchq_compat.annotate.annotation import OpRecord
-    from torchq_compat.capture.call_layouts import CallLayout
-    from torchq_compat.comparison.cases import Recording
-    from torchq_compat.model.graph_module import ModelRecord, QuantizationGraphModule
-    from torchq_compat.modules.parts import Part
-    from torchq_compat.port.running.fx_draws import FxModel
-    from torchq_compat.read.qparams import QParams
-    from torchq_compat.recurrent.exported_lstm.shapes import Copy
-
 
 T = TypeVar("T")
 #: The key of a node's metadata whose value torch.export keeps.
@@ -71,7 +59,7 @@ class MetaKey(Generic[T]):
 
 
 #: Facts about a model that this package made.
-RECORD: MetaKey[ModelRecord] = MetaKey("torchq_compat", "graph", "model.graph_module", "everything")
+RECORD: MetaKey[Any] = MetaKey("torchq_compat", "graph", "model.graph_module", "everything")
 #: Whether the graph is in training mode.
 TRAINING: MetaKey[bool] = MetaKey("torchq_compat_training", "graph", "capture.training", "capture.training")
 #: Whether batch norms keep their statistics in training.
@@ -83,17 +71,17 @@ FIXED_MODE: MetaKey[bool] = MetaKey(
     "torchq_compat_fixed_mode", "node", "capture.training", "capture.training"
 )
 #: The properties of an op that a QConfigMapping selects by.
-OP: MetaKey[OpRecord] = MetaKey("torchq_compat_op", "node", "annotate.annotation", "quantize.convert")
+OP: MetaKey[Any] = MetaKey("torchq_compat_op", "node", "annotate.annotation", "quantize.convert")
 #: The path of the module that an opaque call calls.
 OPAQUE_CALL: MetaKey[str] = MetaKey(
     "torchq_compat_opaque_call", "node", "capture.opaque_calls", "people who look at a graph"
 )
 #: The qparams of the integers in a result of an opaque call, from convert on; None for floats.
-INTEGERS: MetaKey[QParams | None] = MetaKey(
+INTEGERS: MetaKey[Any] = MetaKey(
     "torchq_compat_integers", "node", "capture.opaque_calls", "lower, opaque_calls"
 )
 #: The qparams of a dequantize after an opaque call.
-DEQUANTIZED: MetaKey[QParams] = MetaKey(
+DEQUANTIZED: MetaKey[Any] = MetaKey(
     "torchq_compat_qparams", "node", "capture.opaque_calls", "capture.opaque_calls"
 )
 #: Whether the node has values on the example inputs that mean infinity.
@@ -103,7 +91,7 @@ FX_CONVERTS_OTHERWISE: MetaKey[tuple[str, ...]] = MetaKey(
     "torchq_compat_fx_converts_otherwise", "graph", "annotate.observed_graph", "quantize.convert"
 )
 #: The part of a cell that a node computes.
-PART: MetaKey[Part] = MetaKey(
+PART: MetaKey[Any] = MetaKey(
     "torchq_compat_part",
     "node",
     "modules.parts",
@@ -128,11 +116,11 @@ INITIAL_STATES: MetaKey[dict[int, tuple[float, int]]] = MetaKey(
     "recurrent",
 )
 #: The layouts of the calls of a standalone module.
-LAYOUTS: MetaKey[list[CallLayout]] = MetaKey(
+LAYOUTS: MetaKey[Any] = MetaKey(
     "torchq_compat_opaque_layouts", "graph", "capture.opaque_calls", "modules.standalone"
 )
 #: The qparams of the inputs of a converted model that takes integers: torch.compile cannot look at its graph.
-INPUT_QPARAMS: MetaKey[tuple[QParams | None, ...]] = MetaKey(
+INPUT_QPARAMS: MetaKey[Any] = MetaKey(
     "torchq_compat_input_qparams", "graph", "model.graph_module", "model.graph_module"
 )
 #: Path -> cell, for the cells whose steps are written out in the graph.
@@ -143,7 +131,7 @@ UNROLLED_CELLS: MetaKey[dict[str, GraphModule]] = MetaKey(
     "recurrent.exported_lstm.shapes",
 )
 #: The cell, its node and the step that a node is the copy of, if steps are written out.
-COPY: MetaKey[Copy] = MetaKey(
+COPY: MetaKey[Any] = MetaKey(
     "torchq_compat_copy", "node", "recurrent.exported_lstm.shapes", "recurrent.exported_lstm.shapes"
 )
 #: Whether a node only moves values between steps, layers and directions: no arithmetic to quantize.
@@ -155,7 +143,7 @@ REFERENCE_NODE: MetaKey[str] = MetaKey(
     "torchq_compat_reference", "node", "lower.integers.rewrite", "lower.torchscript.scripted"
 )
 #: The recording that ``torchq-compat compare`` made of a model that FX prepared.
-RECORDING: MetaKey[Recording] = MetaKey(
+RECORDING: MetaKey[Any] = MetaKey(
     "torchq_compat_recording",
     "graph",
     "comparison.cases",
@@ -171,7 +159,7 @@ WRAPPED_CALL: MetaKey[tuple[str, int]] = MetaKey(
 )
 
 #: The prepared model that a converted model was made from, under ``torchq-compat run``.
-PREPARED: MetaKey[QuantizationGraphModule] = MetaKey(
+PREPARED: MetaKey[Any] = MetaKey(
     "torchq_compat_prepared",
     "graph",
     "port.running.fx_draws",
@@ -186,7 +174,7 @@ CONVERTED_FROM: MetaKey[Callable[[], GraphModule]] = MetaKey(
 )
 
 #: What FX prepared beside a prepared model, under ``torchq-compat run`` and ``compare``.
-FX_MODEL: MetaKey[FxModel] = MetaKey(
+FX_MODEL: MetaKey[Any] = MetaKey(
     "torchq_compat_fx_model", "graph", "port.running.fx_draws", "port.running.fx_draws"
 )
 

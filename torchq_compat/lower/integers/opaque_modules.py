@@ -10,6 +10,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from torchq_compat.capture.opaque_calls import OpaqueModule, opaque_call_nodes
+from torchq_compat.custom_modules import handler_of
 from torchq_compat.lower.integers.lowered_graph import (
     MADE,
     Made,
@@ -22,7 +23,6 @@ from torchq_compat.lower.integers.operators import DEQUANTIZE, QUANTIZE
 from torchq_compat.lower.integers.rewrite import Rewriter
 from torchq_compat.model.graph_module import ConvertedGraphModule, QuantizationGraphModule
 from torchq_compat.modules.parts import PartOwner
-from torchq_compat.modules.registry import handler_of
 from torchq_compat.read import qdq
 from torchq_compat.read.qparams import PerTensorQParams, QParams
 from torchq_compat.recurrent.python_loops import OpaqueLoop

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from torchq_compat import explain
 from torchq_compat.errors import LeftFloatError
 from torchq_compat.model.graph_module import QuantizationGraphModule
 from torchq_compat.ops import preserves_values
+from torchq_compat.quantize.explain import explain
 from torchq_compat.support.atomic_files import write_whole
 from torchq_compat.support.decisions import Action, Decision, Report
 from torchq_compat.support.report import counted
