@@ -136,7 +136,8 @@ def insert_dynamic_q_dq(
 def _arguments(source: Node, qparams: Any, constant: MakeConstant) -> tuple[Any, ...]:
     value = source.meta.get("val")
     device = value.device if isinstance(value, Tensor) else torch.device("cpu")
-    return qparams.arguments(source.name, constant, device)
+    arguments: tuple[Any, ...] = qparams.arguments(source.name, constant, device)
+    return arguments
 
 
 def constants_in(graph_module: GraphModule) -> MakeConstant:
