@@ -24,8 +24,8 @@ from torchq_compat.port.run_command import RunOptions
 
 SCRIPT_RAISED = 1
 #: The folders of the frames above the script's own, and of those below its calls.
-TOOL = str(Path(__file__).parents[1])
 PACKAGE = str(Path(__file__).parents[2])
+TOOL = tuple(str(Path(__file__).parents[2] / room) for room in ("port", "comparison"))
 
 
 def main() -> int:
