@@ -39,8 +39,8 @@ from torchq_compat.recurrent.exported_lstm.whole_op import whole_op_lstm_quantiz
 
 __all__ = ["EntryPoint", "cases", "entry_points"]
 
-#: What users import, and two modules behind the top.
-MODULES = (*PUBLIC, "torchq_compat.comparison.comparing", "torchq_compat.annotate.outputs")
+#: What users import.
+MODULES = tuple(PUBLIC)
 #: torch.ao's own, which are read by prepare and convert: see ``bad_settings``; and a base class.
 NOT_OURS_TO_CHECK = ("torchq_compat.custom_config", "CustomModuleHandler", "UserModuleHandler")
 SIZE = 4

@@ -49,8 +49,9 @@ from tests.helpers.user_modules import (
     settings_for,
     with_weights_of,
 )
-from torchq_compat.custom_modules import UserModuleHandler, register, registry
+from torchq_compat.custom_modules import UserModuleHandler, register
 from torchq_compat.errors import CustomModuleError, QuantizationWarning
+from torchq_compat.modules import registry
 
 
 def by_theirs(
