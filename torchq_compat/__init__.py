@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchq_compat import errors
 from torchq_compat.errors import *  # noqa: F403 - errors.py lists them
+from torchq_compat.support.homes import HOMES
 
 __all__ = [
     "ConvertedModel",
@@ -79,24 +80,30 @@ if TYPE_CHECKING:
 __all__ += errors.__all__
 
 #: Name -> the module that defines it, for names that are not in quantize_fx.
-_HOMES = {
-    "ConvertedModel": "torchq_compat.model.graph_module",
-    "QuantizationGraphModule": "torchq_compat.model.graph_module",
-    "Output": "torchq_compat.annotate.sharing",
-    "annotate_outputs": "torchq_compat.annotate.outputs",
-    "check_annotations": "torchq_compat.annotate.outputs",
-    "check_sharing": "torchq_compat.annotate.outputs",
-    "compare": "torchq_compat.comparison.comparing",
-    "explain": "torchq_compat.quantize.explain",
-    "export": "torchq_compat.lower.export",
-    "quantize_dynamic": "torchq_compat.eager.quantize_dynamic",
-    "quantizer_from": "torchq_compat.annotate.quantizers",
-    "reroute_tuples": "torchq_compat.annotate.tuple_rerouting",
-    "suggest": "torchq_compat.comparison.suggesting",
-    "streaming": "torchq_compat.lower.streaming",
-    "to_executorch": "torchq_compat.lower.executorch.lowering",
-    "to_onnx": "torchq_compat.lower.onnx.lowering",
-}
+HOMES.update(
+    {
+        "ConvertedModel": "torchq_compat.model.graph_module",
+        "QuantizationGraphModule": "torchq_compat.model.graph_module",
+        "Output": "torchq_compat.annotate.sharing",
+        "annotate_outputs": "torchq_compat.annotate.outputs",
+        "check_annotations": "torchq_compat.annotate.outputs",
+        "check_sharing": "torchq_compat.annotate.outputs",
+        "compare": "torchq_compat.comparison.comparing",
+        "explain": "torchq_compat.quantize.explain",
+        "export": "torchq_compat.lower.export",
+        "quantize_dynamic": "torchq_compat.eager.quantize_dynamic",
+        "quantizer_from": "torchq_compat.annotate.quantizers",
+        "reroute_tuples": "torchq_compat.annotate.tuple_rerouting",
+        "suggest": "torchq_compat.comparison.suggesting",
+        "streaming": "torchq_compat.lower.streaming",
+        "to_executorch": "torchq_compat.lower.executorch.lowering",
+        "to_onnx": "torchq_compat.lower.onnx.lowering",
+        # for torch.onnx.export and torch.jit of a model
+        "run_for_onnx": "torchq_compat.lower.onnx.traced_forms",
+        "scripted_graph": "torchq_compat.lower.torchscript.scripted",
+        "scripted_recurrent": "torchq_compat.lower.torchscript.recurrent",
+    }
+)
 
 
 #: torch.ao's private name -> the public function here; old scripts import the private names.
@@ -128,7 +135,7 @@ if not TYPE_CHECKING:  # A type checker reports every name that is not listed ab
             return getattr(sys.modules[__name__], _LEGACY_NAMES[name])
         if name not in __all__:
             raise AttributeError(f"module 'torchq_compat' has no attribute {name!r}")
-        home = importlib.import_module(_HOMES.get(name, "torchq_compat.quantize_fx"))
+        home = importlib.import_module(HOMES.get(name, "torchq_compat.quantize_fx"))
         value = getattr(home, name)
         globals()[name] = value
         return value

@@ -1,6 +1,7 @@
 """Calls into the stages that run only when ``torch.onnx.export`` or ``torch.jit`` is given a model.
 
-These stages import the models that call them, so each is imported by its name when it is first needed.
+These stages import the models that call them, so each is imported when it is first needed; the top says where
+it is.
 """
 
 from __future__ import annotations
@@ -13,9 +14,13 @@ import torch
 from torch import nn
 from torch.fx import Graph
 
-ONNX_STAGE = "torchq_compat.lower.onnx.traced_forms"
-TORCHSCRIPT_STAGE = "torchq_compat.lower.torchscript"
+from torchq_compat.support.homes import HOMES
+
 _IS_RUNNING = ContextVar("torchq_compat_is_running_for_onnx", default=False)
+
+
+def _stage(name: str) -> Any:
+    return getattr(importlib.import_module(HOMES[name]), name)
 
 
 def is_captured_for_onnx() -> bool:
@@ -28,7 +33,7 @@ def run_for_onnx(model: nn.Module, args: tuple[Any, ...]) -> Any:
     """Run ``model`` with operators that ONNX has; see ``lower/onnx/traced_forms.py``."""
     token = _IS_RUNNING.set(True)
     try:
-        return importlib.import_module(ONNX_STAGE).run_for_onnx(model, args)
+        return _stage("run_for_onnx")(model, args)
     finally:
         _IS_RUNNING.reset(token)
 
@@ -44,7 +49,7 @@ def graph_for_onnx(model: nn.Module) -> Graph:
 
 def scripted_graph(model: nn.Module) -> Any:
     """Return the ``ScriptedGraph`` of a captured model; see ``lower/torchscript/scripted.py``."""
-    return importlib.import_module(f"{TORCHSCRIPT_STAGE}.scripted").scripted_graph(model)
+    return _stage("scripted_graph")(model)
 
 
 def scripted_recurrent(module: nn.Module, contract: Any) -> nn.Module:
@@ -52,7 +57,5 @@ def scripted_recurrent(module: nn.Module, contract: Any) -> nn.Module:
 
     See ``lower/torchscript/recurrent.py``.
     """
-    made: nn.Module = importlib.import_module(f"{TORCHSCRIPT_STAGE}.recurrent").scripted_recurrent(
-        module, contract
-    )
-    return made
+    scripted: nn.Module = _stage("scripted_recurrent")(module, contract)
+    return scripted
