@@ -416,7 +416,7 @@ def slow(descriptor):
     print("writing", flush=True)
     time.sleep(60)
 os.fsync = slow
-from torchq_compat.port import compare
+from torchq_compat.comparison import compare_command as compare
 from torchq_compat.cli import main
 compare._compared = lambda target, timeout: ()
 sys.exit(main(["compare", "--html", "page.html", "quantize.py"]))
@@ -482,7 +482,7 @@ def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_tool_starts_without_torch_and_matplotlib() -> None:
-    code = "import sys; from torchq_compat.port import cli; print({'torch', 'matplotlib'} & set(sys.modules))"
+    code = "import sys; from torchq_compat import cli; print({'torch', 'matplotlib'} & set(sys.modules))"
     result = subprocess.run(
         [sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, check=True
     )
@@ -503,11 +503,11 @@ def test_only_one_module_calls_the_fx_engine() -> None:
     # support.torch_ao imports it for its callers.
     assert {name for name, source in sources.items() if "fx_engine()" in source} == {
         "torch_ao.py",
-        "fx_engine.py",
+        "fx_side.py",
     }
     code = (
-        "import sys; from torchq_compat.comparison import verdict, comparing;"
-        "from torchq_compat.comparison.collect import collect;"
+        "import sys; from torchq_compat.comparison import causes, comparing;"
+        "import torchq_compat.comparison.collect;"
         "print('torchq_compat.comparison.fx_side' in sys.modules)"
     )
     assert warm_python("-c", code).stdout == "False\n"

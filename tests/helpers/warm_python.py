@@ -41,10 +41,7 @@ IMPORTED = (
     "torchq_compat.cli",
     "torchq_compat.comparison.comparing",
     f"{RUNNING}.first_call",
-    f"{RUNNING}.fx_checkpoints",
     f"{RUNNING}.fx_draws",
-    f"{RUNNING}.fx_qparams",
-    f"{RUNNING}.numeric_suite",
     f"{RUNNING}.recorder",
     f"{RUNNING}.redirections",
     f"{RUNNING}.removed_imports",
@@ -80,8 +77,8 @@ def serve() -> None:
         for name in IMPORTED:
             importlib.import_module(name)
     torch.export.export(torch.nn.Linear(1, 1), (torch.ones(1, 1),))  # its first call imports
-    for name in ("run", "compare"):
-        module = importlib.import_module(f"torchq_compat.port.{name}")
+    for name in ("port.run_command", "comparison.compare_command"):
+        module = importlib.import_module(f"torchq_compat.{name}")
         vars(module)["subprocess"] = SimpleNamespace(Popen=Fork, TimeoutExpired=subprocess.TimeoutExpired)
     gc.collect()
     gc.freeze()
