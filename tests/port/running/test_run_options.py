@@ -155,5 +155,5 @@ def test_an_option_behind_a_script_that_does_not_know_it_is_told(
         command.add_parser(parser.add_subparsers())
         shown = io.StringIO()
         with contextlib.suppress(SystemExit), contextlib.redirect_stdout(shown):
-            parser.parse_args([command.__name__.rpartition(".")[2], "--help"])
+            parser.parse_args([command.__name__.rpartition(".")[2].removesuffix("_command"), "--help"])
         assert set(command.OPTIONS) == set(re.findall(r"(?m)^  (--[a-z-]+)", shown.getvalue()))
