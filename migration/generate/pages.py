@@ -11,6 +11,7 @@ from migration.generate.pictures import pictures
 from migration.generate.results_table import results_table
 from migration.generate.support_table import support_page
 from torchq_compat.port.scanner import CONSTRUCTS
+from torchq_compat.quantize.passes import PASSES
 
 #: A link in the page of contents to a page of the guide.
 PAGE = re.compile(r"\]\((guide/[\w-]+\.md)[)#]")
@@ -32,11 +33,12 @@ def made_pages(checkout: Path) -> Iterator[tuple[Path, str]]:
     blocks = {
         "constructs": _constructs(),
         "known differences": guide_table(differences),
+        "passes": _passes(),
         "results": results_table(checkout / "migration" / "benchmarks.json"),
     }
     contents, *pages = guide_pages(checkout)
     yield contents, CODES.sub(lambda _: _codes(), contents.read_text(), count=1)
-    for page in [checkout / "README.md", *pages]:
+    for page in [checkout / "README.md", checkout / "ARCHITECTURE.md", *pages]:
         text = page.read_text()
         held = [name for name in blocks if f"<!-- begin: {name}." in text]
         for name in held:
@@ -65,6 +67,15 @@ def _codes() -> str:
 
 def _constructs() -> str:
     return "\n".join(construct.section for construct in CONSTRUCTS.values())
+
+
+def _passes() -> str:
+    rows = ["| | pass | needs | gives | guarantees |", "|---|---|---|---|---|"]
+    for stage, passes in PASSES.items():
+        for each in passes:
+            needs, gives = (", ".join(f"`{name}`" for name in names) for names in (each.needs, each.gives))
+            rows.append(f"| {stage} | {each.name} | {needs} | {gives} | {each.guarantees} |")
+    return "\n".join(rows) + "\n"
 
 
 def with_block(text: str, name: str, block: str) -> str:

@@ -14,11 +14,13 @@ import textwrap
 from torchq_compat.errors import CodeError
 from torchq_compat.port.constructs import Construct
 from torchq_compat.port.scanner import CONSTRUCTS, RETIRED
+from torchq_compat.quantize.passes import PASSES
 
 EXAMPLES = """\
 examples:
   torchq-compat explain TQ105
   torchq-compat explain --list
+  torchq-compat explain --passes
 """
 #: The maximum width of the text.
 WIDEST = 100
@@ -35,6 +37,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("codes", metavar="CODE", nargs="*", help="TQ101, for example; case does not matter")
     parser.add_argument("--list", action="store_true", help="list the codes with their titles")
+    parser.add_argument(
+        "--passes", action="store_true", help="list what prepare, convert and lower do, in order"
+    )
     parser.set_defaults(command=explain_command)
 
 
@@ -44,6 +49,11 @@ def explain_command(args: argparse.Namespace) -> int:
     Raises:
         CodeError: there is no such code.
     """
+    if args.passes:
+        for stage, passes in PASSES.items():
+            for each in passes:
+                print(f"{stage:8} {each.name}: {each.guarantees}")
+        return 0
     if args.list or not args.codes:
         for construct in CONSTRUCTS.values():
             print(f"{construct.code}  {construct.title}")

@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 
 from torchq_compat.annotate.annotation import op_record
 from torchq_compat.annotate.observed_graph import (
+    ObservedPlace,
     ObserverFault,
     activations_as_observed,
     convert_graph,
@@ -36,6 +37,7 @@ from torchq_compat.modules.registry import ConvertRequest, CustomModuleHandler
 from torchq_compat.modules.user_modules import convert_float_calls
 from torchq_compat.ops import weight_of
 from torchq_compat.quantize.edited_observers import settle_observers, with_removed_observers
+from torchq_compat.quantize.passes import CONVERT, carries_out, run_passes
 from torchq_compat.read.backend_configs import BackendTable
 from torchq_compat.read.custom_configs import ConvertSettings
 from torchq_compat.read.qconfig_mappings import QConfigRules, check_convert_rules, same_qconfig
@@ -174,60 +176,109 @@ def convert_to_reference(
         ConvertError: ``prepared`` did not come from this package's prepare, or has seen NaN or infinity.
         CustomModuleError: a quantized class does not do what the mapping promises.
     """
-    record = _record_of_prepared(prepared)
-    for told in unmatched_at_convert(prepared, settings, record.rules, rules):
-        warn_user(told)
-    _warn_of_other_backend(record, backend)
-    switched_off = _decide_switched_off(prepared, record, rules)
-    preserved = {
-        name: getattr(prepared, name)
-        for name in (*prepared.meta[USER_PRESERVED_ATTRIBUTES_KEY], *settings.preserved_attributes)
-        if hasattr(prepared, name)
-    }
-
-    # Copy.
-    working = _working_copy(prepared, settings)
-    removed = settle_observers(working, record)
-    _check_observers(working)
-    working.eval()
-    unguard(working)
-    if switched_off:
-        remove_observers(working, switched_off)
-
-    # Convert the custom modules, then the graph around them.
+    state = _Converting(prepared, settings, rules, backend, observer_qparams=observer_qparams)
     # torchao's convert of a QAT model makes random example inputs of its own.
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-        if observer_qparams and record.rules is not None:
-            activations_as_observed(working)
-        owners = _convert_opaque_modules(working, settings, observer_qparams=observer_qparams)
-        converted = convert_graph(
-            working,
-            as_fx=record.rules is not None,
-            is_trained=record.is_qat,
-            observer_qparams=observer_qparams,
-        )
-        quantize_boundaries(converted)
-        expose_integers(converted, record.interface)
-        replaced = convert_float_calls(converted, settings.observed_to_quantized.get(QuantType.STATIC, {}))
+        run_passes(CONVERT, state)
+    return state.reference
 
-    # Wrap.
-    decisions = tuple(
-        _with_quantized_class(decision, replaced)
-        for decision in with_switched_off(record.decisions, switched_off)
+
+class _Converting:
+    """What the passes of convert hand on; see ``CONVERT``."""
+
+    record: ModelRecord
+    switched_off: dict[str, str]
+    working: GraphModule
+    removed: tuple[ObservedPlace, ...]
+    owners: tuple[str, ...]
+    converted: GraphModule
+    replaced: dict[str, type[nn.Module]]
+    reference: ConvertedGraphModule
+
+    def __init__(
+        self,
+        prepared: GraphModule,
+        settings: ConvertSettings,
+        rules: QConfigRules | None,
+        backend: BackendTable | None,
+        *,
+        observer_qparams: bool,
+    ) -> None:
+        self.prepared = prepared
+        self.settings = settings
+        self.rules = rules
+        self.backend = backend
+        self.observer_qparams = observer_qparams
+
+
+@carries_out(CONVERT, "check what is given")
+def _check_given(state: _Converting) -> None:
+    state.record = _record_of_prepared(state.prepared)
+    for warning in unmatched_at_convert(state.prepared, state.settings, state.record.rules, state.rules):
+        warn_user(warning)
+    _warn_of_other_backend(state.record, state.backend)
+    state.switched_off = _decide_switched_off(state.prepared, state.record, state.rules)
+
+
+@carries_out(CONVERT, "copy the prepared model")
+def _copy(state: _Converting) -> None:
+    state.working = _working_copy(state.prepared, state.settings)
+    state.removed = settle_observers(state.working, state.record)
+    _check_observers(state.working)
+    state.working.eval()
+    unguard(state.working)
+    if state.switched_off:
+        remove_observers(state.working, state.switched_off)
+
+
+@carries_out(CONVERT, "convert custom modules")
+def _convert_custom_modules(state: _Converting) -> None:
+    if state.observer_qparams and state.record.rules is not None:
+        activations_as_observed(state.working)
+    state.owners = _convert_opaque_modules(
+        state.working, state.settings, observer_qparams=state.observer_qparams
     )
-    decisions = with_removed_observers(decisions, removed, record.observed)
-    otherwise = metadata.FX_CONVERTS_OTHERWISE.of(converted) or ()
-    if observer_qparams:
-        decisions = with_observer_qparams(decisions, otherwise, owners if record.is_qat else ())
+
+
+@carries_out(CONVERT, "convert the graph")
+def _convert_graph(state: _Converting) -> None:
+    state.converted = convert_graph(
+        state.working,
+        as_fx=state.record.rules is not None,
+        is_trained=state.record.is_qat,
+        observer_qparams=state.observer_qparams,
+    )
+    quantize_boundaries(state.converted)
+    expose_integers(state.converted, state.record.interface)
+    static = state.settings.observed_to_quantized.get(QuantType.STATIC, {})
+    state.replaced = convert_float_calls(state.converted, static)
+
+
+@carries_out(CONVERT, "wrap")
+def _wrap(state: _Converting) -> None:
+    record, prepared = state.record, state.prepared
+    decisions = tuple(
+        _with_quantized_class(decision, state.replaced)
+        for decision in with_switched_off(record.decisions, state.switched_off)
+    )
+    decisions = with_removed_observers(decisions, state.removed, record.observed)
+    otherwise = metadata.FX_CONVERTS_OTHERWISE.of(state.converted) or ()
+    if state.observer_qparams:
+        decisions = with_observer_qparams(decisions, otherwise, state.owners if record.is_qat else ())
     record = replace(
         record,
         stage=Stage.CONVERTED,
         decisions=decisions,
         fx_converts_otherwise=otherwise,
-        observer_qparams=observer_qparams,
+        observer_qparams=state.observer_qparams,
         trial_inputs=None,
     )
-    return ConvertedGraphModule.wrap(converted, record, preserved)
+    preserved = {
+        name: getattr(prepared, name)
+        for name in (*prepared.meta[USER_PRESERVED_ATTRIBUTES_KEY], *state.settings.preserved_attributes)
+        if hasattr(prepared, name)
+    }
+    state.reference = ConvertedGraphModule.wrap(state.converted, record, preserved)
 
 
 def _record_of_prepared(model: GraphModule) -> ModelRecord:

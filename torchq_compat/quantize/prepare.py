@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -48,10 +47,11 @@ from torchq_compat.model.graph_module import ModelRecord, QuantizationGraphModul
 from torchq_compat.model.quantized_interface import QuantizedInterface
 from torchq_compat.model.views import ModuleFacts, describe_modules
 from torchq_compat.modules.registry import with_parent
-from torchq_compat.modules.swap import decide_swaps, is_untraced_in_fx
+from torchq_compat.modules.swap import Swap, decide_swaps, is_untraced_in_fx
 from torchq_compat.ops import batch_norms_by_path
 from torchq_compat.quantize.capture_model import (
     CapturedModel,
+    TriedModel,
     boundaries_of,
     capture_model,
     loses_forward,
@@ -61,6 +61,7 @@ from torchq_compat.quantize.capture_model import (
     share_modules,
     try_model,
 )
+from torchq_compat.quantize.passes import PREPARE, carries_out, run_passes
 from torchq_compat.quantize.request import (
     PrepareRequest,
     WithLoops,
@@ -185,111 +186,159 @@ class _RolledModelFailedError(Exception):
     """Preparing a model with rolled loops failed; preparing it as it was written may succeed."""
 
 
-def _prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModule:
-    name, is_qat = type(model).__name__, request.is_qat
-
-    # Copy.
-    working = with_parent(copied_model(model), request.settings)
-    set_training_flags(working, is_qat=is_qat)
-    if not is_qat and request.quantizer is None:
-        compute_weights(working, request.rules)
-    cumulative = batch_norm.before_capture(working)
-    signature = signature_of(working, request.example_inputs)
-
-    modules_of = describe_modules(working)
-    with slow_stage(f"looking for loops in {name}"):
-        with_loops = with_rolled_loops(working, signature, request)
-    copied = _Copied(working, with_loops, signature, modules_of, cumulative)
-    if not with_loops.steps:
-        return _prepare_copied(model, copied, request)
-    try:
-        return _prepare_copied(model, copied, request)
-    except Exception as cause:
-        first_line = (str(cause).strip().splitlines() or [""])[0]
-        raise _RolledModelFailedError(f"{type(cause).__name__}: {first_line}") from cause
-
-
-@dataclass(frozen=True)
-class _Copied:
-    """A copy of the float model.
+class _Preparing:
+    """What the passes of prepare hand on; see ``PREPARE``.
 
     Attributes:
-        as_written: the copy whose loops are run by the model's own code.
+        working: the copy whose loops are run by the model's own code.
         with_loops: the copy whose loops are modules.
     """
 
-    as_written: nn.Module
-    with_loops: WithLoops
+    working: nn.Module
     signature: CallSignature
     modules: Mapping[str, ModuleFacts]
     cumulative: Collection[str]
+    with_loops: WithLoops
+    swaps: list[Swap]
+    decisions: list[Decision]
+    leftovers: tuple[Decision, ...]
+    in_evaluation: EvaluationRun
+    tried: TriedModel
+    captured: CapturedModel
+    boundaries: Mapping[Node, OpaqueBoundary]
+    interface: QuantizedInterface
+    batch_norms: Mapping[str, str]
+    observed: GraphModule
+    prepared: QuantizationGraphModule
+
+    def __init__(self, model: nn.Module, request: PrepareRequest) -> None:
+        self.model = model
+        self.request = request
+        self.name = type(model).__name__
+        self.is_qat = request.is_qat
 
 
-def _prepare_copied(model: nn.Module, copied: _Copied, request: PrepareRequest) -> QuantizationGraphModule:
-    name, is_qat = type(model).__name__, request.is_qat
-    as_written, with_loops, signature = copied.as_written, copied.with_loops, copied.signature
-    working = with_loops.model
+def _prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModule:
+    state = _Preparing(model, request)
+    try:
+        run_passes(PREPARE, state)
+    except Exception as cause:
+        if not hasattr(state, "with_loops") or not state.with_loops.steps:
+            raise
+        first_line = (str(cause).strip().splitlines() or [""])[0]
+        raise _RolledModelFailedError(f"{type(cause).__name__}: {first_line}") from cause
+    return state.prepared
 
-    # Select the custom modules, and report what is left behind.
-    swaps, decisions = decide_swaps(
-        working, request.rules, request.settings, request.backend, request.untraced_because
+
+@carries_out(PREPARE, "copy the model")
+def _copy(state: _Preparing) -> None:
+    request = state.request
+    state.working = working = with_parent(copied_model(state.model), request.settings)
+    set_training_flags(working, is_qat=state.is_qat)
+    if not state.is_qat and request.quantizer is None:
+        compute_weights(working, request.rules)
+    state.cumulative = batch_norm.before_capture(working)
+    state.signature = signature_of(working, request.example_inputs)
+    state.modules = describe_modules(working)
+
+
+@carries_out(PREPARE, "roll loops")
+def _roll_loops(state: _Preparing) -> None:
+    with slow_stage(f"looking for loops in {state.name}"):
+        state.with_loops = with_rolled_loops(state.working, state.signature, state.request)
+
+
+@carries_out(PREPARE, "select custom modules")
+def _select(state: _Preparing) -> None:
+    request = state.request
+    state.swaps, state.decisions = decide_swaps(
+        state.with_loops.model, request.rules, request.settings, request.backend, request.untraced_because
     )
-    leftovers = () if request.is_step else _decide_leftovers(model, as_written, request)
+    state.leftovers = () if request.is_step else _decide_leftovers(state.model, state.working, request)
 
-    # Try, and capture what was tried.
-    in_evaluation = run_in_evaluation(as_written, request.example_inputs) if is_qat else EvaluationRun()
-    with slow_stage(f"capturing {name}"):
-        tried = try_model(as_written, swaps, request, with_loops)
-        captured = capture_model(working, model, tried, signature, swaps, request)
-    graph_module = captured.found.graph_module
-    mark_infinite_values(graph_module, captured.case)
-    fix_modes(graph_module, working, in_evaluation, is_qat=is_qat)
 
-    # Observe the custom modules, and place them.
-    modules = observe_modules(captured, swaps, lambda inner: prepare(inner.module, request.inside(inner)))
-    restore_source_functions(graph_module, working)
-    writers, decisions = share_modules(captured, swaps, modules, decisions, request.quantizer)
-    decisions.extend(place_modules(captured, swaps, modules, writers, is_qat=is_qat))
-    boundaries = boundaries_of(graph_module, swaps, tried.runs.calls)
-
-    # Annotate, and insert observers.
-    interface = _read_interface(captured, request)
-    batch_norms = batch_norms_by_path(graph_module)
-    with slow_stage(f"observing {name}"):
-        prepared, decided = _insert_observers(
-            Captured(graph_module, working, boundaries, interface, copied.cumulative, batch_norms), request
+@carries_out(PREPARE, "capture")
+def _capture(state: _Preparing) -> None:
+    request, working = state.request, state.with_loops.model
+    state.in_evaluation = (
+        run_in_evaluation(state.working, request.example_inputs) if state.is_qat else EvaluationRun()
+    )
+    with slow_stage(f"capturing {state.name}"):
+        state.tried = try_model(state.working, state.swaps, request, state.with_loops)
+        state.captured = capture_model(
+            working, state.model, state.tried, state.signature, state.swaps, request
         )
+    graph_module = state.captured.found.graph_module
+    mark_infinite_values(graph_module, state.captured.case)
+    fix_modes(graph_module, working, state.in_evaluation, is_qat=state.is_qat)
 
-    # Wrap, and check.
-    named = {decision.path for decision in decisions}
-    decisions.extend(decision for decision in decided if decision.path not in named)
-    decisions.extend(decide_evaluation(model, in_evaluation))
-    decisions.extend(decide_blocks(captured.found, is_qat=is_qat))
-    decisions.extend(decide_sizes(captured.case, captured.found))
-    decisions.extend(with_loops.decisions)
+
+@carries_out(PREPARE, "observe custom modules")
+def _observe_modules(state: _Preparing) -> None:
+    request, captured, swaps = state.request, state.captured, state.swaps
+    graph_module = captured.found.graph_module
+    modules = observe_modules(captured, swaps, lambda inner: prepare(inner.module, request.inside(inner)))
+    restore_source_functions(graph_module, state.with_loops.model)
+    writers, state.decisions = share_modules(captured, swaps, modules, state.decisions, request.quantizer)
+    state.decisions.extend(place_modules(captured, swaps, modules, writers, is_qat=state.is_qat))
+    state.boundaries = boundaries_of(graph_module, swaps, state.tried.runs.calls)
+
+
+@carries_out(PREPARE, "insert observers")
+def _observe(state: _Preparing) -> None:
+    graph_module = state.captured.found.graph_module
+    state.interface = _read_interface(state.captured, state.request)
+    state.batch_norms = batch_norms_by_path(graph_module)
+    captured = Captured(
+        graph_module,
+        state.with_loops.model,
+        state.boundaries,
+        state.interface,
+        state.cumulative,
+        state.batch_norms,
+    )
+    with slow_stage(f"observing {state.name}"):
+        state.observed, decided = _insert_observers(captured, state.request)
+    named = {decision.path for decision in state.decisions}
+    state.decisions.extend(decision for decision in decided if decision.path not in named)
+
+
+@carries_out(PREPARE, "wrap")
+def _wrap(state: _Preparing) -> None:
+    request, captured = state.request, state.captured
+    state.decisions.extend(decide_evaluation(state.model, state.in_evaluation))
+    state.decisions.extend(decide_blocks(captured.found, is_qat=state.is_qat))
+    state.decisions.extend(decide_sizes(captured.case, captured.found))
+    state.decisions.extend(state.with_loops.decisions)
     record = ModelRecord(
         Stage.PREPARED,
-        signature.with_sizes(captured.found.sizes),
-        (*leftovers, *decisions),
-        is_qat,
+        state.signature.with_sizes(captured.found.sizes),
+        (*state.leftovers, *state.decisions),
+        state.is_qat,
         request.rules if request.quantizer is None else None,
-        interface,
+        state.interface,
         request.backend if request.quantizer is None else None,
-        is_custom_module=type(as_written) is not type(model),
-        modules=copied.modules,
-        batch_norms=batch_norms,
-        steps=with_loops.steps,
-        observed=tuple(observed_places(prepared)),
+        is_custom_module=type(state.working) is not type(state.model),
+        modules=state.modules,
+        batch_norms=state.batch_norms,
+        steps=state.with_loops.steps,
+        observed=tuple(observed_places(state.observed)),
         trial_inputs=copied_inputs(trial_runs(captured.case, captured.found)[0].args),
     )
-    made = QuantizationGraphModule.wrap(prepared, record, _preserved(as_written, request))
-    with slow_stage(f"checking {name}"):
-        users_own = tuple(swap.paths[0] for swap in swaps if maps_to_users_class(swap))
-        lost = tuple(swap.paths[0] for swap in swaps if loses_forward(swap))
-        differing = check_prepared(made, captured.case, captured.found, users_own, lost)
-    made.add_decisions(differing)
-    _warn(made.record.decisions)
-    return made
+    names = request.settings.preserved_attributes
+    preserved = {name: getattr(state.working, name) for name in names if hasattr(state.working, name)}
+    state.prepared = QuantizationGraphModule.wrap(state.observed, record, preserved)
+
+
+@carries_out(PREPARE, "check")
+def _check(state: _Preparing) -> None:
+    with slow_stage(f"checking {state.name}"):
+        users_own = tuple(swap.paths[0] for swap in state.swaps if maps_to_users_class(swap))
+        lost = tuple(swap.paths[0] for swap in state.swaps if loses_forward(swap))
+        captured = state.captured
+        differing = check_prepared(state.prepared, captured.case, captured.found, users_own, lost)
+    state.prepared.add_decisions(differing)
+    _warn(state.prepared.record.decisions)
 
 
 def _decide_leftovers(model: nn.Module, working: nn.Module, request: PrepareRequest) -> tuple[Decision, ...]:
@@ -331,11 +380,6 @@ def _insert_observers(
     if not is_qat:
         calibrate_with_float_weights(prepared)
     return prepared, decided
-
-
-def _preserved(working: nn.Module, request: PrepareRequest) -> dict[str, Any]:
-    names = request.settings.preserved_attributes
-    return {name: getattr(working, name) for name in names if hasattr(working, name)}
 
 
 def _warn(decisions: tuple[Decision, ...]) -> None:

@@ -38,6 +38,7 @@ from torchq_compat.model.graph_module import (
 )
 from torchq_compat.model.quantized_interface import quantize_inputs, take_integers
 from torchq_compat.modules.standalone import ConvertedStandalone, standalone
+from torchq_compat.quantize.passes import LOWER, carries_out, run_passes
 from torchq_compat.read.qparams import QParams
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.later_stages import is_captured_for_onnx
@@ -416,9 +417,33 @@ def lower_to_integers(
             hint=f"set it to one of {', '.join(KNOWN_ENGINES)}; or call convert_to_reference_fx, which "
             "needs none.",
         )
-    hand_on_through_dropout(reference)
-    lowered = lower(reference, trial_inputs)
-    for decision in lowered.lowering:
+    state = _LoweringModel(reference, trial_inputs)
+    run_passes(LOWER, state)
+    return state.lowered
+
+
+class _LoweringModel:
+    """What the passes of lower hand on; see ``LOWER``."""
+
+    lowered: LoweredGraphModule
+
+    def __init__(self, reference: ConvertedGraphModule, trial_inputs: tuple[Any, ...] | None) -> None:
+        self.reference = reference
+        self.trial_inputs = trial_inputs
+
+
+@carries_out(LOWER, "hand qparams through dropout")
+def _hand_on(state: _LoweringModel) -> None:
+    hand_on_through_dropout(state.reference)
+
+
+@carries_out(LOWER, "rewrite to plain integers")
+def _rewrite(state: _LoweringModel) -> None:
+    state.lowered = lower(state.reference, state.trial_inputs)
+
+
+@carries_out(LOWER, "tell")
+def _tell(state: _LoweringModel) -> None:
+    for decision in state.lowered.lowering:
         if decision.warn:
             warn_user(f"{decision.kind} at {decision.path!r} {decision.reason}")
-    return lowered
