@@ -16,7 +16,8 @@ import importlib.util
 import os
 import warnings
 import zlib
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,7 @@ import torch
 
 from tests.costs import COSTLY
 from tests.helpers.once import SEED
-from torchq_compat.errors import QuantizationWarning
+from torchq_compat.errors import QuantizationWarning, TorchQCompatError
 
 torch.set_num_threads(int(os.environ.get("TORCHQ_THREADS", "1")))
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the scripts that tests start
@@ -43,6 +44,26 @@ LEFT_OUT = pytest.StashKey[int]()
 WITHOUT_EXECUTORCH = importlib.util.find_spec("executorch") is None
 #: The extra is optional; .ci/run installs it.
 collect_ignore_glob = ["lower/executorch/*"] if WITHOUT_EXECUTORCH else []
+
+
+def note_codes(file: str) -> None:
+    """Write to ``file`` which test raises which code, for the register: TORCHQ_CODES=FILE pytest."""
+    of_error, of_warning = TorchQCompatError.__init__, QuantizationWarning.__init__
+
+    def noting(original: Callable[..., None]) -> Callable[..., None]:
+        def made(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            with open(file, "a") as notes:
+                notes.write(f"{self.code} {os.environ.get('PYTEST_CURRENT_TEST', '').split()[0:1]}\n")
+
+        return made
+
+    TorchQCompatError.__init__ = noting(of_error)  # type: ignore[method-assign]
+    QuantizationWarning.__init__ = noting(of_warning)  # type: ignore[method-assign]
+
+
+if os.environ.get("TORCHQ_CODES"):
+    note_codes(os.environ["TORCHQ_CODES"])
 
 
 def seed(node: pytest.Item | pytest.Collector) -> None:

@@ -32,6 +32,7 @@ __all__ = [
     "OnnxFileError",
     "PartConfigError",
     "PathError",
+    "QuantizationNote",
     "QuantizationWarning",
     "RecurrentModuleError",
     "ReportError",
@@ -46,23 +47,35 @@ __all__ = [
 class TorchQCompatError(Exception):
     """Base of all errors of torchq_compat.
 
+    The text ends with the code in brackets, which ``torchq-compat explain CODE`` explains.
+
     Args:
         message: what is wrong and where (module path, setting).
         hint: what the user can do about it.
+
+    Attributes:
+        code: the class's code in the register, ``codes.toml``: TQ9xx.
     """
+
+    code = "TQ900"
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         self.message = message
         self.hint = hint
-        super().__init__(f"{message}\nHint: {hint}" if hint else message)
+        text = f"{message}\nHint: {hint}" if hint else message
+        super().__init__(f"{text} [{self.code}]")
 
 
 class InputError(TorchQCompatError, ValueError):
     """Raised if example inputs or call arguments do not fit the model."""
 
+    code = "TQ901"
+
 
 class ExampleInputsError(InputError):
     """Raised if the float model itself does not run on the example inputs."""
+
+    code = "TQ902"
 
     @classmethod
     def does_not_fit(cls, model: str, cause: BaseException) -> ExampleInputsError:
@@ -76,13 +89,19 @@ class ExampleInputsError(InputError):
 class ArgumentError(InputError, TypeError):
     """Raised if a public function does not accept an argument; nothing was changed."""
 
+    code = "TQ903"
+
 
 class CallError(InputError, RuntimeError):
     """Raised if a prepared or converted model fails on the arguments of a call."""
 
+    code = "TQ904"
+
 
 class ConfigError(TorchQCompatError, ValueError):
     """Raised if a setting cannot be read, is not supported, or contradicts another setting."""
+
+    code = "TQ910"
 
     @classmethod
     def wrong_type(cls, setting: str, expected: str, found: object) -> ConfigError:
@@ -98,6 +117,8 @@ class ConfigError(TorchQCompatError, ValueError):
 
 class CaptureError(TorchQCompatError):
     """Raised if torch.export cannot capture the model, or the captured model computes something else."""
+
+    code = "TQ920"
 
     @classmethod
     def differs(cls, model: str, stage: str, what: str) -> CaptureError:
@@ -133,13 +154,19 @@ class CaptureError(TorchQCompatError):
 class ExportError(TorchQCompatError, ValueError):
     """Raised if a model cannot be exported as requested, or become TorchScript."""
 
+    code = "TQ930"
+
 
 class StreamingError(TorchQCompatError, ValueError):
     """Raised if a model cannot be fed its sequences in chunks."""
 
+    code = "TQ931"
+
 
 class CustomModuleError(TorchQCompatError):
     """Raised if the classes of a custom module do not do what the mapping requires of them."""
+
+    code = "TQ940"
 
     @classmethod
     def call_failed(cls, path: str, problem: str) -> CustomModuleError:
@@ -159,9 +186,13 @@ class CustomModuleError(TorchQCompatError):
 class ConvertError(TorchQCompatError):
     """Raised if ``convert_fx``, or another engine's function, is given a model it cannot convert."""
 
+    code = "TQ950"
+
 
 class CheckpointError(TorchQCompatError):
     """Raised if a checkpoint or state cannot be saved or read, or does not fit the model (left unchanged)."""
+
+    code = "TQ960"
 
     @classmethod
     def not_a_state(cls, found: str) -> CheckpointError:
@@ -189,17 +220,25 @@ class CheckpointError(TorchQCompatError):
 class CalibrationError(TorchQCompatError):
     """Raised if an observer fails on a batch."""
 
+    code = "TQ951"
+
 
 class ScriptError(TorchQCompatError):
     """Raised if the script given to the command line, or the file for its explanation, cannot be used."""
+
+    code = "TQ980"
 
 
 class PartConfigError(ConfigError):
     """Raised if a setting of a module's parts cannot be applied."""
 
+    code = "TQ911"
+
 
 class RecurrentModuleError(CustomModuleError):
     """Raised if a recurrent module cannot be observed, called or converted as requested."""
+
+    code = "TQ941"
 
     @classmethod
     def unusable_result(cls, path: str, method: str, found: object) -> RecurrentModuleError:
@@ -214,6 +253,8 @@ class RecurrentModuleError(CustomModuleError):
 class UserModuleError(CustomModuleError):
     """Raised if the classes of a user's own custom module do not do what the mapping requires of them."""
 
+    code = "TQ942"
+
     @classmethod
     def other_results(cls, path: str, owner: type, expected: str, found: str) -> UserModuleError:
         return cls(
@@ -225,13 +266,19 @@ class UserModuleError(CustomModuleError):
 class AnnotationError(TorchQCompatError, ValueError):
     """Raised if specs cannot be applied to the graph they are for."""
 
+    code = "TQ943"
+
 
 class AtenLSTMError(TorchQCompatError, ValueError):
     """Raised if an exported LSTM, GRU or RNN cannot be decomposed or quantized as requested."""
 
+    code = "TQ944"
+
 
 class ExecutorchError(TorchQCompatError):
     """Raised if a model cannot become an ExecuTorch program, or the program cannot be run."""
+
+    code = "TQ932"
 
     @classmethod
     def other_inputs(cls, problem: str, expected: Iterable[str]) -> ExecutorchError:
@@ -244,13 +291,19 @@ class ExecutorchError(TorchQCompatError):
 class OnnxError(TorchQCompatError):
     """Raised if a model cannot become an ONNX file."""
 
+    code = "TQ933"
+
 
 class OnnxFileError(OnnxError, OSError):
     """Raised if an ONNX file cannot be written to its path."""
 
+    code = "TQ934"
+
 
 class CaseError(TorchQCompatError):
     """Raised if the models to compare, or their data, cannot be made from the function, data or script."""
+
+    code = "TQ973"
 
     @classmethod
     def bad_data(cls, name: str, problem: str) -> CaseError:
@@ -264,32 +317,61 @@ class FxError(TorchQCompatError):
     """Raised if FX cannot run the model to compare with, or its Numeric Suite is given a model of this
     package."""
 
+    code = "TQ972"
+
 
 class ReportError(TorchQCompatError):
     """Raised if a report cannot be made or written."""
+
+    code = "TQ974"
 
 
 class PathError(TorchQCompatError):
     """Raised if a path given to the command line does not exist, or its file must not be replaced."""
 
+    code = "TQ981"
+
 
 class CodeError(TorchQCompatError):
     """Raised if no finding has the given code."""
 
+    code = "TQ982"
+
 
 class RewriteUsageError(TorchQCompatError):
     """Raised if ``torchq-compat rewrite`` is given no path."""
+
+    code = "TQ983"
 
 
 class ModuleAttributeError(TorchQCompatError, AttributeError):
     """Raised if a view of a float module, in a prepared or converted model, has no such attribute, call or
     hook."""
 
+    code = "TQ970"
+
 
 class LeftFloatError(TorchQCompatError):
     """Raised if modules stay float under ``torchq-compat run --strict``."""
 
+    code = "TQ971"
+
 
 class QuantizationWarning(UserWarning):
     """Warning about a setting without effect, a result other than configured, or an untested version of
-    torch."""
+    torch.
+
+    Its text ends with the code in brackets: ``warnings.filterwarnings("ignore", message=r"(?s).*TQ405")``.
+
+    Attributes:
+        code: the code in the register, ``codes.toml``: TQ3xx to TQ8xx; ``torchq-compat explain CODE`` has
+            the cause and what to do.
+    """
+
+    def __init__(self, message: str, *, code: str = "") -> None:
+        self.code = code
+        super().__init__(f"{message} [{code}]" if code else message)
+
+
+class QuantizationNote(QuantizationWarning):
+    """A warning of severity note: nothing is lost, but FX or the setting would have had it otherwise."""

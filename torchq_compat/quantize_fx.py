@@ -388,7 +388,7 @@ def _prepare(
     prepared = prepare(model, request)
     told = misfit(rules.qconfigs, is_qat=is_qat) if quantizer is None else ""
     if told:
-        warn_user(told)
+        warn_user("TQ310", told)
     return prepared
 
 
@@ -411,11 +411,15 @@ def _asks_for_something(equalization_config: Any) -> bool:
 def _warn_unused(*, remove_qconfig: bool, keep_original_weights: bool = False) -> None:
     """Warn about arguments that were given a value and have no effect."""
     if not remove_qconfig:
-        warn_user("_remove_qconfig=False changes nothing: the modules of a converted model have no qconfig.")
+        warn_user(
+            "TQ304",
+            "_remove_qconfig=False changes nothing: the modules of a converted model have no qconfig.",
+        )
     if keep_original_weights:
         warn_user(
+            "TQ304",
             "keep_original_weights=True changes nothing: the converted model has the quantized weights only; "
-            "the float model still has its own."
+            "the float model still has its own.",
         )
 
 

@@ -6,17 +6,18 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from migration.generate.known_differences import changelog_list, guide_table, read_known_differences
+from migration.generate.known_differences import changelog_list, guide_table
 from migration.generate.pictures import pictures
 from migration.generate.results_table import results_table
 from migration.generate.support_table import support_page
 from torchq_compat.port.scanner import CONSTRUCTS
 from torchq_compat.quantize.passes import PASSES
+from torchq_compat.support.codes import CODES, DIFFERENCES, RANGES
 
 #: A link in the page of contents to a page of the guide.
 PAGE = re.compile(r"\]\((guide/[\w-]+\.md)[)#]")
 #: The lines of the contents about what ``scan`` finds, one for each code.
-CODES = re.compile(r'(?:^ {4}- <a id="tq\d[^\n]*\n)+', re.MULTILINE)
+CONTENTS_OF_CODES = re.compile(r'(?:^ {4}- <a id="tq\d[^\n]*\n)+', re.MULTILINE)
 
 
 def made_pages(checkout: Path) -> Iterator[tuple[Path, str]]:
@@ -29,15 +30,16 @@ def made_pages(checkout: Path) -> Iterator[tuple[Path, str]]:
         The file, and the text it should have.
     """
     changelog, source = checkout / "CHANGELOG.md", checkout / "migration" / "known_differences.toml"
-    differences = read_known_differences(source)
+    differences = tuple(DIFFERENCES.values())
     blocks = {
+        "codes": _codes_at_run_time(),
         "constructs": _constructs(),
         "known differences": guide_table(differences),
         "passes": _passes(),
         "results": results_table(checkout / "migration" / "benchmarks.json"),
     }
     contents, *pages = guide_pages(checkout)
-    yield contents, CODES.sub(lambda _: _codes(), contents.read_text(), count=1)
+    yield contents, CONTENTS_OF_CODES.sub(lambda _: _codes(), contents.read_text(), count=1)
     for page in [checkout / "README.md", checkout / "ARCHITECTURE.md", *pages]:
         text = page.read_text()
         held = [name for name in blocks if f"<!-- begin: {name}." in text]
@@ -67,6 +69,15 @@ def _codes() -> str:
 
 def _constructs() -> str:
     return "\n".join(construct.section for construct in CONSTRUCTS.values())
+
+
+def _codes_at_run_time() -> str:
+    parts = []
+    for first, what in RANGES.items():
+        entries = [entry.section for code, entry in CODES.items() if code[2] == first]
+        if entries:
+            parts.append(f"**TQ{first}xx: {what}**\n\n" + "\n".join(entries) + "\n")
+    return "\n".join(parts)
 
 
 def _passes() -> str:

@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Any
 
 from torchq_compat.errors import QuantizationWarning, TorchQCompatError
+from torchq_compat.support.codes import CODES
 
 __all__ = ["Case", "Outcome", "Result", "attempt", "counted", "summary"]
 
@@ -57,7 +58,9 @@ def attempt(case: Case) -> Result:
             value = case.call()
     except TorchQCompatError as error:
         problem, _, hint = str(error).partition("\nHint: ")
-        fits = len(problem) > 20 and len(hint) > 20
+        fits = (
+            len(problem) > 20 and len(hint) > 20 and hint.endswith(f"[{error.code}]") and error.code in CODES
+        )
         missing = [text for text in case.named if text not in problem]
         if missing:
             return Result(case, Outcome.NO_HINT, f"{missing} not named in: {error}")

@@ -11,19 +11,16 @@ import yaml
 
 import torchq_compat
 from migration.generate.__main__ import main
-from migration.generate.known_differences import (
-    KnownDifference,
-    changelog_list,
-    guide_table,
-    read_known_differences,
-)
+from migration.generate.known_differences import changelog_list, guide_table
 from migration.generate.pages import guide_pages, made_pages, with_block
 from migration.generate.pictures import pictures
 from migration.generate.results_table import results_table
 from torchq_compat.port.scanner import CONSTRUCTS
+from torchq_compat.support.codes import DIFFERENCES as REGISTERED
+from torchq_compat.support.codes import KnownDifference
 
 ROOT = Path(torchq_compat.__file__).parents[1]
-DIFFERENCES = read_known_differences(ROOT / "migration" / "known_differences.toml")
+DIFFERENCES = tuple(REGISTERED.values())
 
 
 def test_the_committed_pages_are_the_made_ones() -> None:
@@ -62,10 +59,10 @@ def test_a_difference_names_a_test_that_is_there() -> None:
 
 
 def test_a_row() -> None:
-    rows = (KnownDifference("a", "b", "t.py"), KnownDifference("c", "d", "u.py", "there"))
+    rows = (KnownDifference("TQ1", "a", "b", "t.py"), KnownDifference("TQ2", "c", "d", "u.py", "there"))
     _, _, plain, linked = guide_table(rows).splitlines()
-    assert plain == "| a | b | `t.py` |"
-    assert linked == '| <a id="there"></a>c | d | `u.py` |'
+    assert plain == "| TQ1 | a | b | `t.py` |"
+    assert linked == '| <a id="there"></a>TQ2 | c | d | `u.py` |'
     assert changelog_list(rows) == "- FX: a. Here: b.\n- FX: c. Here: d.\n"
 
 

@@ -336,6 +336,7 @@ def test_explain_is_data(stages: dict[str, nn.Module], stage: str) -> None:
         "values",
         "is_part",
         "unlike_fx",
+        "code",
     } == set(rows[0])
     assert "encoder.rnn" in {row["path"] for row in rows}
 

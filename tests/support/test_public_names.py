@@ -11,7 +11,8 @@ ERRORS = """
     CheckpointError CodeError ConfigError ConvertError CustomModuleError ExampleInputsError ExecutorchError
     ExportError FxError
     InputError LeftFloatError ModuleAttributeError OnnxError OnnxFileError PartConfigError PathError
-    QuantizationWarning RecurrentModuleError ReportError RewriteUsageError ScriptError StreamingError
+    QuantizationNote QuantizationWarning RecurrentModuleError
+    ReportError RewriteUsageError ScriptError StreamingError
     TorchQCompatError UserModuleError
 """
 QUANTIZE_FX = """

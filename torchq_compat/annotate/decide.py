@@ -69,6 +69,17 @@ RESULT_BORROWED_IN_FX = (
 )
 CUT_IN_FX = "FX quantizes its input with the qparams of its own result, which cuts what is beyond"
 BORROWED_IN_FX = "FX quantizes its input with the qparams of another tensor, from before what computes it"
+#: Code -> how its sentences begin; the register explains them.
+UNLIKE_FX = (
+    ("TQ504", CUT_IN_FX),
+    ("TQ505", BORROWED_IN_FX),
+    ("TQ505", RESULT_BORROWED_IN_FX),
+    ("TQ506", LEFT_FLOAT_IN_FX),
+    ("TQ507", SCALED_IN_FX.partition("{")[0]),
+    ("TQ508", JOINED_IN_FX),
+    ("TQ509", PRELU_IN_FX),
+    ("TQ510", "FX rounds its weights"),
+)
 PRELU = (torch.ops.aten.prelu.default,)
 #: Ops that return values without computing, which are neither reported nor observed.
 SILENT_TARGETS = {"getitem", "sym_size.int"}
@@ -191,7 +202,10 @@ class _State:
         kind = " + ".join(op.kind for op in pattern.ops)
         node = last.output.name if last.output else ""
         unlike_fx = self._unlike_fx(pattern, action)
-        self.decisions.append(Decision(partition.label, kind, action, reason, node=node, unlike_fx=unlike_fx))
+        code = next((code for code, told in UNLIKE_FX if unlike_fx.startswith(told)), "")
+        self.decisions.append(
+            Decision(partition.label, kind, action, reason, node=node, unlike_fx=unlike_fx, code=code)
+        )
 
     def _note_integers_in_fx(self, pattern: FusedPattern) -> None:
         """Record a float op of quantized values that FX runs on integers, for those that read its result."""

@@ -399,8 +399,9 @@ def _points_of(partition: SourcePartition) -> list[PointName]:
 def _warn_if_annotated(call: Node, quantizer: Quantizer) -> None:
     if annotated_points(call):
         warn_user(
+            "TQ315",
             f"what {type(quantizer).__name__} annotates the call of the custom module at {call.target!r} "
-            "with is not used: a custom module says itself what is observed around it."
+            "with is not used: a custom module says itself what is observed around it.",
         )
 
 
@@ -441,7 +442,13 @@ def _decision(
         if lost:
             reason += f", but torchao observes nothing at {_shown(lost)}"
         return Decision(
-            partition.label, partition.kind, Action.QUANTIZED, reason, node=output, warn=bool(lost)
+            partition.label,
+            partition.kind,
+            Action.QUANTIZED,
+            reason,
+            node=output,
+            warn=bool(lost),
+            code="TQ415",
         )
     if lost:
         reason = f"annotated by {name}, but torchao observes nothing at {_shown(lost)}"
@@ -452,7 +459,9 @@ def _decision(
     else:
         reason = f"{name} does not annotate it"
     is_misleading = bool(points) and not unread.intersection(points)
-    return Decision(partition.label, partition.kind, Action.FLOAT, reason, node=output, warn=is_misleading)
+    return Decision(
+        partition.label, partition.kind, Action.FLOAT, reason, node=output, warn=is_misleading, code="TQ415"
+    )
 
 
 def _shown(points: list[PointName]) -> str:

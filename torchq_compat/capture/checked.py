@@ -384,7 +384,11 @@ def check_prepared(
         problem = compare_runs(case.runs, run, again, least)
         if problem is not None and users_own:
             reason = f"without observers it computes something else than the float model ({problem})"
-            return (Decision(", ".join(users_own), "observed class", Action.QUANTIZED, reason, warn=True),)
+            return (
+                Decision(
+                    ", ".join(users_own), "observed class", Action.QUANTIZED, reason, warn=True, code="TQ416"
+                ),
+            )
         if problem is not None and lost_forwards:
             where = ", ".join(repr(path) for path in lost_forwards)
             raise CaptureError.lost_forward(type(case.runs.model).__name__, where, problem)
@@ -421,7 +425,7 @@ def decide_blocks(found: Attempt, *, is_qat: bool) -> Iterator[Decision]:
             yield Decision(block.path, block.context, Action.DROPPED, reason)
         else:
             reason = "its ops are quantized like the others, and gradients flow through them, as in FX"
-            yield Decision(block.path, block.context, Action.DROPPED, reason, warn=is_qat)
+            yield Decision(block.path, block.context, Action.DROPPED, reason, warn=is_qat, code="TQ314")
 
 
 def _decide(case: CaptureCase, found: Attempt, dimension: Dimension, rules: list[SizeRule]) -> Decision:

@@ -116,7 +116,7 @@ def _is_old_config(value: Any) -> bool:
 
 def _as_tuple(value: Any, model: nn.Module | None) -> tuple[Any, ...]:
     if isinstance(value, list):
-        warn_user("example_inputs is a list, taken as the tuple of all arguments; write tuple(...).")
+        warn_user("TQ303", "example_inputs is a list, taken as the tuple of all arguments; write tuple(...).")
         return tuple(value)
     if isinstance(value, Mapping) and model is not None:
         named = _by_names(value, model)
@@ -129,7 +129,8 @@ def _as_tuple(value: Any, model: nn.Module | None) -> tuple[Any, ...]:
             hint=f"write example_inputs=(x,) with a trailing comma for one argument; {WHERE_FROM}.",
         )
     warn_user(
-        f"example_inputs is a single {kind}, taken as the only argument; write (x,) with a trailing comma."
+        "TQ303",
+        f"example_inputs is a single {kind}, taken as the only argument; write (x,) with a trailing comma.",
     )
     return (value,)
 
@@ -163,8 +164,9 @@ def _by_names(value: Mapping[str, Any], model: nn.Module) -> tuple[Any, ...] | N
             )
         args.append(value.get(name, default))
     warn_user(
+        "TQ303",
         f"example_inputs is a dict, taken as keyword arguments; write a tuple of ({', '.join(used)}) in "
-        "this order."
+        "this order.",
     )
     return tuple(args)
 

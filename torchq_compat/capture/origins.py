@@ -205,4 +205,5 @@ def decide_leftovers(model: nn.Module, preserved: Collection[str]) -> Iterator[D
                 "hooks run once, while the model is captured: what they compute on tensors is in the graph, "
                 "their other effects are lost",
                 warn=True,
+                code="TQ311",
             )

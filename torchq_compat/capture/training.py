@@ -53,7 +53,7 @@ def decide_training_flags(model: nn.Module, *, is_qat: bool) -> Iterator[Decisio
             continue
         reported.append(path)
         kind = f"{found} mode of {type(module).__name__}"
-        yield Decision(path, kind, Action.DROPPED, reason, warn=bool(path))
+        yield Decision(path, kind, Action.DROPPED, reason, warn=bool(path), code="TQ313")
 
 
 def set_training_flags(working: nn.Module, *, is_qat: bool) -> None:
@@ -245,6 +245,7 @@ def decide_evaluation(working: nn.Module, run: EvaluationRun) -> Iterator[Decisi
             f"the float model fails in evaluation ({type(run.error).__name__}: {first_line}): what trains "
             "there on purpose is not known, and every dropout and batch norm follows train() and eval()",
             warn=True,
+            code="TQ312",
         )
 
 

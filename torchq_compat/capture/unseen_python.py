@@ -332,7 +332,7 @@ def decide_parametrizations(model: nn.Module, rules: QConfigRules, *, is_qat: bo
     """Yield a decision about each module of ``model`` whose parametrized weight is to be quantized."""
     for path, _, plain in _to_quantize(model, rules):
         if is_qat:
-            yield Decision(path, plain.__name__, Action.FLOAT, _why_float(path), warn=True)
+            yield Decision(path, plain.__name__, Action.FLOAT, _why_float(path), warn=True, code="TQ403")
         else:
             yield Decision(path, f"parametrization of {plain.__name__}", Action.DROPPED, COMPUTED)
 

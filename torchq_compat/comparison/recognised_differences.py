@@ -68,7 +68,7 @@ ONE_SIDE = Known("known-differences-from-fx", "")
 LEFT_FLOAT = Known("known-differences-from-fx", "")
 NOT_EXPLAINED = Known(
     "",
-    "No difference that the guide explains is recognised here; migration/known_differences.toml lists rarer "
+    "No difference that the guide explains is recognised here; migration/guide/differences.md lists rarer "
     "ones, by model and configuration. If the SQNR here is the lower one, it is worth a report.",
 )
 #: The differences with a section in the guide.

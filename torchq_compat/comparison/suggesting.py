@@ -165,7 +165,8 @@ def suggest(
     chosen, after = _best_together(trial, [each.path for each in found], n, before)
     if not chosen:
         warn_user(
-            "suggest: leaving out these modules makes the model no better; the mapping is the one given."
+            "TQ417",
+            "suggest: leaving out these modules makes the model no better; the mapping is the one given.",
         )
     suggested = _suggested(mapping, tuple(found), chosen, instead)
     if chosen and instead == SIXTEEN_BITS:
@@ -180,8 +181,9 @@ def _measured_in_16_bits(trial: _Trial, chosen: tuple[str, ...]) -> float:
     refused = [path for path in chosen if path in left]
     if refused:
         warn_user(
+            "TQ418",
             f"suggest: the backend has no 16 bits for {', '.join(map(repr, refused))}, left float instead: "
-            f"{left[refused[0]]}. A BackendConfig lists them as a DTypeConfig with int16."
+            f"{left[refused[0]]}. A BackendConfig lists them as a DTypeConfig with int16.",
         )
     return trial.sqnr(())
 

@@ -79,8 +79,10 @@ def fuse(model: nn.Module, preserved: Iterable[str], backend: BackendTable | Non
         graph = _ModuleTracer().trace(working)
     except Exception as cause:
         warn_user(
+            "TQ317",
             f"fuse_fx returns the model as it is: torch.fx cannot trace {type(model).__name__} "
-            f"({type(cause).__name__}: {str(cause).splitlines()[0] if str(cause) else ''}). prepare_fx fuses."
+            f"({type(cause).__name__}: {str(cause).splitlines()[0] if str(cause) else ''}). prepare_fx "
+            "fuses.",
         )
         return model
     fused = GraphModule(working, graph, type(model).__name__)

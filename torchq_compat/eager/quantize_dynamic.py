@@ -107,7 +107,9 @@ def _warn_of_no_match(model: nn.Module, spec: ModuleSpec, paths: Container[str])
         unmatched += [key.__name__ for key in classes]
     if unmatched:
         verb = "matches" if len(unmatched) == 1 else "match"
-        warn_user(f"qconfig_spec: {', '.join(unmatched)} {verb} no module of {type(model).__name__}.")
+        warn_user(
+            "TQ308", f"qconfig_spec: {', '.join(unmatched)} {verb} no module of {type(model).__name__}."
+        )
 
 
 def _propagated(
@@ -246,8 +248,9 @@ def quantize_dynamic(
     is_asked = any(qconfig is not None for qconfig in qconfigs.values())
     if not quantized and (mapping is not None or not (is_asked or qconfig_spec)):
         warn_user(
+            "TQ411",
             "quantize_dynamic: nothing was quantized: no module has a type or a path that qconfig_spec and "
-            "mapping name for this dtype."
+            "mapping name for this dtype.",
         )
     if working in quantized:
         return _root(working, quantized[working], inplace=inplace)
@@ -277,7 +280,7 @@ def _quantized(
         return None
     obstacle = _obstacle(module, qconfig) if isinstance(module, EMBEDDINGS) else None
     if obstacle is not None:
-        warn_user(f"{kind.__name__} at {path!r} stays float: {obstacle}.")
+        warn_user("TQ412", f"{kind.__name__} at {path!r} stays float: {obstacle}.")
         return None
     if not hasattr(quantized_class, "from_float"):
         raise ConfigError(
@@ -289,7 +292,8 @@ def _quantized(
             quantized_class = WholeRangeLinear
         else:
             warn_user(
-                f"{kind.__name__} at {path!r} quantizes its activations as torch.ao does, not whole_range."
+                "TQ320",
+                f"{kind.__name__} at {path!r} quantizes its activations as torch.ao does, not whole_range.",
             )
     # from_float reads ``qconfig`` of the module; set it on a copy, as ``module`` may be the user's own.
     float_module = copy.copy(module)
@@ -322,7 +326,8 @@ def _with_hooks_of(module: nn.Module, made: nn.Module) -> nn.Module:
 def _root(model: nn.Module, quantized: nn.Module, *, inplace: bool) -> nn.Module:
     if inplace:
         warn_user(
+            "TQ318",
             f"quantize_dynamic(inplace=True) cannot change a bare {type(model).__name__} in place: the "
-            "quantized module is returned, the one given stays float."
+            "quantized module is returned, the one given stays float.",
         )
     return quantized

@@ -53,14 +53,16 @@ def load_state(
     _carry_out(prepared, plan)
     if plan.dropped:
         warn_user(
+            "TQ501",
             f"FX observes {len(plan.dropped)} values that have no observer here, and quantizes them once "
             f"more "
-            f"than the model asks for: {_shorten(plan.dropped)}. They are left out."
+            f"than the model asks for: {_shorten(plan.dropped)}. They are left out.",
         )
     if plan.of_several_calls:
         warn_user(
+            "TQ502",
             f"FX's lowered model has one scale for all calls of a module: {_shorten(plan.of_several_calls)}. "
-            "So has this model now; the state of FX's prepared model has one for each call."
+            "So has this model now; the state of FX's prepared model has one for each call.",
         )
 
 

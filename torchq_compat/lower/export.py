@@ -422,7 +422,9 @@ def _freeze(program: ExportedProgram) -> None:
 def _warn_of_float_modules(model: ConvertedGraphModule) -> None:
     left = [d.path for d in model.record.decisions if d.action is Action.FLOAT and d.warn]
     if left:
-        warn_user(f"the exported program computes these in floats: {', '.join(left)}; see explain(model).")
+        warn_user(
+            "TQ703", f"the exported program computes these in floats: {', '.join(left)}; see explain(model)."
+        )
 
 
 def _warn_of_fixed_sizes(model: ConvertedGraphModule, program: ExportedProgram) -> None:
@@ -439,7 +441,8 @@ def _warn_of_fixed_sizes(model: ConvertedGraphModule, program: ExportedProgram) 
     ]
     if fixed:
         warn_user(
-            f"the exported program fixes sizes that the converted model leaves free: {', '.join(fixed)}."
+            "TQ701",
+            f"the exported program fixes sizes that the converted model leaves free: {', '.join(fixed)}.",
         )
 
 

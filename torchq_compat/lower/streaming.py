@@ -135,8 +135,9 @@ def streaming(converted: nn.Module) -> StreamingModel:
     check_causality(trial, calls, is_dynamic=bool(dynamic or ranged))
     if dynamic or ranged:
         warn_user(
+            "TQ503",
             f"streaming: {', '.join((*dynamic, *ranged))} are quantized dynamically, with the range of each "
-            "chunk: the results are close to those of the whole sequence, and not the same bits."
+            "chunk: the results are close to those of the whole sequence, and not the same bits.",
         )
     return StreamingModel(converted, Streams(frozenset(call.key for call in calls if call.keeps_state)))
 

@@ -104,7 +104,9 @@ def is_untraced_in_fx(module: nn.Module, backend: BackendTable) -> bool:
 def _left_whole(
     module: nn.Module, paths: tuple[str, ...], reason: str, *, warn: bool = False
 ) -> tuple[Swap, Decision]:
-    decision = Decision(paths[0], type(module).__name__, Action.FLOAT, reason, warn=warn)
+    decision = Decision(
+        paths[0], type(module).__name__, Action.FLOAT, reason, warn=warn, code="TQ402" if warn else ""
+    )
     return Swap(module, paths, _fallback(), None), decision
 
 

@@ -342,8 +342,9 @@ class UserModuleHandler(CustomModuleHandler):
         assert isinstance(opaque, OpaqueUserModule)
         if request.quantized_class is None:
             warn_user(
+                "TQ407",
                 f"{opaque.opaque_users_class.__name__} at {path!r} stays observed and computes in floats: "
-                "observed_to_quantized_mapping has no entry for its class."
+                "observed_to_quantized_mapping has no entry for its class.",
             )
             return opaque
         layouts = opaque.opaque_layouts

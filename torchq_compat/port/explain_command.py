@@ -15,6 +15,7 @@ from torchq_compat.errors import CodeError
 from torchq_compat.port.constructs import Construct
 from torchq_compat.port.scanner import CONSTRUCTS, RETIRED
 from torchq_compat.quantize.passes import PASSES
+from torchq_compat.support.codes import CODES, DIFFERENCES, RANGES, Code
 
 EXAMPLES = """\
 examples:
@@ -24,14 +25,16 @@ examples:
 """
 #: The maximum width of the text.
 WIDEST = 100
+#: The guide's page of the codes that are carried at run time.
+PAGE = "migration/guide/codes.md"
 BLOCK = re.compile(r"(```.*?```)", re.DOTALL)
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "explain",
-        help="show the guide's text on a code that scan prints",
-        description="Show what the guide says of a code that 'scan' prints.",
+        help="show the guide's text on a code",
+        description="Show what the guide says of a code that 'scan' prints, or a warning ends with.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -55,8 +58,13 @@ def explain_command(args: argparse.Namespace) -> int:
                 print(f"{stage:8} {each.name}: {each.guarantees}")
         return 0
     if args.list or not args.codes:
-        for construct in CONSTRUCTS.values():
-            print(f"{construct.code}  {construct.title}")
+        titles = {code: each.title for code, each in (CONSTRUCTS | CODES).items()}
+        titles |= {code: f"FX: {each.fx}".replace("`", "") for code, each in DIFFERENCES.items()}
+        for first, what in RANGES.items():
+            print(f"TQ{first}xx {what}")
+            for code, title in sorted(titles.items()):
+                if code[2] == first:
+                    print(f"  {code}  {title}")
         return 0
     width = min(WIDEST, shutil.get_terminal_size((WIDEST, 24)).columns) if sys.stdout.isatty() else WIDEST
     print("\n\n".join(explained(code, width) for code in args.codes))
@@ -69,9 +77,19 @@ def explained(code: str, width: int) -> str:
     Raises:
         CodeError: there is no such code.
     """
+    if code.upper() in CODES:
+        return _registered(CODES[code.upper()], width)
+    if code.upper() in DIFFERENCES:
+        difference = DIFFERENCES[code.upper()]
+        texts = (
+            f"{difference.code} FX: {difference.fx}.",
+            f"Here: {difference.here}.",
+            f"tests/{difference.test}",
+        )
+        return "\n\n".join("\n".join(_wrapped(text.replace("`", ""), width)) for text in texts)
     construct = CONSTRUCTS.get(code.upper()) or RETIRED.get(code.upper())
     if construct is None:
-        raise CodeError(f"there is no code {code!r}.", hint=f"there are {', '.join(CONSTRUCTS)}.")
+        raise CodeError(f"there is no code {code!r}.", hint="torchq-compat explain --list has all.")
     lines = [f"{construct.code} {construct.title}", "", *_wrapped(_becomes(construct), width)]
     for index, passage in enumerate(BLOCK.split(construct.guide)):
         if index % 2:
@@ -80,6 +98,23 @@ def explained(code: str, width: int) -> str:
         for paragraph in filter(None, (each.strip() for each in passage.split("\n\n"))):
             lines += ["", *_wrapped(" ".join(paragraph.replace("`", "").split()), width)]
     return "\n".join(lines)
+
+
+def _registered(entry: Code, width: int) -> str:
+    """Return what the register says of a code at run time, with an example of how to filter it."""
+    what = f"{RANGES[entry.code[2]].capitalize()}, {entry.severity}."
+    if entry.severity == "error":
+        example = f'try: ...\n    except TorchQCompatError as error: assert error.code == "{entry.code}"'
+    else:
+        example = f'warnings.filterwarnings("ignore", message=r"(?s).*{entry.code}")'
+    lines = [
+        f"{entry.code} {entry.title}",
+        "",
+        *_wrapped(f"{what} {entry.hint}", width),
+        "",
+        f"    {example}",
+    ]
+    return "\n".join([*lines, "", f"{PAGE}#{entry.anchor}, tests/{entry.test}"])
 
 
 def _wrapped(text: str, width: int) -> list[str]:

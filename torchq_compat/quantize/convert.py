@@ -215,7 +215,7 @@ class _Converting:
 def _check_given(state: _Converting) -> None:
     state.record = _record_of_prepared(state.prepared)
     for warning in unmatched_at_convert(state.prepared, state.settings, state.record.rules, state.rules):
-        warn_user(warning)
+        warn_user("TQ308", warning)
     _warn_of_other_backend(state.record, state.backend)
     state.switched_off = _decide_switched_off(state.prepared, state.record, state.rules)
 
@@ -300,8 +300,9 @@ def _record_of_prepared(model: GraphModule) -> ModelRecord:
 def _warn_of_other_backend(record: ModelRecord, backend: BackendTable | None) -> None:
     if backend is not None and backend != record.backend:
         warn_user(
+            "TQ307",
             f"backend_config {backend.name!r} is not that of prepare_fx, and changes nothing here: what was "
-            "prepared is converted. Give it to prepare_fx."
+            "prepared is converted. Give it to prepare_fx.",
         )
 
 
@@ -428,14 +429,16 @@ def _check_observers(prepared: GraphModule) -> None:
     left_out = observers_without_infinity(prepared)
     if left_out:
         warn_user(
+            "TQ406",
             f"observers have met infinite values, which no integer stands for: {_shorten(left_out)}. A mask "
-            "of them is lost. Give prepare_fx example inputs that have them: what reads them is float then."
+            "of them is lost. Give prepare_fx example inputs that have them: what reads them is float then.",
         )
     if faults:
         warn_user(
+            "TQ405",
             f"{len(faults)} observers have seen no data, so their qparams mean nothing: "
             f"{_shorten([where for where, _ in faults])}. "
-            "Run the prepared model on calibration data, through every branch, before converting it."
+            "Run the prepared model on calibration data, through every branch, before converting it.",
         )
 
 

@@ -42,8 +42,9 @@ def settle_observers(working: GraphModule, record: ModelRecord) -> tuple[Observe
         shown = ", ".join(f"{place.target} ({place.op or 'no op'})" for place in removed[:MAX_SHOWN])
         more = f" and {len(removed) - MAX_SHOWN} more" if len(removed) > MAX_SHOWN else ""
         warn_user(
+            "TQ404",
             f"{len(removed)} observers of prepare are gone from the graph: {shown}{more}. What they observed "
-            "stays float; explain(converted) has the ops."
+            "stays float; explain(converted) has the ops.",
         )
     return removed
 
@@ -83,9 +84,10 @@ def _warn_of_activations_on_weights(
     if replaced:
         shown = _some(replaced)
         warn_user(
+            "TQ319",
             f"fake-quantizes of weights were replaced by those of activations: {shown}. In FX only "
             "activations have names of this form; a weight's is weight_fake_quant of its module. Replace "
-            "those whose node has no get_attr as its argument."
+            "those whose node has no get_attr as its argument.",
         )
 
 
@@ -107,8 +109,10 @@ def _restore_weight_observers(
     if restored:
         shown = _some(restored)
         warn_user(
+            "TQ319",
             f"observers of weights were replaced after prepare: {shown}. As in FX, which has none in the "
-            "graph, weights are observed at convert, by the QConfig; give it another weight observer instead."
+            "graph, weights are observed at convert, by the QConfig; give it another weight observer "
+            "instead.",
         )
 
 

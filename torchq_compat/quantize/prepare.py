@@ -384,17 +384,22 @@ def _insert_observers(
 
 def _warn(decisions: tuple[Decision, ...]) -> None:
     """Warn about decisions that could mislead the user, once for all places with the same reason."""
-    alike: dict[tuple[Action, str], list[Decision]] = {}
+    alike: dict[tuple[Action, str, str], list[Decision]] = {}
+    unlike_fx: dict[tuple[str, str], list[Decision]] = {}
     for decision in decisions:
         if decision.warn:
-            alike.setdefault((decision.action, decision.reason), []).append(decision)
-    for (action, reason), found in alike.items():
+            alike.setdefault((decision.action, decision.reason, decision.code), []).append(decision)
+        elif decision.unlike_fx:
+            unlike_fx.setdefault((decision.unlike_fx, decision.code), []).append(decision)
+    for (sentence, code), found in unlike_fx.items():
+        warn_user(code, f"{_places(found)}: {sentence}. explain(model) has the numbers here.")
+    for (action, reason, code), found in alike.items():
         is_one = len(found) == 1
         if action is Action.FLOAT:
             outcome = "stays float" if is_one else "stay float"
         else:
             outcome = f"{'is' if is_one else 'are'} {action.value}"
-        warn_user(f"{_places(found)} {outcome}: {reason}")
+        warn_user(code, f"{_places(found)} {outcome}: {reason}")
 
 
 def _places(decisions: list[Decision]) -> str:

@@ -155,9 +155,10 @@ def _configs_by_pattern(value: BackendConfig) -> Iterator[tuple[Any, BackendPatt
         pattern = _in_order(nested)
         if pattern is None:
             warn_user(
+                "TQ306",
                 f"backend_config {value.name!r}: the pattern {_in_words(nested)} is not used: two of its ops "
                 "feed one op, and only chains of ops are matched in an exported graph. Its ops are quantized "
-                "one by one, if the config has patterns for them."
+                "one by one, if the config has patterns for them.",
             )
         else:
             yield pattern, config

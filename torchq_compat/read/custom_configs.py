@@ -137,8 +137,9 @@ def read_convert_custom_config(value: ConvertCustomConfig | dict[str, Any] | Non
     """
     if _is_qconfig_dict(value):
         warn_user(
+            "TQ305",
             "convert_custom_config is a qconfig dict, which is ignored, as in FX's convert; leave it out, "
-            "or write qconfig_mapping=..."
+            "or write qconfig_mapping=...",
         )
         value = None
     if isinstance(value, dict):

@@ -194,9 +194,11 @@ def _warn_of_single_steps(request: ConvertRequest) -> None:
         and has_seen_no_hidden_state(cell for _, cell in observed.cells())
     ):
         warn_user(
+            "TQ409",
             f"the recurrent module at {request.path!r} was calibrated with single steps alone, from states "
             "of zeros: its hidden projection has seen nothing but its bias, and every later step will "
-            "saturate. Run the prepared model on whole sequences, or feed its states back, before converting."
+            "saturate. Run the prepared model on whole sequences, or feed its states back, before "
+            "converting.",
         )
 
 

@@ -44,6 +44,18 @@ class Action(StrEnum):
 LOWERINGS = (Action.LOWERED, Action.REFERENCE)
 #: The reason for an op that is part of another op's kernel.
 FUSED = "runs in the kernel of the op before it"
+#: The code of a decision to warn about that names none.
+_CODES = {
+    Action.QUANTIZED: "TQ415",
+    Action.SHARED: "TQ415",
+    Action.FLOAT: "TQ401",
+    Action.DROPPED: "TQ308",
+    Action.FOLDED: "TQ401",
+    Action.FREE: "TQ602",
+    Action.FIXED: "TQ601",
+    Action.LOWERED: "TQ413",
+    Action.REFERENCE: "TQ413",
+}
 SHOWN_APART = ("dtype", "scale", "zero_point", "observer")
 
 
@@ -112,6 +124,7 @@ class Decision:
         values: the weights of the op, and the inputs that are quantized for it.
         is_part: whether the decision is about a part inside a custom module.
         unlike_fx: what FX does instead, if it gives other numbers; empty if FX does the same.
+        code: the code in the register, of a decision with ``warn`` or ``unlike_fx``.
     """
 
     path: str
@@ -124,6 +137,11 @@ class Decision:
     values: tuple[QuantizedValue, ...] = ()
     is_part: bool = False
     unlike_fx: str = ""
+    code: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.code and (self.warn or self.unlike_fx):
+            object.__setattr__(self, "code", _CODES[self.action] if self.warn else "TQ599")
 
 
 @dataclass(frozen=True, repr=False)

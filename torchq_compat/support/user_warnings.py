@@ -7,7 +7,8 @@ import sys
 import warnings
 from pathlib import Path
 
-from torchq_compat.errors import QuantizationWarning
+from torchq_compat.errors import QuantizationNote, QuantizationWarning
+from torchq_compat.support.codes import CODES
 
 PACKAGE = str(Path(__file__).parents[1])
 #: Frames of an import, which ``warnings`` does not count; frames of ``importlib.import_module`` are counted.
@@ -15,9 +16,10 @@ IMPORTING = "<frozen importlib"
 NOT_THE_USERS = (PACKAGE, IMPORTING, str(importlib.__file__))
 
 
-def warn_user(message: str) -> None:
-    """Warn with a ``QuantizationWarning`` located at the first caller outside this package."""
+def warn_user(code: str, message: str) -> None:
+    """Warn with the ``QuantizationWarning`` of ``code`` at the first caller outside this package."""
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_code.co_filename.startswith(NOT_THE_USERS):
         level, frame = level + (not frame.f_code.co_filename.startswith(IMPORTING)), frame.f_back
-    warnings.warn(message, QuantizationWarning, stacklevel=level)
+    kind = QuantizationNote if CODES[code].severity == "note" else QuantizationWarning
+    warnings.warn(kind(message, code=code), stacklevel=level)

@@ -30,7 +30,7 @@ def warn_of_untested_pair() -> None:
     """Warn, at the user's line, if the installed torch was not tested with the installed torchao."""
     sentence = untested_pair(torch.__version__, torchao.__version__)
     if sentence:
-        warn_user(sentence)
+        warn_user("TQ804", sentence)
 
 
 def _minor(version: str) -> str:

@@ -12,6 +12,7 @@ import pytest
 from torchq_compat.cli import main
 from torchq_compat.port.explain_command import explained
 from torchq_compat.port.scanner import CONSTRUCTS, RETIRED
+from torchq_compat.support.codes import CODES, DIFFERENCES
 
 Capture = pytest.CaptureFixture[str]
 
@@ -35,12 +36,26 @@ def test_several_codes_and_the_list(capsys: Capture) -> None:
     assert out.index("TQ101 quantize_fx functions") < out.index("TQ110 TorchScript")
     assert "scan does not list it any more" in out
     assert main(["explain"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == len(CONSTRUCTS)
+    lines = capsys.readouterr().out.splitlines()
+    listed = [line.split()[0] for line in lines if line.startswith("  ")]
+    assert listed == sorted([*CONSTRUCTS, *CODES, *DIFFERENCES])
+    assert [line for line in lines if not line.startswith("  ")][4] == "TQ5xx other numbers than FX"
+
+
+def test_a_code_at_run_time_and_a_known_difference(capsys: Capture) -> None:
+    assert main(["explain", "tq405", "TQ520", "TQ903"]) == 0
+    out = capsys.readouterr().out
+    assert "TQ405 observers that have seen no data" in out
+    assert 'warnings.filterwarnings("ignore", message=r"(?s).*TQ405")' in out
+    assert f"TQ520 FX: {DIFFERENCES['TQ520'].fx[:20]}" in out
+    assert 'error.code == "TQ903"' in out
 
 
 def test_a_code_that_there_is_not(capsys: Capture) -> None:
-    assert main(["explain", "TQ999"]) == 2
-    assert re.match(r"torchq-compat: error: there is no code 'TQ999'. Hint: .*TQ101", capsys.readouterr().err)
+    assert main(["explain", "TQ299"]) == 2
+    assert re.match(
+        r"torchq-compat: error: there is no code 'TQ299'. Hint: .*--list", capsys.readouterr().err
+    )
 
 
 def test_without_torch() -> None:

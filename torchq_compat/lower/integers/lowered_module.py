@@ -446,4 +446,4 @@ def _rewrite(state: _LoweringModel) -> None:
 def _tell(state: _LoweringModel) -> None:
     for decision in state.lowered.lowering:
         if decision.warn:
-            warn_user(f"{decision.kind} at {decision.path!r} {decision.reason}")
+            warn_user(decision.code, f"{decision.kind} at {decision.path!r} {decision.reason}")

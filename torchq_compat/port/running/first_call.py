@@ -53,9 +53,10 @@ def _preparing(function: Function) -> Function:
             if bound is None:
                 raise
             warn_user(
+                "TQ316",
                 f"{error.message.rstrip('.')}. FX does not look at them; here the model is captured at its "
                 "first call, from the arguments of that call. Give example_inputs that run: without "
-                "`torchq-compat run` this is an error."
+                "`torchq-compat run` this is an error.",
             )
             model = next(iter(bound.arguments.values()))
             is_qat = function.__name__ == "prepare_qat_fx" or bool(bound.arguments.get("is_qat"))

@@ -13,12 +13,14 @@ import contextlib
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from torchq_compat.errors import QuantizationNote
 from torchq_compat.port.process import import_noise_held_back, stopping_cleanly
 from torchq_compat.port.run_command import RunOptions
 
@@ -68,6 +70,8 @@ def _redirect(options: RunOptions) -> Callable[[str], str]:
             restore_removed_captures,
         )
 
+        # The summary tells where FX gives other numbers.
+        warnings.filterwarnings("ignore", message=r".*\[TQ5", category=QuantizationNote)
         recorder = Recorder(strict=options.strict)
 
         def wrapped(function: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:

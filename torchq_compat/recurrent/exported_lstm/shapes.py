@@ -114,8 +114,9 @@ def quantize_boundary(graph_module: GraphModule, path: str, module: OpaqueRecurr
     left = [name for name, qparams in zip(names, inputs + results, strict=True) if qparams is None]
     if left:
         warn_user(
+            "TQ410",
             f"the boundary of {path!r} stays float at {', '.join(left)}: the quantizer did not quantize that "
-            "edge of every cell, or not in one dtype."
+            "edge of every cell, or not in one dtype.",
         )
 
 

@@ -203,9 +203,10 @@ def kernel_build() -> KernelBuild:
         build = build_kernel()
     if build.library is None:
         warn_user(
+            "TQ801",
             "converted models run on torch's operators, recurrent modules step by step, with equal numbers "
             f"but slowly: the native kernel could not be built ({build.problem}). Hint: install a C++ "
-            "compiler with OpenMP, such as g++, or name one in the environment variable CXX."
+            "compiler with OpenMP, such as g++, or name one in the environment variable CXX.",
         )
     return build
 
@@ -221,7 +222,7 @@ def build_kernel() -> KernelBuild:
         try:
             return KernelBuild(_with_operator(carried))
         except OSError as fault:
-            warn_user(f"the library {carried} does not load, one is compiled instead: {fault}.")
+            warn_user("TQ802", f"the library {carried} does not load, one is compiled instead: {fault}.")
     try:
         compiler = shlex.split(os.environ.get("CXX") or "") or ["c++"]
     except ValueError as cause:
@@ -245,7 +246,7 @@ def _found_or_made(compiler: list[str]) -> Path:
         return _loaded(path)
     except OSError as fault:
         _compile([*compiler, *flags], path)
-        warn_user(f"the native kernel at {path} was built again: {fault}.")
+        warn_user("TQ803", f"the native kernel at {path} was built again: {fault}.")
     return _loaded(path)
 
 

@@ -1,0 +1,106 @@
+"""The register of codes: every code that is carried is in it, and every entry is carried."""
+
+from __future__ import annotations
+
+import ast
+import re
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch.ao.quantization import get_default_qconfig_mapping
+
+import torchq_compat as tc
+from tests.helpers.package_trees import PACKAGE, package_trees
+from torchq_compat import errors
+from torchq_compat.port.scanner import CONSTRUCTS, RETIRED
+from torchq_compat.support.codes import CODES, DIFFERENCES, RANGES
+from torchq_compat.support.decisions import Action, Decision
+from torchq_compat.support.user_warnings import warn_user
+
+X = torch.randn(8, 4)
+
+
+def literals() -> Iterator[str]:
+    """Return the codes that are written in the package's code, without docstrings."""
+    for tree in package_trees().values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield from re.findall(r"^TQ[3-9]\d\d$", node.value)
+
+
+def test_what_is_written_is_registered_and_the_other_way_round() -> None:
+    assert {*literals()} == set(CODES)
+
+
+def test_every_class_of_errors_has_a_code_of_its_own() -> None:
+    classes = [
+        getattr(errors, name) for name in errors.__all__ if "Warning" not in name and "Note" not in name
+    ]
+    assert len({cls.code for cls in classes}) == len(classes) > 25
+    for cls in classes:
+        assert CODES[cls.code].severity == "error"
+        assert str(cls("what and where.", hint="do this.")) == f"what and where.\nHint: do this. [{cls.code}]"
+
+
+def test_a_code_is_used_once_and_says_what_to_do() -> None:
+    everywhere = [*CODES, *DIFFERENCES, *CONSTRUCTS, *RETIRED]
+    assert len(set(everywhere)) == len(everywhere)
+    assert {code[2] for code in everywhere} == set(RANGES)
+    for entry in CODES.values():
+        assert entry.title
+        assert entry.hint.endswith(".")
+        assert entry.severity in ("note", "warning", "error")
+        assert (PACKAGE.parent / "tests" / entry.test.partition("::")[0]).is_file(), entry
+
+
+def test_warnings_can_be_filtered_by_code_and_by_severity() -> None:
+    prepared = tc.prepare_fx(nn.Sequential(nn.Linear(4, 2)).eval(), get_default_qconfig_mapping("x86"), (X,))
+    with pytest.warns(errors.QuantizationWarning) as caught:
+        tc.convert_fx(prepared)
+    (warning,) = caught
+    assert (warning.message.code, str(warning.message)[-8:]) == ("TQ405", " [TQ405]")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"(?s).*TQ405")
+        tc.convert_fx(prepared)
+    with pytest.warns(errors.QuantizationNote, match=r"\[TQ304\]$"):
+        warn_user("TQ304", "an argument changes nothing")
+
+
+def test_a_decision_that_matters_has_a_code() -> None:
+    assert not Decision("a", "Linear", Action.FLOAT, "its qconfig is None").code
+    for action in Action:
+        assert CODES[Decision("a", "Linear", action, "because", warn=True).code].severity != "error"
+
+
+class CutInFx(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(torch.sigmoid(x))
+
+
+def test_other_numbers_than_fx_are_told_once_with_the_import_alone() -> None:
+    with pytest.warns(errors.QuantizationNote, match=r"FX quantizes its input .*\[TQ504\]$") as caught:
+        prepared = tc.prepare_fx(CutInFx().eval(), get_default_qconfig_mapping("x86"), (X,))
+    assert len(caught) == 1
+    (row,) = (each for each in tc.explain(prepared) if each.unlike_fx)
+    assert row.code == "TQ504"
+
+
+@pytest.mark.parametrize("kind", ["plain", "lstm"])
+def test_what_users_of_fx_see_as_no_problem_is_not_told(kind: str) -> None:
+    model: nn.Module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).eval()
+    x, custom = torch.randn(2, 3, 8, 8), None
+    if kind == "lstm":
+        model, x = nn.LSTM(4, 4).eval(), torch.randn(5, 2, 4)
+        custom = tc.get_default_prepare_custom_config()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", errors.QuantizationWarning)
+        prepared = tc.prepare_fx(model, get_default_qconfig_mapping("x86"), (x,), custom)
+        prepared(x)
+        tc.convert_fx(prepared)

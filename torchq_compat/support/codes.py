@@ -1,0 +1,75 @@
+"""The register of codes: what ``codes.toml`` says of every warning, decision and error. Imports no torch."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import NamedTuple
+
+FILE = Path(__file__).parents[1] / "codes.toml"
+#: First digit of a code -> what its range is about.
+RANGES = {
+    "1": "rewritten",
+    "2": "manual review",
+    "3": "settings without effect",
+    "4": "left float or approximated",
+    "5": "other numbers than FX",
+    "6": "sizes and capture",
+    "7": "export and deployment",
+    "8": "environment",
+    "9": "errors",
+}
+
+
+class Code(NamedTuple):
+    """An entry of the register.
+
+    Attributes:
+        code: ``TQ405``.
+        severity: ``note``, ``warning`` or ``error``.
+        title: the cause, in a few words.
+        hint: what to do.
+        test: the test that raises it, below ``tests/``.
+    """
+
+    code: str
+    severity: str
+    title: str
+    hint: str
+    test: str
+
+    @property
+    def anchor(self) -> str:
+        """The anchor in the guide's page of codes."""
+        return self.code.lower()
+
+    @property
+    def section(self) -> str:
+        """The entry of the guide."""
+        return (
+            f'- <a id="{self.anchor}"></a>**{self.code}** ({self.severity}) {self.title}. {self.hint} '
+            f"Raised in `{self.test}`."
+        )
+
+
+class KnownDifference(NamedTuple):
+    """A difference from FX, where FX is wrong or cannot.
+
+    Attributes:
+        code: TQ5xx.
+        fx: what FX does.
+        here: what this package does.
+        test: the file that asserts both, below ``tests/``.
+        anchor: its place in the guide, if ``compare`` points there.
+    """
+
+    code: str
+    fx: str
+    here: str
+    test: str
+    anchor: str = ""
+
+
+_REGISTER = tomllib.loads(FILE.read_text())
+CODES = {entry["code"]: Code(**entry) for entry in _REGISTER["code"]}
+DIFFERENCES = {entry["code"]: KnownDifference(**entry) for entry in _REGISTER["known"]}
