@@ -165,10 +165,13 @@ HEADERS = tuple(
     SOURCE.with_name(f"{name}.h")
     for name in (
         *("cell_loop", "cell_program", "cell_kernels", "instruction_sets", "tile_kernels", "threads"),
-        *("integer_kernels", "stable_tensors"),
+        *("integer_kernels", "stable_tensors", "targets", "exact_convolution", "exact_convolution_kernels"),
     )
 )
-OPERATORS = tuple(SOURCE.with_name(f"{name}.cpp") for name in ("recurrent_operator", "integer_operators"))
+OPERATORS = tuple(
+    SOURCE.with_name(f"{name}.cpp")
+    for name in ("recurrent_operator", "integer_operators", "exact_convolution")
+)
 # No contraction: a fused multiply-add would round differently from the q-dq graph. The instruction set is
 # chosen at run time, by the CPU.
 FLAGS = (

@@ -141,6 +141,12 @@ CLONES inline void clamp(uint8_t* values, int64_t count, uint8_t flip, uint8_t l
   }
 }
 
+CLONES inline uint8_t largest(const uint8_t* x, int64_t count, uint8_t flip) {
+  uint8_t most = 0;
+  for (int64_t i = 0; i < count; ++i) most = std::max(most, static_cast<uint8_t>(x[i] ^ flip));
+  return most;
+}
+
 CLONES inline void sum_rows(const uint8_t* x, int64_t count, uint8_t flip, int32_t* sums) {
   for (int64_t i = 0; i < count; ++i) sums[i] += static_cast<uint8_t>(x[i] ^ flip);
 }

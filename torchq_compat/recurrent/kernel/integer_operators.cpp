@@ -1,6 +1,7 @@
 // The operators of lowered graphs on plain 8-bit integers, through torch's stable ABI; lower/integers/operators.py
 // says what each computes. Convolutions, and linears of many rows, are oneDNN's, by the operators of torch that
-// take plain integers. integer_kernels.h has the loops of the others.
+// take plain integers, where its sums are exact; else exact_convolution.h's. integer_kernels.h has the loops of the
+// others.
 
 #include <algorithm>
 #include <cstdlib>
@@ -13,6 +14,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "exact_convolution.h"
 #include "integer_kernels.h"
 
 constexpr const char* kOperators = "torchq_compat_native";
@@ -50,6 +52,8 @@ using Sizes = std::vector<int64_t>;
 constexpr int64_t kGrain = 1 << 16;
 // The most packed weights kept; those of a dropped model are forgotten before.
 constexpr size_t kKeptWeights = 4096, kKeptOfWeight = 4;
+// Among the settings of packed weights: they are for the own loops.
+constexpr double kIsExact = -1.0;
 // Linears of up to so many rows are products of each row by itself, which need no packed weights.
 constexpr int64_t kFewRows = 12;
 
@@ -122,6 +126,12 @@ Tensor dense(const Tensor& x) { return dense_order(x) ? x : torch::stable::conti
 
 Tensor like(const Tensor& x, ScalarType dtype) {
   return empty_strided(sizes_of(x), strides_in(sizes_of(x), *dense_order(x)), dtype);
+}
+
+Tensor permuted(const Tensor& x, const Sizes& permutation) {
+  std::array<StableIValue, 2> stack{torch::stable::detail::from(x), torch::stable::detail::from(permutation)};
+  check_call_of_torch(torch_call_dispatcher("aten::permute", "", stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
 // Runs `f(begin, end)` over `count` values, on more threads if there are many.
@@ -427,9 +437,7 @@ Tensor mean(const Tensor& given, double x_scale, int64_t x_zero_point, const Siz
         if (is_reduced[d] == (reduced == 1)) permutation.push_back(d);
       }
     }
-    std::array<StableIValue, 2> stack{torch::stable::detail::from(given), torch::stable::detail::from(permutation)};
-    check_call_of_torch(torch_call_dispatcher("aten::permute", "", stack.data(), TORCH_ABI_VERSION));
-    x = torch::stable::contiguous(torch::stable::detail::to<Tensor>(stack[0]));
+    x = torch::stable::contiguous(permuted(given, permutation));
     means = Means{1, 1, 1};
     for (int64_t d = 0; d < given.dim(); ++d)
       (is_reduced[permutation[d]] ? means->reduced : means->planes) *= x.size(d);
@@ -527,12 +535,13 @@ Tensor max_pool(const Tensor& given, const Sizes& window, const Sizes& stride, c
   return out;
 }
 
-// A weight packed by oneDNN, and what its operators take beside it.
+// A weight packed by oneDNN, and what its operators take beside it; or packed for the own loops.
 struct Packed {
   std::vector<Key> keys;
   std::vector<double> settings;  // what it was packed for
   Tensor weight, packed, scale, zero_point, weight_zero_points;
   std::optional<Tensor> bias;
+  exact::Weight exact{};  // in place of `packed`
 
   bool fits(const Tensor& given, const Tensor& scales, const std::optional<Tensor>& offsets) const {
     return keys.size() == 2 + offsets.has_value() && keys[0].fits(given, true) && keys[1].fits(scales, true) &&
@@ -803,6 +812,98 @@ Tensor empty_convolution(const Tensor& x, const Tensor& weight, const Sizes& str
   return empty_strided(sizes, strides_in(sizes, channels_last), ends.dtype);
 }
 
+// Whether oneDNN sums products of 8 bits in 32 bits on this CPU, not in 16.
+bool has_exact_products() {
+  if (aoti_torch_cpu__qlinear_pointwise_tensor == nullptr || aoti_torch_cpu__qconv_pointwise_tensor == nullptr)
+    return false;
+#if defined(__x86_64__)
+  static const bool has_vnni = [] {
+    // oneDNN may be held to older instructions; every name that has VNNI is one of these.
+    const char* held = std::getenv("ONEDNN_MAX_CPU_ISA");
+    const std::string_view name = held == nullptr ? "DEFAULT" : held;
+    const bool is_free = name == "DEFAULT" || name.ends_with("VNNI") || name.ends_with("_VNNI_2") ||
+                         name.find("BF16") != name.npos || name.find("FP16") != name.npos ||
+                         name.find("AMX") != name.npos || name.find("AVX10") != name.npos;
+    return is_free && (__builtin_cpu_supports("avx512vnni") || __builtin_cpu_supports("avxvnni"));
+  }();
+  return has_vnni;
+#else
+  return true;
+#endif
+}
+
+// Whether oneDNN's sums of a convolution cannot saturate: two products of an integer below 128 fit into 16 bits.
+bool is_exact_in_onednn(const Tensor& given, int64_t x_zero_point) {
+  if (has_exact_products()) return true;
+  constexpr int64_t kMost = 127;
+  if (aoti_torch_cpu__qconv_pointwise_tensor == nullptr || x_zero_point > kMost) return false;
+  const Tensor x = dense(given);
+  const uint8_t* from = bytes(x);
+  for (int64_t begin = 0; begin < x.numel(); begin += kGrain) {
+    const int64_t count = std::min(kGrain, x.numel() - begin);
+    if (integers::largest(from + begin, count, flip_of(given)) > kMost) return false;
+  }
+  return true;
+}
+
+exact::Shape shape_of(const Tensor& x, const Tensor& weight, const Window& window, const Sizes& out) {
+  exact::Shape shape;
+  shape.images = x.size(0), shape.groups = window.groups;
+  shape.inputs = weight.size(1), shape.outputs = weight.size(0) / window.groups;
+  const int64_t rank = weight.dim() - 2;
+  for (int64_t i = 0; i < rank; ++i) {
+    const size_t d = 3 - rank + i;
+    shape.in[d] = x.size(2 + i), shape.out[d] = out[2 + i], shape.window[d] = weight.size(2 + i);
+    shape.stride[d] = window.stride[i], shape.padding[d] = window.padding[i], shape.dilation[d] = window.dilation[i];
+  }
+  return shape;
+}
+
+// The values of x with channels innermost in memory.
+Tensor channels_innermost(const Tensor& x) {
+  Sizes permutation(x.dim());
+  std::iota(permutation.begin(), permutation.end(), 0);
+  std::rotate(permutation.begin() + 1, permutation.begin() + 2, permutation.end());
+  return torch::stable::contiguous(permuted(x, permutation));
+}
+
+// With the bits of oneDNN's: its order of operations, and its way to take out zero points.
+Tensor exact_convolution(const Tensor& given, double x_scale, int64_t x_zero_point, const Tensor& weight,
+                         const Tensor& scales, const std::optional<Tensor>& bias, const Window& window,
+                         bool takes_out, const Ends& ends) {
+  const Tensor out = empty_convolution(given, weight, window.stride, window.padding, window.dilation, ends);
+  if (out.numel() == 0) return out;
+  const exact::Shape shape = shape_of(given, weight, window, sizes_of(out));
+  const std::vector<double> settings{x_scale, static_cast<double>(takes_out ? x_zero_point : 0),
+                                     static_cast<double>(window.groups), kIsExact};
+  const auto packed = packed_weights().find(weight, scales, bias, settings, [&] {
+    const Tensor held = torch::stable::detail::to<Tensor>(call("aten::detach", weight));
+    const Tensor plain = torch::stable::contiguous(held);
+    return Packed{.keys = keys_of(weight, scales, bias),
+                  .settings = settings,
+                  .weight = held,
+                  .bias = takes_out ? bias_without_zero_point(plain, scales, bias, x_scale, x_zero_point) : bias,
+                  .exact = exact::pack(shape, static_cast<const int8_t*>(plain.const_data_ptr()))};
+  });
+  const Tensor x = channels_innermost(given);
+  const exact::Input input{bytes(x), flip_of(given), static_cast<uint8_t>(x_zero_point)};
+  const auto* offsets = packed->bias ? static_cast<const float*>(packed->bias->const_data_ptr()) : nullptr;
+  const exact::Output output{out.mutable_data_ptr(),
+                             ends.is_float(),
+                             takes_out ? 0 : static_cast<int32_t>(x_zero_point),
+                             static_cast<float>(x_scale),
+                             static_cast<const float*>(scales.const_data_ptr()),
+                             offsets,
+                             packed->exact.sums.data(),
+                             1.0f / static_cast<float>(ends.scale),
+                             static_cast<float>(ends.zero_point),
+                             static_cast<float>(ends.low),
+                             static_cast<float>(ends.high)};
+  over(exact::task_count(shape), std::max<int64_t>(1, 8 * kGrain / std::max<int64_t>(1, exact::task_work(shape))),
+       [&](int64_t begin, int64_t end) { exact::run_tasks(shape, input, packed->exact, output, begin, end); });
+  return out;
+}
+
 Tensor convolution(const Tensor& given, double x_scale, int64_t x_zero_point, const Tensor& weight,
                    const Tensor& scales, const std::optional<Tensor>& bias, const Sizes& stride,
                    const Sizes& padding, const Sizes& dilation, int64_t groups, double scale,
@@ -813,7 +914,6 @@ Tensor convolution(const Tensor& given, double x_scale, int64_t x_zero_point, co
   ends.takes_relu = weight.dim() < 5;  // torch 2.13
   check(given.dim() == weight.dim() && groups > 0 && given.size(1) == weight.size(1) * groups,
         "a convolution's input has other channels than its weight");
-  check(aoti_torch_cpu__qconv_pointwise_tensor != nullptr, "this torch was built without oneDNN");
   if (given.numel() == 0) return empty_convolution(given, weight, stride, padding, dilation, ends);
   if (weight.dim() == 5 && ends.dtype == ScalarType::Char) {
     // torch has no kernel that gives int8 (2.13).
@@ -824,6 +924,9 @@ Tensor convolution(const Tensor& given, double x_scale, int64_t x_zero_point, co
   const Window window{stride, padding, dilation, groups};
   // oneDNN packs weights for inputs without a zero point, and again in each call with one (torch 2.13).
   const bool takes_out = x_zero_point != 0 && (!window.pads() || 16 * weight.numel() > given.numel());
+  if (!is_exact_in_onednn(given, x_zero_point)) {
+    return exact_convolution(given, x_scale, x_zero_point, weight, scales, bias, window, takes_out, ends);
+  }
   Tensor x = readable(unsigned_of(given));
   const Sizes none(padding.size(), 0), &around = takes_out ? none : padding;
   if (takes_out && window.pads()) x = padded(x, padding, static_cast<uint8_t>(x_zero_point));
@@ -841,28 +944,9 @@ Tensor convolution(const Tensor& given, double x_scale, int64_t x_zero_point, co
       x.get(), packed->scale.get(), packed->zero_point.get(), packed->packed.get(), scales.get(),
       packed->weight_zero_points.get(), handle_of(packed->bias, place), stride.data(),
       static_cast<int64_t>(stride.size()), around.data(), static_cast<int64_t>(around.size()), dilation.data(),
-      static_cast<int64_t>(dilation.size()), groups, ends.is_float() ? 1.0 : scale, zero_point, &code,
+      static_cast<int64_t>(dilation.size()), groups, ends.is_float() ? 1.0 : scale, ends.is_float() ? 0 : zero_point, &code,
       ends.has_relu() ? "relu" : "none", nullptr, 0, &algorithm, &made));
   return within(Tensor(made), ends);
-}
-
-// Whether oneDNN sums products of 8 bits in 32 bits on this CPU, not in 16.
-bool has_exact_products() {
-  if (aoti_torch_cpu__qlinear_pointwise_tensor == nullptr) return false;
-#if defined(__x86_64__)
-  static const bool has_vnni = [] {
-    // oneDNN may be held to older instructions; every name that has VNNI is one of these.
-    const char* held = std::getenv("ONEDNN_MAX_CPU_ISA");
-    const std::string_view name = held == nullptr ? "DEFAULT" : held;
-    const bool is_free = name == "DEFAULT" || name.ends_with("VNNI") || name.ends_with("_VNNI_2") ||
-                         name.find("BF16") != name.npos || name.find("FP16") != name.npos ||
-                         name.find("AMX") != name.npos || name.find("AVX10") != name.npos;
-    return is_free && (__builtin_cpu_supports("avx512vnni") || __builtin_cpu_supports("avxvnni"));
-  }();
-  return has_vnni;
-#else
-  return true;
-#endif
 }
 
 void few_rows(const Tensor& x, const Tensor& weight, Scaling of, const float* scales, const float* bias,

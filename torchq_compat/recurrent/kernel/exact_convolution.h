@@ -1,0 +1,57 @@
+// Convolutions of 8-bit integers that sum in 32 bits, in plain C++ and without torch: where oneDNN has only
+// instructions that sum products in 16 bits, which saturate.
+
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <vector>
+
+namespace exact {
+
+// Sizes of a convolution over three dimensions; missing ones have size 1. Channels are innermost in memory.
+struct Shape {
+  int64_t images = 1, groups = 1, inputs = 1, outputs = 1;  // inputs and outputs of a group
+  std::array<int64_t, 3> in{1, 1, 1}, out{1, 1, 1}, window{1, 1, 1}, stride{1, 1, 1}, padding{0, 0, 0},
+      dilation{1, 1, 1};
+
+  int64_t taps() const { return window[0] * window[1] * window[2]; }
+  int64_t columns() const { return taps() * inputs; }
+  int64_t pixels() const { return images * out[0] * out[1] * out[2]; }
+  bool is_depthwise() const { return inputs == 1 && outputs == 1; }
+};
+
+// The bytes of the input, as uint8 after `^ flip`; padding has the value `zero_point`.
+struct Input {
+  const uint8_t* values;
+  uint8_t flip, zero_point;
+};
+
+// From sums to results: (sum - zero_point * weight_sum) * input_scale * scale + bias; without `is_float`, times
+// `inverse`, plus `zero`, rounded to even, between low and high, as oneDNN computes it.
+struct Output {
+  void* values;
+  bool is_float;
+  int32_t zero_point;
+  float input_scale;
+  const float *scales, *bias;  // bias: or null
+  const int32_t* weight_sums;
+  float inverse, zero, low, high;
+};
+
+// A weight (outputs of all groups, inputs, *window), contiguous, as the loops read it. The sums of its outputs
+// are in `sums`.
+struct Weight {
+  std::vector<int8_t> values;
+  std::vector<int32_t> sums;
+};
+
+Weight pack(const Shape& shape, const int8_t* weight);
+
+// A convolution is as many tasks, which may run at the same time; `work`: multiply-adds of one.
+int64_t task_count(const Shape& shape);
+int64_t task_work(const Shape& shape);
+void run_tasks(const Shape& shape, const Input& x, const Weight& weight, const Output& out, int64_t begin,
+               int64_t end);
+
+}  // namespace exact
