@@ -594,7 +594,8 @@ def test_a_whole_range_that_is_not_fused_converts_as_in_fx() -> None:
     train(theirs, batches)
     x = torch.randn(64, 3, 7, 7)
     found = tc.convert_fx(copy.deepcopy(ours.eval()))(x)
-    assert sqnr(fx.convert_fx(theirs.eval())(x), found) > 60
+    # FX's kernels saturate products of the whole range on a CPU without VNNI.
+    assert sqnr(fx.convert_to_reference_fx(theirs.eval())(x), found) > 60
     assert sqnr(tc.convert_fx(ours.eval(), observer_qparams=True)(x), found) > 60
 
 
