@@ -357,7 +357,8 @@ def test_two_builders_at_once(cache: Path) -> None:
     assert [each.exitcode for each in processes] == [0, 0]
     assert list(cache.parent.iterdir()) == [cache]
     names = sorted(Path(line).name for line in compiled.read_text().splitlines())
-    assert names == sorted(["cell_loop.o", "integer_operators.o", "recurrent_operator.o", cache.name])
+    objects = [f"{source.stem}.o" for source in (build.SOURCE, *build.OPERATORS)]
+    assert names == sorted([*objects, cache.name])
 
 
 def test_a_builder_that_hangs_is_not_waited_for_longer_than_a_build_may_take(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@
 #include "exact_convolution.h"
 
 #include <algorithm>
+#include <bit>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -13,8 +14,9 @@
 namespace exact {
 namespace {
 
-// Outputs whose weights lie side by side; pixels of a task, and those multiplied at once; outputs of a task.
-constexpr int64_t kLanes = 16, kPixels = 48, kStrip = 6, kChunk = 64;
+// Outputs whose weights lie side by side; the most pixels of a task, and what these are a multiple of; the most
+// outputs of a task.
+constexpr int64_t kLanes = 16, kPixels = 48, kStep = 4, kChunk = 128;
 // Columns of a row that are copied at once: the rows of a strip and the weights of its lanes stay in the L1 cache.
 constexpr int64_t kColumns = 512, kRow = kColumns + 16;
 // Depthwise: pixels of a task.
@@ -23,21 +25,52 @@ constexpr int64_t kDepthwisePixels = 64;
 int64_t up(int64_t count, int64_t step) { return (count + step - 1) / step; }
 int64_t pairs_of(int64_t columns) { return up(columns, 2); }
 int64_t chunks_of(const Shape& shape) { return up(shape.outputs, kChunk); }
+// Outputs of a chunk: all chunks have as many, but the last one.
+int64_t chunk_of(const Shape& shape) { return up(up(shape.outputs, chunks_of(shape)), kLanes) * kLanes; }
 int64_t blocks_of(const Shape& shape) { return up(shape.pixels(), kPixels); }
 // Pixels of a block: all blocks have as many, but the last one.
 int64_t block_of(const Shape& shape) {
-  return up(up(shape.pixels(), blocks_of(shape)), kStrip) * kStrip;
+  return up(up(shape.pixels(), blocks_of(shape)), kStep) * kStep;
 }
 
 // The place of an output pixel, and of the input that its window begins at.
 struct Pixel {
   int64_t image;
-  std::array<int64_t, 3> first;
+  std::array<int64_t, 3> out, first;
 
   Pixel(const Shape& shape, int64_t index) {
-    for (int64_t d = 3; d-- > 0; index /= shape.out[d])
-      first[d] = index % shape.out[d] * shape.stride[d] - shape.padding[d];
+    for (int64_t d = 3; d-- > 0; index /= shape.out[d]) set(shape, d, index % shape.out[d]);
     image = index;
+  }
+  void set(const Shape& shape, int64_t d, int64_t to) {
+    out[d] = to;
+    first[d] = to * shape.stride[d] - shape.padding[d];
+  }
+  void next(const Shape& shape) {
+    for (int64_t d = 3; d-- > 0;) {
+      if (out[d] + 1 < shape.out[d]) return set(shape, d, out[d] + 1);
+      set(shape, d, 0);
+    }
+    ++image;
+  }
+};
+
+// Some of the columns of a row: where the first one lies in its line of the window.
+struct Columns {
+  int64_t count, depth, height, in_line;
+
+  Columns(const Shape& shape, int64_t begin, int64_t count_) : count(count_) {
+    const int64_t line = shape.window[2] * shape.inputs;
+    in_line = begin % line;
+    depth = begin / line / shape.window[1];
+    height = begin / line % shape.window[1];
+  }
+  // The next line.
+  void next(const Shape& shape) {
+    in_line = 0;
+    if (++height < shape.window[1]) return;
+    height = 0;
+    ++depth;
   }
 };
 
@@ -46,13 +79,10 @@ struct Reader {
   const Input& x;
   int64_t channels = shape.inputs * shape.groups;
 
-  // The values at (depth, height, width); null outside.
-  const uint8_t* at(int64_t image, int64_t depth, int64_t height, int64_t width) const {
-    if (depth < 0 || depth >= shape.in[0] || height < 0 || height >= shape.in[1] || width < 0 ||
-        width >= shape.in[2])
-      return nullptr;
-    return x.values +
-           (((image * shape.in[0] + depth) * shape.in[1] + height) * shape.in[2] + width) * channels;
+  // The values of a line of the input; null outside.
+  const uint8_t* line(int64_t image, int64_t depth, int64_t height) const {
+    if (depth < 0 || depth >= shape.in[0] || height < 0 || height >= shape.in[1]) return nullptr;
+    return x.values + ((image * shape.in[0] + depth) * shape.in[1] + height) * shape.in[2] * channels;
   }
 };
 
@@ -95,6 +125,18 @@ Run best_run() {
   return plain::run;
 }
 
+// Small groups as one of as many lanes as there are: the weight has zeros between outputs and inputs of two groups.
+Shape merged(const Shape& shape) {
+  Shape whole = shape;
+  for (int64_t count = 2; !shape.is_depthwise() && count * shape.outputs <= kLanes; ++count) {
+    if (shape.groups % count) continue;
+    whole.groups = shape.groups / count;
+    whole.inputs = count * shape.inputs;
+    whole.outputs = count * shape.outputs;
+  }
+  return whole;
+}
+
 // Depthwise: (pairs of taps, channels, 2). Else, for each group and `kLanes` outputs: (pairs of columns, kLanes, 2);
 // the columns of a row are (*window, inputs).
 int64_t packed_size(const Shape& shape) {
@@ -110,13 +152,15 @@ int64_t packed_place(const Shape& shape, int64_t group, int64_t output, int64_t 
 
 }  // namespace
 
-Weight pack(const Shape& shape, const int8_t* weight) {
+Weight pack(const Shape& given, const int8_t* weight) {
+  const Shape shape = merged(given);
   Weight packed{std::vector<int8_t>(packed_size(shape)), std::vector<int32_t>(shape.groups * shape.outputs)};
   for (int64_t row = 0; row < shape.groups * shape.outputs; ++row) {
-    for (int64_t input = 0; input < shape.inputs; ++input) {
+    const int64_t group = row / shape.outputs, first = row / given.outputs * given.inputs - group * shape.inputs;
+    for (int64_t input = first; input < first + given.inputs; ++input) {
       for (int64_t tap = 0; tap < shape.taps(); ++tap) {
         const int8_t value = *weight++;
-        packed.values[packed_place(shape, row / shape.outputs, row % shape.outputs, tap, input)] = value;
+        packed.values[packed_place(shape, group, row % shape.outputs, tap, input)] = value;
         packed.sums[row] += value;
       }
     }
@@ -124,20 +168,22 @@ Weight pack(const Shape& shape, const int8_t* weight) {
   return packed;
 }
 
-int64_t task_count(const Shape& shape) {
+int64_t task_count(const Shape& given) {
+  const Shape shape = merged(given);
   if (shape.is_depthwise()) return up(shape.pixels(), kDepthwisePixels);
   return blocks_of(shape) * shape.groups * chunks_of(shape);
 }
 
-int64_t task_work(const Shape& shape) {
+int64_t task_work(const Shape& given) {
+  const Shape shape = merged(given);
   if (shape.is_depthwise()) return std::min(shape.pixels(), kDepthwisePixels) * shape.groups * shape.taps();
-  return std::min(shape.pixels(), block_of(shape)) * std::min(shape.outputs, kChunk) * shape.columns();
+  return std::min(shape.pixels(), block_of(shape)) * std::min(shape.outputs, chunk_of(shape)) * shape.columns();
 }
 
 void run_tasks(const Shape& shape, const Input& x, const Weight& weight, const Output& out, int64_t begin,
                int64_t end) {
   static const Run run = best_run();
-  run(shape, x, weight, out, begin, end);
+  run(merged(shape), x, weight, out, begin, end);
 }
 
 }  // namespace exact

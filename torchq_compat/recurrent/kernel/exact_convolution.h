@@ -27,15 +27,14 @@ struct Input {
   uint8_t flip, zero_point;
 };
 
-// From sums to results: (sum - zero_point * weight_sum) * input_scale * scale + bias; without `is_float`, times
-// `inverse`, plus `zero`, rounded to even, between low and high, as oneDNN computes it.
+// From sums to results: (sum - offset) * input_scale * scale + bias; without `is_float`, times `inverse`, plus
+// `zero`, between low and high, rounded to even.
 struct Output {
   void* values;
   bool is_float;
-  int32_t zero_point;
   float input_scale;
-  const float *scales, *bias;  // bias: or null
-  const int32_t* weight_sums;
+  const float *scales, *bias;
+  const int32_t* offsets;
   float inverse, zero, low, high;
 };
 

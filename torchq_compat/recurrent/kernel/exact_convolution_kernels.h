@@ -4,30 +4,26 @@ namespace TARGET_NAME {
 namespace {
 
 // Results of `count` outputs of one pixel, which begin at the output `first` of all.
-void finish(const int32_t* sums, int64_t first, int64_t count, const Output& out, int64_t at) {
-  constexpr float kRound = 12582912.0f, kMost = 2000000.0f;
-  const int32_t zero_point = out.zero_point;
-  const float input_scale = out.input_scale, inverse = out.inverse, zero = out.zero, low = out.low, high = out.high;
-  const int32_t* of_weight = out.weight_sums + first;
-  const float* scales = out.scales + first;
-  float values[kChunk];
-  float* floats = out.is_float ? static_cast<float*>(out.values) + at : values;
-  for (int64_t o = 0; o < count; ++o)
-    floats[o] = static_cast<float>(sums[o] - zero_point * of_weight[o]) * input_scale * scales[o];
-  if (out.bias) {
-    const float* bias = out.bias + first;
-    for (int64_t o = 0; o < count; ++o) floats[o] += bias[o];
+void finish(const int32_t* __restrict sums, int64_t first, int64_t count, const Output& out, int64_t at) {
+  const float input_scale = out.input_scale;
+  const int32_t* __restrict offsets = out.offsets + first;
+  const float *__restrict scales = out.scales + first, *__restrict bias = out.bias + first;
+  if (out.is_float) {
+    float* __restrict floats = static_cast<float*>(out.values) + at;
+    for (int64_t o = 0; o < count; ++o)
+      floats[o] = static_cast<float>(sums[o] - offsets[o]) * input_scale * scales[o] + bias[o];
+    return;
   }
-  if (out.is_float) return;
-  uint8_t* bytes = static_cast<uint8_t*>(out.values) + at;
+  // Adding it leaves the rounded value, ties to even, in the lowest bits of a float.
+  constexpr float kRound = 12582912.0f;
+  const float inverse = out.inverse, zero = out.zero, low = out.low, high = out.high;
+  uint8_t* __restrict bytes = static_cast<uint8_t*>(out.values) + at;
   for (int64_t o = 0; o < count; ++o) {
-    float value = values[o] * inverse + zero;
-    value = value < kMost ? value : kMost;
-    value = value > -kMost ? value : -kMost;
-    value = (value + kRound) - kRound;
+    const float result = static_cast<float>(sums[o] - offsets[o]) * input_scale * scales[o] + bias[o];
+    float value = result * inverse + zero;
     value = value > low ? value : low;
     value = value < high ? value : high;
-    bytes[o] = static_cast<uint8_t>(static_cast<int32_t>(value));
+    bytes[o] = static_cast<uint8_t>(std::bit_cast<int32_t>(value + kRound));
   }
 }
 
@@ -49,50 +45,48 @@ void widen(const uint8_t* from, int64_t count, uint8_t flip, int16_t* to) {
 }
 
 // Copies the columns from `begin` to `end` of a pixel's row.
-void copy_row(const Reader& read, const Pixel& pixel, int64_t group, int64_t begin, int64_t end, int16_t* to) {
+void copy_row(const Reader& read, const Pixel& pixel, int64_t group, const Columns& columns, int16_t* to) {
   const Shape& shape = read.shape;
   // Windows without holes read neighbours, whose channels lie side by side.
   const bool is_whole = shape.groups == 1 && shape.dilation[2] == 1;
-  const int64_t taps = shape.window[2], line = taps * shape.inputs;
   const auto fill = [&](int64_t count) { to = std::fill_n(to, count, read.x.zero_point); };
-  for (int64_t column = begin; column < end;) {
-    const int64_t plane = column / line, depth = pixel.first[0] + plane / shape.window[1] * shape.dilation[0],
-                  height = pixel.first[1] + plane % shape.window[1] * shape.dilation[1];
-    int64_t in_line = column % line;
-    const int64_t until = std::min(line, in_line + end - column);
-    column += until - in_line;
-    if (!read.at(pixel.image, depth, height, 0)) {
-      fill(until - in_line);
+  Columns at = columns;
+  for (int64_t left = columns.count; left > 0; at.next(shape)) {
+    const int64_t until = std::min(at.in_line + left, shape.window[2] * shape.inputs);
+    const uint8_t* line = read.line(pixel.image, pixel.first[0] + at.depth * shape.dilation[0],
+                                    pixel.first[1] + at.height * shape.dilation[1]);
+    left -= until - at.in_line;
+    if (!line) {
+      fill(until - at.in_line);
     } else if (is_whole) {
-      const int64_t width = pixel.first[2];
-      const int64_t first = std::clamp(std::max<int64_t>(0, -width) * shape.inputs, in_line, until);
-      const int64_t last = std::clamp((shape.in[2] - width) * shape.inputs, first, until);
-      fill(first - in_line);
-      const uint8_t* from = read.at(pixel.image, depth, height, 0) + width * shape.inputs;
-      widen(from + first, last - first, read.x.flip, to);
+      const int64_t begin = pixel.first[2] * shape.inputs;
+      const int64_t first = std::clamp(-begin, at.in_line, until);
+      const int64_t last = std::clamp(shape.in[2] * shape.inputs - begin, first, until);
+      fill(first - at.in_line);
+      widen(line + begin + first, last - first, read.x.flip, to);
       to += last - first;
       fill(until - last);
     } else {
-      while (in_line < until) {
-        const int64_t tap = in_line / shape.inputs, input = in_line % shape.inputs;
-        const int64_t count = std::min(shape.inputs - input, until - in_line);
-        const uint8_t* from = read.at(pixel.image, depth, height, pixel.first[2] + tap * shape.dilation[2]);
-        in_line += count;
-        if (!from) {
+      int64_t tap = at.in_line / shape.inputs, input = at.in_line % shape.inputs;
+      for (int64_t place = at.in_line; place < until; ++tap, input = 0) {
+        const int64_t count = std::min(shape.inputs - input, until - place);
+        const int64_t width = pixel.first[2] + tap * shape.dilation[2];
+        place += count;
+        if (width < 0 || width >= shape.in[2]) {
           fill(count);
           continue;
         }
-        widen(from + group * shape.inputs + input, count, read.x.flip, to);
+        widen(line + width * read.channels + group * shape.inputs + input, count, read.x.flip, to);
         to += count;
       }
     }
   }
-  if ((end - begin) % 2) *to = 0;
+  if (columns.count % 2) *to = 0;
 }
 
 // Adds the products of `kCount` rows and `kLanes` outputs to `sums`, whose rows are kChunk apart.
 template <int kCount>
-void multiply(const int16_t* rows, const int8_t* weight, int64_t pairs, int32_t* sums) {
+__attribute__((noinline)) void multiply(const int16_t* rows, const int8_t* weight, int64_t pairs, int32_t* sums) {
 #if TARGET_AVX512
   __m512i totals[kCount];
   for (int r = 0; r < kCount; ++r) totals[r] = _mm512_loadu_si512(sums + r * kChunk);
@@ -107,12 +101,10 @@ void multiply(const int16_t* rows, const int8_t* weight, int64_t pairs, int32_t*
   }
   for (int r = 0; r < kCount; ++r) _mm512_storeu_si512(sums + r * kChunk, totals[r]);
 #elif TARGET_AVX2
-  __m256i low[kCount], high[kCount];
-  for (int r = 0; r < kCount; ++r) {
-    low[r] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(sums + r * kChunk));
-    high[r] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(sums + r * kChunk + 8));
-  }
-  for (int64_t pair = 0; pair < pairs; ++pair, weight += 2 * kLanes) {
+  __m256i totals[2 * kCount];
+  for (auto& total : totals) total = _mm256_setzero_si256();
+  int64_t pair = 0;
+  do {
     const auto* from = reinterpret_cast<const __m128i*>(weight);
     const __m256i first = _mm256_cvtepi8_epi16(_mm_loadu_si128(from)),
                   second = _mm256_cvtepi8_epi16(_mm_loadu_si128(from + 1));
@@ -120,13 +112,14 @@ void multiply(const int16_t* rows, const int8_t* weight, int64_t pairs, int32_t*
       int32_t two;
       std::memcpy(&two, rows + r * kRow + 2 * pair, sizeof two);
       const __m256i both = _mm256_set1_epi32(two);
-      low[r] = _mm256_add_epi32(low[r], _mm256_madd_epi16(both, first));
-      high[r] = _mm256_add_epi32(high[r], _mm256_madd_epi16(both, second));
+      totals[2 * r] = _mm256_add_epi32(totals[2 * r], _mm256_madd_epi16(both, first));
+      totals[2 * r + 1] = _mm256_add_epi32(totals[2 * r + 1], _mm256_madd_epi16(both, second));
     }
-  }
-  for (int r = 0; r < kCount; ++r) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(sums + r * kChunk), low[r]);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(sums + r * kChunk + 8), high[r]);
+    weight += 2 * kLanes;
+  } while (++pair < pairs);
+  for (int r = 0; r < 2 * kCount; ++r) {
+    auto* to = reinterpret_cast<__m256i*>(sums + r / 2 * kChunk + r % 2 * 8);
+    _mm256_storeu_si256(to, _mm256_add_epi32(_mm256_loadu_si256(to), totals[r]));
   }
 #else
   for (int r = 0; r < kCount; ++r) {
@@ -154,24 +147,27 @@ void run_block(const Reader& read, const Weight& weight, const Output& out, int6
   const Shape& shape = read.shape;
   const int64_t begin = block * block_of(shape), count = std::min(block_of(shape), shape.pixels() - begin);
   if (count <= 0) return;
-  const int64_t outputs = std::min(kChunk, shape.outputs - first), columns = shape.columns();
+  const int64_t outputs = std::min(chunk_of(shape), shape.outputs - first), columns = shape.columns();
   const int64_t pairs = pairs_of(columns);
   const int8_t* lanes =
       weight.values.data() + (group * up(shape.outputs, kLanes) + first / kLanes) * pairs * kLanes * 2;
   std::fill_n(buffers.sums, count * kChunk, 0);
   for (int64_t column = 0; column < columns; column += kColumns) {
-    const int64_t until = std::min(columns, column + kColumns), some = pairs_of(until - column);
-    for (int64_t pixel = 0; pixel < count; ++pixel)
-      copy_row(read, Pixel(shape, begin + pixel), group, column, until, buffers.rows + pixel * kRow);
+    const Columns some(shape, column, std::min(kColumns, columns - column));
+    Pixel at(shape, begin);
+    for (int64_t pixel = 0; pixel < count; ++pixel, at.next(shape))
+      copy_row(read, at, group, some, buffers.rows + pixel * kRow);
     for (int64_t output = 0; output < outputs; output += kLanes) {
       const int8_t* of_lanes = lanes + (output * pairs + column / 2 * kLanes) * 2;
       int64_t pixel = 0;
-      for (; pixel + kStrip <= count; pixel += kStrip)
-        multiply<kStrip>(buffers.rows + pixel * kRow, of_lanes, some, buffers.sums + pixel * kChunk + output);
-      for (; pixel + 2 <= count; pixel += 2)
-        multiply<2>(buffers.rows + pixel * kRow, of_lanes, some, buffers.sums + pixel * kChunk + output);
-      if (pixel < count)
-        multiply<1>(buffers.rows + pixel * kRow, of_lanes, some, buffers.sums + pixel * kChunk + output);
+#if TARGET_AVX512
+      for (; pixel + 12 <= count; pixel += 12)
+        multiply<12>(buffers.rows + pixel * kRow, of_lanes, pairs_of(some.count), buffers.sums + pixel * kChunk + output);
+#endif
+      for (; pixel + kStep <= count; pixel += kStep)
+        multiply<kStep>(buffers.rows + pixel * kRow, of_lanes, pairs_of(some.count), buffers.sums + pixel * kChunk + output);
+      for (; pixel < count; ++pixel)
+        multiply<1>(buffers.rows + pixel * kRow, of_lanes, pairs_of(some.count), buffers.sums + pixel * kChunk + output);
     }
   }
   const int64_t from = group * shape.outputs + first, all = shape.groups * shape.outputs;
@@ -217,14 +213,17 @@ void run_depthwise(const Reader& read, const Weight& weight, const Output& out, 
   const std::vector<uint8_t> outside(channels, read.x.zero_point ^ read.x.flip);
   std::vector<const uint8_t*> places(taps);
   int32_t sums[kChunk];
-  for (int64_t index = begin; index < end; ++index) {
-    const Pixel pixel(shape, index);
-    for (int64_t tap = 0; tap < taps; ++tap) {
-      const int64_t width = tap % shape.window[2], plane = tap / shape.window[2];
-      const uint8_t* at = read.at(pixel.image, pixel.first[0] + plane / shape.window[1] * shape.dilation[0],
-                                  pixel.first[1] + plane % shape.window[1] * shape.dilation[1],
-                                  pixel.first[2] + width * shape.dilation[2]);
-      places[tap] = at ? at : outside.data();
+  Pixel pixel(shape, begin);
+  for (int64_t index = begin; index < end; ++index, pixel.next(shape)) {
+    const uint8_t** place = places.data();
+    for (int64_t d = 0; d < shape.window[0]; ++d) {
+      for (int64_t h = 0; h < shape.window[1]; ++h) {
+        const uint8_t* line = read.line(pixel.image, pixel.first[0] + d * shape.dilation[0],
+                                        pixel.first[1] + h * shape.dilation[1]);
+        int64_t width = pixel.first[2];
+        for (int64_t w = 0; w < shape.window[2]; ++w, width += shape.dilation[2])
+          *place++ = line && width >= 0 && width < shape.in[2] ? line + width * channels : outside.data();
+      }
     }
     for (int64_t channel = 0; channel < channels; channel += kChunk) {
       const int64_t count = std::min(kChunk, channels - channel);
@@ -248,7 +247,7 @@ void run(const Shape& shape, const Input& x, const Weight& weight, const Output&
   const std::unique_ptr<Buffers> buffers(new Buffers);
   for (int64_t task = begin; task < end; ++task) {
     const int64_t group = task % of_block / chunks_of(shape), chunk = task % chunks_of(shape);
-    run_block(read, weight, out, task / of_block, group, chunk * kChunk, *buffers);
+    run_block(read, weight, out, task / of_block, group, chunk * chunk_of(shape), *buffers);
   }
 }
 

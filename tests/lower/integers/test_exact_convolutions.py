@@ -1,0 +1,76 @@
+"""The convolutions of CPUs without VNNI, in processes that are held to older instructions: oneDNN's bits.
+
+On a CPU that has VNNI they are compared with oneDNN's, which are exact there; on any CPU with each other's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.helpers.once import SEED
+from tests.helpers.warm_python import ENVIRONMENT
+from torchq_compat.lower.integers import operators
+
+HELD = ("avx512_vnni", "avx2", "sse2")
+#: Groups, inputs and outputs of a group: whole, of more columns than a block has, grouped, depthwise.
+CHANNELS = ((1, 3, 5), (1, 16, 33), (1, 80, 130), (1, 600, 16), (2, 9, 20), (12, 2, 3), (6, 3, 1), (70, 1, 1))
+
+
+def calls() -> Iterator[tuple[Any, ...]]:
+    """Yield arguments of ``convolution``: every integer of both operands, with every kind of window."""
+    draw, generator = random.Random(SEED), torch.Generator().manual_seed(SEED)
+
+    def integers(*shape: int, low: int = 0) -> Tensor:
+        return torch.randint(low, low + 256, shape, generator=generator)
+
+    for rank, (groups, inputs, outputs) in itertools.product((1, 2, 3), 2 * CHANNELS):
+        kernel, stride, padding, dilation = (
+            [draw.randint(low, high) for _ in range(rank)] for low, high in ((1, 3), (1, 3), (0, 3), (1, 2))
+        )
+        sizes = [draw.randint(1 + d * (k - 1), 9) for k, d in zip(kernel, dilation, strict=True)]
+        x, zero_point = integers(2, groups * inputs, *sizes).to(torch.uint8), draw.choice((0, 3, 128, 255))
+        if draw.random() < 0.5:
+            x, zero_point = (x.int() - 128).to(torch.int8), zero_point - 128
+        if draw.random() < 0.5:
+            x = x.movedim(1, -1).contiguous().movedim(-1, 1)
+        weight = integers(groups * outputs, inputs, *kernel, low=-128).to(torch.int8)
+        scales = torch.rand(len(weight), generator=generator) * 0.01 + 0.001
+        bias = torch.randn(len(weight), generator=generator) if draw.random() < 0.7 else None
+        step = 90 * 128 * 0.0005 * 0.02 * weight[0].numel() ** 0.5
+        ends = draw.choice(
+            [(step, 100, 0, 255, "uint8"), (step, 101, 101, 250, "uint8"), (step, -5, -60, 127, "int8")]
+        )
+        yield x, 0.02, zero_point, weight, scales, bias, stride, padding, dilation, groups, *ends
+
+
+def write(path: Path) -> None:
+    torch.save([operators.CONVOLUTION(*args) for args in calls()], path)
+
+
+@pytest.mark.parametrize("held", HELD)
+def test_bits_without_vnni(held: str, tmp_path: Path) -> None:
+    variables = {"ONEDNN_MAX_CPU_ISA": "AVX2", "TORCHQ_COMPAT_INSTRUCTION_SET": held}
+    code = f"from {__name__} import Path, write; write(Path({str(tmp_path / 'held')!r}))"
+    subprocess.run([sys.executable, "-c", code], check=True, env=ENVIRONMENT | variables)
+    apart = total = 0
+    for found, args in zip(torch.load(tmp_path / "held"), calls(), strict=True):
+        expected = operators.CONVOLUTION(*args)
+        assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+        off = (found.int() - expected.int()).abs()
+        assert not off.numel() or int(off.max()) <= 1, args[6:]
+        apart, total = apart + int((off > 0).sum()), total + off.numel()
+        exact = operators.convolution(*args)
+        assert not off.numel() or int((found.int() - exact.int()).abs().max()) <= 1, args[6:]
+    # oneDNN rounds in the same order, but in the kernels of a few shapes.
+    assert apart <= total * 1e-4
+    assert total > 50_000
