@@ -168,6 +168,25 @@ Weight pack(const Shape& given, const int8_t* weight) {
   return packed;
 }
 
+void mark_readers(const Shape& shape, int64_t index, std::vector<bool>& marks) {
+  std::array<int64_t, 3> place;
+  for (int64_t d = 3; d-- > 0; index /= shape.in[d]) place[d] = index % shape.in[d];
+  // The pixel along d whose window has `tap` there; -1 if there is none.
+  const auto reader = [&](size_t d, int64_t tap) {
+    const int64_t first = place[d] + shape.padding[d] - tap * shape.dilation[d], pixel = first / shape.stride[d];
+    return first >= 0 && first % shape.stride[d] == 0 && pixel < shape.out[d] ? pixel : -1;
+  };
+  for (int64_t d = 0; d < shape.window[0]; ++d) {
+    for (int64_t h = 0; h < shape.window[1]; ++h) {
+      for (int64_t w = 0; w < shape.window[2]; ++w) {
+        const int64_t depth = reader(0, d), height = reader(1, h), width = reader(2, w);
+        if (depth < 0 || height < 0 || width < 0) continue;
+        marks[((index * shape.out[0] + depth) * shape.out[1] + height) * shape.out[2] + width] = true;
+      }
+    }
+  }
+}
+
 int64_t task_count(const Shape& given) {
   const Shape shape = merged(given);
   if (shape.is_depthwise()) return up(shape.pixels(), kDepthwisePixels);

@@ -15,9 +15,12 @@ struct Shape {
   std::array<int64_t, 3> in{1, 1, 1}, out{1, 1, 1}, window{1, 1, 1}, stride{1, 1, 1}, padding{0, 0, 0},
       dilation{1, 1, 1};
 
+  const std::vector<int64_t>* chosen = nullptr;  // the output pixels to compute, by number; null: all
+
   int64_t taps() const { return window[0] * window[1] * window[2]; }
   int64_t columns() const { return taps() * inputs; }
-  int64_t pixels() const { return images * out[0] * out[1] * out[2]; }
+  int64_t all_pixels() const { return images * out[0] * out[1] * out[2]; }
+  int64_t pixels() const { return chosen ? static_cast<int64_t>(chosen->size()) : all_pixels(); }
   bool is_depthwise() const { return inputs == 1 && outputs == 1; }
 };
 
@@ -46,6 +49,9 @@ struct Weight {
 };
 
 Weight pack(const Shape& shape, const int8_t* weight);
+
+// Adds the output pixels whose window reads the input pixel `index` to `marks`.
+void mark_readers(const Shape& shape, int64_t index, std::vector<bool>& marks);
 
 // A convolution is as many tasks, which may run at the same time; `work`: multiply-adds of one.
 int64_t task_count(const Shape& shape);

@@ -155,24 +155,29 @@ void run_block(const Reader& read, const Weight& weight, const Output& out, int6
   for (int64_t column = 0; column < columns; column += kColumns) {
     const Columns some(shape, column, std::min(kColumns, columns - column));
     Pixel at(shape, begin);
-    for (int64_t pixel = 0; pixel < count; ++pixel, at.next(shape))
+    for (int64_t pixel = 0; pixel < count; ++pixel, at.next(shape)) {
+      if (shape.chosen) at = Pixel(shape, (*shape.chosen)[begin + pixel]);
       copy_row(read, at, group, some, buffers.rows + pixel * kRow);
+    }
     for (int64_t output = 0; output < outputs; output += kLanes) {
       const int8_t* of_lanes = lanes + (output * pairs + column / 2 * kLanes) * 2;
+      const auto strip = [&](auto multiply_rows, int64_t pixel) {
+        const int64_t at = pixel * kChunk + output;
+        multiply_rows(buffers.rows + pixel * kRow, of_lanes, pairs_of(some.count), buffers.sums + at);
+      };
       int64_t pixel = 0;
 #if TARGET_AVX512
-      for (; pixel + 12 <= count; pixel += 12)
-        multiply<12>(buffers.rows + pixel * kRow, of_lanes, pairs_of(some.count), buffers.sums + pixel * kChunk + output);
+      for (; pixel + 12 <= count; pixel += 12) strip(multiply<12>, pixel);
 #endif
-      for (; pixel + kStep <= count; pixel += kStep)
-        multiply<kStep>(buffers.rows + pixel * kRow, of_lanes, pairs_of(some.count), buffers.sums + pixel * kChunk + output);
-      for (; pixel < count; ++pixel)
-        multiply<1>(buffers.rows + pixel * kRow, of_lanes, pairs_of(some.count), buffers.sums + pixel * kChunk + output);
+      for (; pixel + kStep <= count; pixel += kStep) strip(multiply<kStep>, pixel);
+      for (; pixel < count; ++pixel) strip(multiply<1>, pixel);
     }
   }
   const int64_t from = group * shape.outputs + first, all = shape.groups * shape.outputs;
-  for (int64_t pixel = 0; pixel < count; ++pixel)
-    finish(buffers.sums + pixel * kChunk, from, outputs, out, (begin + pixel) * all + from);
+  for (int64_t pixel = 0; pixel < count; ++pixel) {
+    const int64_t index = shape.chosen ? (*shape.chosen)[begin + pixel] : begin + pixel;
+    finish(buffers.sums + pixel * kChunk, from, outputs, out, index * all + from);
+  }
 }
 
 // Sums of up to kLanes channels from `channel` on, each of `taps` values.

@@ -800,22 +800,30 @@ Tensor padded(const Tensor& x, const Sizes& padding, uint8_t value) {
   return out;
 }
 
-Tensor empty_convolution(const Tensor& x, const Tensor& weight, const Sizes& stride, const Sizes& padding,
-                         const Sizes& dilation, const Ends& ends) {
+Sizes sizes_of_convolution(const Tensor& x, const Tensor& weight, const Sizes& stride, const Sizes& padding,
+                           const Sizes& dilation) {
   Sizes sizes{x.size(0), weight.size(0)};
   for (int64_t d = 0; d < weight.dim() - 2; ++d) {
     const int64_t reach = dilation[d] * (weight.size(d + 2) - 1) + 1;
-    sizes.push_back(std::max<int64_t>(0, (x.size(d + 2) + 2 * padding[d] - reach) / stride[d] + 1));
+    const int64_t room = x.size(d + 2) + 2 * padding[d] - reach;
+    sizes.push_back(room < 0 ? 0 : room / stride[d] + 1);
   }
+  return sizes;
+}
+
+Tensor empty_convolution(const Sizes& sizes, const Ends& ends) {
   std::vector<size_t> channels_last = in_order(sizes.size());
   std::rotate(channels_last.begin() + 1, channels_last.begin() + 2, channels_last.end());
   return empty_strided(sizes, strides_in(sizes, channels_last), ends.dtype);
 }
 
+bool has_onednn() {
+  return aoti_torch_cpu__qlinear_pointwise_tensor != nullptr && aoti_torch_cpu__qconv_pointwise_tensor != nullptr;
+}
+
 // Whether oneDNN sums products of 8 bits in 32 bits on this CPU, not in 16.
 bool has_exact_products() {
-  if (aoti_torch_cpu__qlinear_pointwise_tensor == nullptr || aoti_torch_cpu__qconv_pointwise_tensor == nullptr)
-    return false;
+  if (!has_onednn()) return false;
 #if defined(__x86_64__)
   static const bool has_vnni = [] {
     // oneDNN may be held to older instructions; every name that has VNNI is one of these.
@@ -830,20 +838,6 @@ bool has_exact_products() {
 #else
   return true;
 #endif
-}
-
-// Without VNNI: whether oneDNN's sums of a convolution cannot saturate, since two products of integers below 128 fit into
-// 16 bits.
-bool is_exact_in_onednn(const Tensor& given, int64_t x_zero_point) {
-  constexpr int64_t kMost = 127;
-  if (aoti_torch_cpu__qconv_pointwise_tensor == nullptr || x_zero_point > kMost) return false;
-  const Tensor x = dense(given);
-  const uint8_t* from = bytes(x);
-  for (int64_t begin = 0; begin < x.numel(); begin += kGrain) {
-    const int64_t count = std::min(kGrain, x.numel() - begin);
-    if (integers::largest(from + begin, count, flip_of(given)) > kMost) return false;
-  }
-  return true;
 }
 
 exact::Shape shape_of(const Tensor& x, const Tensor& weight, const Window& window, const Sizes& out) {
@@ -867,15 +861,42 @@ Tensor channels_innermost(const Tensor& x) {
   return torch::stable::contiguous(permuted(x, permutation));
 }
 
-// With the bits of oneDNN's: its order of operations, and its way to take out zero points.
-Tensor exact_convolution(const Tensor& given, double x_scale, int64_t x_zero_point, const Tensor& weight,
-                         const Tensor& scales, const std::optional<Tensor>& bias, const Window& window,
-                         bool takes_out, const Ends& ends) {
-  const Tensor out = empty_convolution(given, weight, window.stride, window.padding, window.dilation, ends);
-  if (out.numel() == 0) return out;
-  const exact::Shape shape = shape_of(given, weight, window, sizes_of(out));
+// Two products of integers up to this one fit into 16 bits.
+constexpr int64_t kFits = 127;
+
+// The output pixels for which oneDNN's sums may saturate, since their window reads larger integers; none if they are
+// so many that all are to be computed. Those are outliers in what an observer with `reduce_range` saw.
+std::optional<std::vector<int64_t>> may_saturate(const exact::Shape& shape, const exact::Input& x) {
+  const int64_t channels = shape.groups * shape.inputs, line = shape.in[2];
+  const int64_t lines = shape.images * shape.in[0] * shape.in[1];
+  std::vector<bool> marks(shape.all_pixels());
+  int64_t left = lines * line / 8;
+  const auto is_large = [&](int64_t pixel, int64_t count) {
+    return integers::largest(x.values + pixel * channels, count * channels, x.flip) > kFits;
+  };
+  for (int64_t first = 0; first < lines * line; first += line) {
+    if (!is_large(first, line)) continue;
+    for (int64_t pixel = first; pixel < first + line; ++pixel) {
+      if (!is_large(pixel, 1)) continue;
+      if (--left < 0) return std::nullopt;
+      exact::mark_readers(shape, pixel, marks);
+    }
+  }
+  std::vector<int64_t> chosen;
+  for (int64_t pixel = 0; pixel < shape.all_pixels(); ++pixel) {
+    if (marks[pixel]) chosen.push_back(pixel);
+  }
+  if (3 * static_cast<int64_t>(chosen.size()) > shape.all_pixels()) return std::nullopt;
+  return chosen;
+}
+
+// Writes `shape`'s pixels of a convolution into `out`, with the bits of oneDNN's: its order of operations, and its way
+// to take out zero points.
+void convolve_exactly(const exact::Shape& shape, const exact::Input& x, double x_scale, int64_t x_zero_point,
+                      const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias, bool takes_out,
+                      const Ends& ends, const Tensor& out) {
   const std::vector<double> settings{x_scale, static_cast<double>(takes_out ? x_zero_point : 0),
-                                     static_cast<double>(window.groups), kIsExact};
+                                     static_cast<double>(shape.groups), kIsExact};
   const auto packed = packed_weights().find(weight, scales, bias, settings, [&] {
     const Tensor held = torch::stable::detail::to<Tensor>(call("aten::detach", weight));
     const Tensor plain = torch::stable::contiguous(held);
@@ -885,8 +906,6 @@ Tensor exact_convolution(const Tensor& given, double x_scale, int64_t x_zero_poi
                   .bias = takes_out ? bias_without_zero_point(plain, scales, bias, x_scale, x_zero_point) : bias,
                   .exact = exact::pack(shape, static_cast<const int8_t*>(plain.const_data_ptr()))};
   });
-  const Tensor x = channels_innermost(given);
-  const exact::Input input{bytes(x), flip_of(given), static_cast<uint8_t>(x_zero_point)};
   const std::vector<float> without_bias(packed->bias ? 0 : scales.numel());
   std::vector<int32_t> offsets = packed->exact.sums;
   for (int32_t& offset : offsets) offset *= takes_out ? 0 : static_cast<int32_t>(x_zero_point);
@@ -902,8 +921,35 @@ Tensor exact_convolution(const Tensor& given, double x_scale, int64_t x_zero_poi
                              static_cast<float>(ends.low),
                              static_cast<float>(ends.high)};
   over(exact::task_count(shape), std::max<int64_t>(1, 8 * kGrain / std::max<int64_t>(1, exact::task_work(shape))),
-       [&](int64_t begin, int64_t end) { exact::run_tasks(shape, input, packed->exact, output, begin, end); });
-  return out;
+       [&](int64_t begin, int64_t end) { exact::run_tasks(shape, x, packed->exact, output, begin, end); });
+}
+
+Tensor onednn_convolution(const Tensor& given, double x_scale, int64_t x_zero_point, const Tensor& weight,
+                          const Tensor& scales, const std::optional<Tensor>& bias, const Window& window,
+                          bool takes_out, const Ends& ends) {
+  const auto& [stride, padding, dilation, groups] = window;
+  Tensor x = readable(unsigned_of(given));
+  const Sizes none(padding.size(), 0), &around = takes_out ? none : padding;
+  if (takes_out && window.pads()) x = padded(x, padding, static_cast<uint8_t>(x_zero_point));
+  std::vector<double> settings{x_scale, static_cast<double>(x_zero_point), static_cast<double>(groups)};
+  const Sizes sizes = sizes_of(x);
+  for (const Sizes* each : {&stride, &padding, &dilation, &sizes})
+    settings.insert(settings.end(), each->begin(), each->end());
+  const Window inside{stride, around, dilation, groups};
+  const auto packed = packed_weights().find(weight, scales, bias, settings, [&] {
+    return pack_convolution(x, weight, scales, bias, x_scale, x_zero_point, inside, takes_out, settings);
+  });
+  const int32_t code = ends.code();
+  AtenTensorHandle place = nullptr, made = nullptr;
+  const char* algorithm = "";
+  check_call_of_torch(aoti_torch_cpu__qconv_pointwise_tensor(
+      x.get(), packed->scale.get(), packed->zero_point.get(), packed->packed.get(), scales.get(),
+      packed->weight_zero_points.get(), handle_of(packed->bias, place), stride.data(),
+      static_cast<int64_t>(stride.size()), around.data(), static_cast<int64_t>(around.size()), dilation.data(),
+      static_cast<int64_t>(dilation.size()), groups, ends.is_float() ? 1.0 : ends.scale,
+      ends.is_float() ? 0 : ends.zero_point, &code, ends.has_relu() ? "relu" : "none", nullptr, 0, &algorithm,
+      &made));
+  return within(Tensor(made), ends);
 }
 
 Tensor convolution(const Tensor& given, double x_scale, int64_t x_zero_point, const Tensor& weight,
@@ -916,7 +962,8 @@ Tensor convolution(const Tensor& given, double x_scale, int64_t x_zero_point, co
   ends.takes_relu = weight.dim() < 5;  // torch 2.13
   check(given.dim() == weight.dim() && groups > 0 && given.size(1) == weight.size(1) * groups,
         "a convolution's input has other channels than its weight");
-  if (given.numel() == 0) return empty_convolution(given, weight, stride, padding, dilation, ends);
+  const Sizes sizes = sizes_of_convolution(given, weight, stride, padding, dilation);
+  if (given.numel() == 0) return empty_convolution(sizes, ends);
   if (weight.dim() == 5 && ends.dtype == ScalarType::Char) {
     // torch has no kernel that gives int8 (2.13).
     const Tensor floats = convolution(given, x_scale, x_zero_point - flip_of(given), weight, scales, bias, stride,
@@ -926,31 +973,26 @@ Tensor convolution(const Tensor& given, double x_scale, int64_t x_zero_point, co
   const Window window{stride, padding, dilation, groups};
   // oneDNN packs weights for inputs without a zero point, and again in each call with one (torch 2.13).
   const bool takes_out = x_zero_point != 0 && (!window.pads() || 16 * weight.numel() > given.numel());
-  // The own loop over depthwise ones is as fast as oneDNN's, or faster, on CPUs without VNNI.
+  const auto by_onednn = [&] {
+    return onednn_convolution(given, x_scale, x_zero_point, weight, scales, bias, window, takes_out, ends);
+  };
+  // Of one input channel oneDNN's kernel for AVX-512 reads what is not there, if the result has one column (torch 2.13).
   const bool is_depthwise = weight.size(1) == 1 && weight.size(0) == groups;
-  if (!has_exact_products() && (is_depthwise || !is_exact_in_onednn(given, x_zero_point))) {
-    return exact_convolution(given, x_scale, x_zero_point, weight, scales, bias, window, takes_out, ends);
+  const bool is_misread = weight.size(1) == 1 && !is_depthwise && sizes.back() == 1;
+  if (has_exact_products() && !is_misread) return by_onednn();
+  const Tensor empty = empty_convolution(sizes, ends), x = channels_innermost(given);
+  check(empty.numel() > 0 || weight.size(0) == 0, "a convolution's window is larger than its input");
+  exact::Shape shape = shape_of(given, weight, window, sizes);
+  const exact::Input input{bytes(x), flip_of(given), static_cast<uint8_t>(x_zero_point)};
+  // The own loop over depthwise ones is as fast as oneDNN's, or faster.
+  const bool is_whole = is_depthwise || is_misread || x_zero_point > kFits || !has_onednn();
+  const auto chosen = is_whole ? std::nullopt : may_saturate(shape, input);
+  const Tensor out = chosen ? by_onednn() : empty;
+  if (chosen) shape.chosen = &*chosen;
+  if (shape.pixels() > 0) {
+    convolve_exactly(shape, input, x_scale, x_zero_point, weight, scales, bias, takes_out, ends, out);
   }
-  Tensor x = readable(unsigned_of(given));
-  const Sizes none(padding.size(), 0), &around = takes_out ? none : padding;
-  if (takes_out && window.pads()) x = padded(x, padding, static_cast<uint8_t>(x_zero_point));
-  std::vector<double> settings{x_scale, static_cast<double>(x_zero_point), static_cast<double>(groups)};
-  const Sizes sizes = sizes_of(x);
-  for (const Sizes* each : {&stride, &padding, &dilation, &sizes}) settings.insert(settings.end(), each->begin(), each->end());
-  const auto packed = packed_weights().find(weight, scales, bias, settings, [&] {
-    return pack_convolution(x, weight, scales, bias, x_scale, x_zero_point, {stride, around, dilation, groups},
-                            takes_out, settings);
-  });
-  const int32_t code = ends.code();
-  AtenTensorHandle place = nullptr, made = nullptr;
-  const char* algorithm = "";
-  check_call_of_torch(aoti_torch_cpu__qconv_pointwise_tensor(
-      x.get(), packed->scale.get(), packed->zero_point.get(), packed->packed.get(), scales.get(),
-      packed->weight_zero_points.get(), handle_of(packed->bias, place), stride.data(),
-      static_cast<int64_t>(stride.size()), around.data(), static_cast<int64_t>(around.size()), dilation.data(),
-      static_cast<int64_t>(dilation.size()), groups, ends.is_float() ? 1.0 : scale, ends.is_float() ? 0 : zero_point, &code,
-      ends.has_relu() ? "relu" : "none", nullptr, 0, &algorithm, &made));
-  return within(Tensor(made), ends);
+  return out;
 }
 
 void few_rows(const Tensor& x, const Tensor& weight, Scaling of, const float* scales, const float* bias,
