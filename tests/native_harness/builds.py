@@ -11,9 +11,20 @@ from pathlib import Path
 
 from torchq_compat.recurrent.kernel.build import FLAGS, SOURCE
 
-__all__ = ["BUILDS", "EMULATED", "SANITIZED", "SHORT", "Build", "compile_replay", "run_replay"]
+__all__ = [
+    "BUILDS",
+    "EMULATED",
+    "SANITIZED",
+    "SHORT",
+    "Build",
+    "compile_integer_loops",
+    "compile_replay",
+    "run_integer_loops",
+    "run_replay",
+]
 
 REPLAY = Path(__file__).with_name("replay.cpp")
+INTEGER_LOOPS = (Path(__file__).with_name("integer_loops.cpp"), SOURCE.with_name("exact_convolution.cpp"))
 #: The flags of a library, without those for sharing.
 COMMON = [flag for flag in FLAGS if flag not in ("-shared", "-fPIC")]
 STD_THREADS = "-DTORCHQ_COMPAT_STD_THREADS"
@@ -74,3 +85,19 @@ def run_replay(
     )
     problem = f"exit {ended.returncode}: {ended.stderr[:4000]}" if ended.returncode else ""
     return results.read_bytes() if not problem else b"", problem
+
+
+def compile_integer_loops(build: Build, into: Path) -> Path:
+    """Compile the loops over integers into the directory ``into``; return the program's path."""
+    program = into / "integer_loops"
+    command = [build.compiler, *COMMON, *build.flags, f"-I{SOURCE.parent}", *map(str, INTEGER_LOOPS)]
+    subprocess.run([*command, "-o", str(program)], check=True, capture_output=True, text=True, timeout=1200)
+    return program
+
+
+def run_integer_loops(build: Build, program: Path, instruction_set: str | None = None) -> list[str]:
+    """Return a hash of each result."""
+    asked = {} if instruction_set is None else {"TORCHQ_COMPAT_INSTRUCTION_SET": instruction_set}
+    command = [*build.emulator, str(program)]
+    ran = subprocess.run(command, check=True, capture_output=True, text=True, env={**os.environ, **asked})
+    return ran.stdout.splitlines()
