@@ -30,6 +30,7 @@ __all__ = [
     "fuse_fx",
     "get_default_convert_custom_config",
     "get_default_prepare_custom_config",
+    "merge_observers",
     "prepare_fx",
     "prepare_qat_fx",
     "quantize_dynamic",
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
     from torchq_compat.lower.onnx.lowering import to_onnx
     from torchq_compat.lower.streaming import streaming
     from torchq_compat.model.graph_module import ConvertedModel, QuantizationGraphModule
+    from torchq_compat.quantize.distributed.merge_observers import merge_observers
     from torchq_compat.quantize.explain import explain
     from torchq_compat.quantize_fx import (
         convert_fx,
@@ -91,6 +93,7 @@ HOMES.update(
         "compare": "torchq_compat.comparison.comparing",
         "explain": "torchq_compat.quantize.explain",
         "export": "torchq_compat.lower.export",
+        "merge_observers": "torchq_compat.quantize.distributed.merge_observers",
         "quantize_dynamic": "torchq_compat.eager.quantize_dynamic",
         "quantizer_from": "torchq_compat.annotate.quantizers",
         "reroute_tuples": "torchq_compat.annotate.tuple_rerouting",

@@ -15,6 +15,7 @@ from torchq_compat.errors import ArgumentError, ConfigError
 from torchq_compat.lower.integers.lowered_module import lower_to_integers
 from torchq_compat.model.graph_module import ConvertedModel, QuantizationGraphModule, record_of
 from torchq_compat.quantize.convert import convert_to_reference
+from torchq_compat.quantize.distributed.ranks import ready_to_convert
 from torchq_compat.quantize.prepare import prepare
 from torchq_compat.quantize.request import PrepareRequest
 from torchq_compat.read.backend_configs import read_backend_config
@@ -176,8 +177,9 @@ def convert_fx(
     ``keep_original_weights`` have no effect here; a value that has one in FX is warned about.
 
     Args:
-        graph_module: the model that ``prepare_fx`` or ``prepare_qat_fx`` returned, calibrated or trained. It
-            is not changed.
+        graph_module: the model that ``prepare_fx`` or ``prepare_qat_fx`` returned, calibrated or trained, or
+            DistributedDataParallel around it. It is not changed. If ``fully_shard`` sharded it, every rank
+            has to convert.
         convert_custom_config: a ConvertCustomConfig or its dict form.
         qconfig_mapping: the mapping given to prepare, with None for what is to stay float after all.
         observer_qparams: for trained models: convert with the qparams of each fake-quantize's observer over
@@ -209,6 +211,7 @@ def convert_fx(
     settings = read_convert_custom_config(convert_custom_config)
     _warn_unused(remove_qconfig=_remove_qconfig, keep_original_weights=keep_original_weights)
     rules = _read_convert_mapping(qconfig_mapping)
+    graph_module = ready_to_convert(graph_module, "convert_fx")
     reference = convert_to_reference(
         graph_module, settings, rules, backend, observer_qparams=observer_qparams
     )
@@ -261,6 +264,7 @@ def convert_to_reference_fx(
     settings = read_convert_custom_config(convert_custom_config)
     _warn_unused(remove_qconfig=_remove_qconfig)
     rules = _read_convert_mapping(qconfig_mapping)
+    graph_module = ready_to_convert(graph_module, "convert_to_reference_fx")
     return convert_to_reference(graph_module, settings, rules, backend, observer_qparams=observer_qparams)
 
 

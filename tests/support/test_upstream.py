@@ -5,9 +5,12 @@ from __future__ import annotations
 import ast
 import inspect
 import linecache
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.ao.quantization import FixedQParamsObserver
 from torchao.quantization.pt2e.quantize_pt2e import prepare_pt2e, prepare_qat_pt2e
@@ -209,6 +212,17 @@ def test_the_front_of_scan_gives_the_last_state_and_what_it_stacked() -> None:
     [last], [stacked] = upstream.scan(step, [torch.zeros(2)], [x])
     assert torch.equal(last, x.sum(0))
     assert torch.equal(stacked, 2 * x.cumsum(0))
+
+
+def test_default_store(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(f"{tmp_path}/store", 1), rank=0, world_size=1)
+    try:
+        upstream.default_store().set("a", b"1")
+        assert upstream.default_store().get("a") == b"1"
+        with pytest.raises(RuntimeError):
+            upstream.default_store().wait(["b"], timedelta(seconds=0.1))
+    finally:
+        dist.destroy_process_group()
 
 
 def test_every_name_is_tested_here() -> None:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.utils._pytree as pytree
 import torchao.utils
 from torch._guards import detect_fake_mode
@@ -45,6 +46,7 @@ __all__ = [
     "OpOverloadPacket",
     "PyTreeCodeGen",
     "assume",
+    "default_store",
     "detect_fake_mode",
     "disable_current_modes",
     "format_target",
@@ -101,3 +103,8 @@ def tracing_paused() -> Iterator[None]:
         yield
     finally:
         torch._C._set_tracing_state(state)  # type: ignore[attr-defined]
+
+
+def default_store() -> Any:
+    """Return the store of the default process group, which must be there."""
+    return dist.distributed_c10d._get_default_store()

@@ -1,0 +1,264 @@
+"""Two and four processes: one model whatever the ranks, and said where it is not one.
+
+Written for CUDA too, by ``tests.helpers.processes.DEVICE``; untried there.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.ao.quantization import (
+    HistogramObserver,
+    MinMaxObserver,
+    QConfig,
+    QConfigMapping,
+    default_weight_observer,
+    get_default_qat_qconfig_mapping,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+import torchq_compat as tc
+from tests.helpers.processes import device, in_processes
+from torchq_compat.errors import ArgumentError, ConvertError, QuantizationWarning
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 6)
+        self.fc = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.fc(self.lstm(x)[0])
+        return result
+
+
+class Norms(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn, self.fc = nn.Conv1d(4, 6, 3, padding=1), nn.BatchNorm1d(6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.fc(self.bn(self.conv(x)).relu().mean(2))
+        return result
+
+
+def prepared_net(rank: int, observer: Any) -> nn.Module:
+    torch.manual_seed(0)
+    mapping = QConfigMapping().set_global(
+        QConfig(observer.with_args(dtype=torch.quint8), default_weight_observer)
+    )
+    model = Net().eval().to(device(rank))
+    custom = tc.get_default_prepare_custom_config()
+    return tc.prepare_fx(model, mapping, (torch.randn(3, 2, 4, device=device(rank)),), custom)
+
+
+def shard(rank: int) -> list[Tensor]:
+    """Return four batches, each rank's wider; the last of four ranks has none."""
+    generator = torch.Generator().manual_seed(rank)
+    scale, count = 2.0**rank, 0 if rank == 3 else 4
+    return [(torch.randn(5, 2, 4, generator=generator) * scale).to(device(rank)) for _ in range(count)]
+
+
+def converted_state(prepared: nn.Module) -> dict[str, Any]:
+    return {
+        name: value.cpu() if isinstance(value, Tensor) else value
+        for name, value in tc.convert_to_reference_fx(prepared).state_dict().items()
+    }
+
+
+def same(first: dict[str, Any], second: dict[str, Any]) -> bool:
+    return first.keys() == second.keys() and all(
+        torch.equal(value, second[name]) if isinstance(value, Tensor) else value == second[name]
+        for name, value in first.items()
+    )
+
+
+def calibrate_on_shards(rank: int, ranks: int, histogram: bool) -> dict[str, Any]:
+    observer = HistogramObserver if histogram else MinMaxObserver
+    fresh = prepared_net(rank, observer)
+    prepared, whole = copy.deepcopy(fresh), copy.deepcopy(fresh)
+    for batch in shard(rank):
+        prepared(batch)
+    for other in range(ranks):
+        for batch in shard(other):
+            whole(batch.to(device(rank)))
+    with warnings.catch_warnings(record=True) as before:
+        warnings.simplefilter("always")
+        alone = converted_state(prepared)
+    tc.merge_observers(prepared)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", QuantizationWarning)
+        merged = converted_state(prepared)
+        state = copy.deepcopy(prepared.state_dict())
+        tc.merge_observers(prepared)
+        again = prepared.state_dict()
+    x = shard(2)[0].to(device(rank))
+    return {
+        "merged": merged,
+        "alone": alone,
+        "whole": converted_state(whole),
+        "told": [str(told.message) for told in before if "merge_observers" in str(told.message)],
+        "once": all(torch.equal(value, again[name]) for name, value in state.items()),
+        "outputs": [tc.convert_fx(model)(x).cpu() for model in (prepared, whole)],
+    }
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_calibration_on_shards_is_that_of_one_process(ranks: int, tmp_path: Path) -> None:
+    results = in_processes(calibrate_on_shards, ranks, tmp_path, False)
+    for rank, result in enumerate(results):
+        assert same(result["merged"], result["whole"])
+        assert same(result["merged"], results[0]["merged"])
+        assert result["once"], "merging again changes nothing"
+        assert torch.equal(*result["outputs"])
+        (told,) = result["told"]
+        assert "Hint: call torchq_compat.merge_observers(prepared)" in told
+        assert f"rank {rank} " in told
+    assert not same(results[0]["alone"], results[0]["whole"])
+
+
+def test_histograms_are_equal_on_all_ranks(tmp_path: Path) -> None:
+    results = in_processes(calibrate_on_shards, 2, tmp_path, True)
+    assert same(results[0]["merged"], results[1]["merged"])
+    ours, whole = results[0]["outputs"]
+    assert torch.equal(ours, results[1]["outputs"][0])
+    assert float((ours - whole).abs().max()) < 0.1 * float(whole.abs().max())
+    assert not torch.equal(ours, torch.zeros_like(ours))
+
+
+class Unmergeable(MinMaxObserver):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + 0)
+
+
+def refusals(rank: int, ranks: int) -> dict[str, Any]:
+    caught: dict[str, Any] = {}
+
+    def attempt(name: str, prepared: nn.Module, group: Any = None) -> None:
+        before = copy.deepcopy(prepared.state_dict())
+        try:
+            tc.merge_observers(prepared, group=group)
+        except (ArgumentError, ConvertError) as error:
+            caught[name] = str(error)
+        after = prepared.state_dict()
+        assert all(torch.equal(value, after[key]) for key, value in before.items()), name
+
+    prepared = prepared_net(rank, MinMaxObserver)
+    attempt("other model", prepared if rank else prepared_net(rank, HistogramObserver))
+    attempt("one is none", prepared if rank else nn.Linear(2, 2))
+    attempt("user's", prepared_net(rank, Unmergeable))
+    group = dist.new_group([1])
+    attempt("group", prepared, group if rank == 0 else None) if rank == 0 else None
+    with torch.no_grad():
+        next(prepared.parameters()).add_(rank)
+    attempt("weights", prepared)
+    return caught
+
+
+def test_what_cannot_be_merged_is_refused_on_every_rank(tmp_path: Path) -> None:
+    for caught in in_processes(refusals, 2, tmp_path):
+        assert "ranks 0 and 1 have different models" in caught["other model"]
+        assert "rank 0: merge_observers: this Linear is not a prepared model" in caught["one is none"]
+        assert "Unmergeable" in caught["user's"]
+        assert "def merge_observer_states" in caught["user's"]
+        assert "the parameters of the ranks differ" in caught["weights"]
+        assert "is not a member" in caught.get("group", "is not a member")
+
+
+def rank_zero_converts_alone(rank: int, ranks: int) -> list[str]:
+    prepared = prepared_net(rank, MinMaxObserver)
+    prepared(shard(rank)[0])
+    if rank:
+        return []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        tc.convert_fx(prepared)
+    return [str(told.message) for told in caught if "merge_observers" in str(told.message)]
+
+
+def test_rank_zero_may_convert_alone_and_is_told(tmp_path: Path) -> None:
+    (told,), nothing = in_processes(rank_zero_converts_alone, 2, tmp_path)
+    assert "the observers of 2 processes were not merged" in told
+    assert nothing == []
+
+
+def prepared_for_training(make: type[nn.Module], rank: int) -> nn.Module:
+    torch.manual_seed(0)
+    example = torch.randn((3, 2, 4) if make is Net else (2, 4, 5), device=device(rank))
+    mapping = get_default_qat_qconfig_mapping("x86")
+    custom = tc.get_default_prepare_custom_config()
+    return tc.prepare_qat_fx(make().train().to(device(rank)), mapping, (example,), custom)
+
+
+def train_with_ddp(rank: int, ranks: int) -> dict[str, Any]:
+    """Train on the same batch on every rank, with two accumulated micro-batches, beside one process."""
+    prepared = prepared_for_training(Net, rank)
+    alone = copy.deepcopy(prepared)
+    wrapped = DistributedDataParallel(prepared)
+    losses: list[list[float]] = [[], []]
+    generator = torch.Generator().manual_seed(5)
+    batches = [torch.randn(5, 2, 4, generator=generator).to(device(rank)) for _ in range(6)]
+    for position, model in enumerate((wrapped, alone)):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            first, second = batches[2 * step : 2 * step + 2]
+            if model is wrapped:
+                with wrapped.no_sync():
+                    model(first).square().mean().backward()
+            else:
+                model(first).square().mean().backward()
+            loss = model(second).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[position].append(float(loss))
+    converted = converted_state(wrapped)
+    return {"losses": losses, "same": same(converted, converted_state(alone)), "converted": converted}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_training_with_ddp_has_the_losses_of_one_process(ranks: int, tmp_path: Path) -> None:
+    results = in_processes(train_with_ddp, ranks, tmp_path)
+    for result in results:
+        ours, alone = result["losses"]
+        assert ours == pytest.approx(alone, rel=1e-6)
+        assert ours[0] > ours[-1] > 0
+        assert same(result["converted"], results[0]["converted"])
+        assert result["same"]
+
+
+def uneven_ranks(rank: int, ranks: int) -> dict[str, Any]:
+    """Train on shards of other sizes; each rank's last batch leaves it with its own batch norms."""
+    prepared = prepared_for_training(Norms, rank)
+    wrapped = DistributedDataParallel(prepared)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(rank)
+    with wrapped.join():
+        for _ in range(3 + rank):
+            x = torch.randn(4, 4, 5, generator=generator).to(device(rank)) * (rank + 1)
+            wrapped(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    prepared(torch.randn(4, 4, 5, generator=generator).to(device(rank)))
+    before = copy.deepcopy(prepared.state_dict())
+    tc.merge_observers(wrapped)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", QuantizationWarning)
+        return {"converted": converted_state(wrapped), "before": before, "after": prepared.state_dict()}
+
+
+def test_ranks_with_other_numbers_of_batches_convert_to_one_model(tmp_path: Path) -> None:
+    first, second = in_processes(uneven_ranks, 2, tmp_path)
+    assert same(first["converted"], second["converted"])
+    assert same(first["after"], second["after"])
+    name = next(name for name in first["after"] if name.endswith("running_mean"))
+    assert torch.equal(first["after"][name], first["before"][name])
+    assert not torch.equal(second["before"][name], first["before"][name])

@@ -1,0 +1,61 @@
+"""Run a function in several processes that are one process group.
+
+``DEVICE`` is the one place that says where: on CUDA the same tests run with nccl (untried).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+DEVICE = os.environ.get("TORCHQ_DISTRIBUTED_DEVICE", "cpu")
+# Processes are copies of one that has imported this and run nothing: autograd has no threads in it.
+multiprocessing.set_forkserver_preload(["torchao.quantization.pt2e", "torchq_compat.quantize_fx"])
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+
+
+def device(rank: int) -> torch.device:
+    return torch.device(DEVICE, rank) if DEVICE == "cuda" else torch.device(DEVICE)
+
+
+def in_processes(function: Callable[..., Any], ranks: int, folder: Path, *arguments: Any) -> list[Any]:
+    """Return what ``function(rank, ranks, *arguments)``, a function of a module, returns on each rank."""
+    mp.start_processes(
+        _run, (function, ranks, str(folder), arguments), nprocs=ranks, start_method="forkserver", join=True
+    )
+    results = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
+    for rank, result in enumerate(results):
+        assert not isinstance(result, str) or not result.startswith("Traceback"), f"rank {rank}: {result}"
+    return results
+
+
+def _run(
+    rank: int, function: Callable[..., Any], ranks: int, folder: str, arguments: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", ranks)
+    dist.init_process_group(
+        BACKENDS[DEVICE], store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=100)
+    )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            result = function(rank, ranks, *arguments)
+    except BaseException:
+        result = traceback.format_exc()
+    torch.save(result, f"{folder}/{rank}.pt")
+    with contextlib.suppress(RuntimeError):  # of a rank that has failed
+        if not isinstance(result, str):
+            dist.barrier()
+    dist.destroy_process_group()

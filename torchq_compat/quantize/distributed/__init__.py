@@ -1,0 +1,1 @@
+"""Models in several processes: their observers merged, wrappers taken off, differences told."""

@@ -1,0 +1,326 @@
+"""Merge what the observers of several processes saw: ``merge_observers``."""
+
+from __future__ import annotations
+
+import copy
+import os
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.fx import GraphModule
+
+from torchq_compat.annotate.observed_graph import observed_places
+from torchq_compat.errors import ArgumentError, ConvertError, InputError, TorchQCompatError
+from torchq_compat.model.graph_module import Stage, record_of
+from torchq_compat.modules.user_modules import OpaqueUserModule
+from torchq_compat.quantize.distributed.merge_rules import (
+    ATTRIBUTES,
+    LOADED,
+    METHOD,
+    State,
+    has_seen,
+    merge_states,
+    state_of,
+)
+from torchq_compat.quantize.distributed.wrappers import unwrapped
+from torchq_compat.read.observers import is_of_torch_ao
+from torchq_compat.support.upstream import BatchNormBase, is_activation_post_process
+from torchq_compat.support.user_warnings import warn_user
+
+#: The attribute of an observer with the digest of its merged state.
+MERGED = "merged_digest"
+
+
+def merge_observers(
+    prepared: nn.Module,
+    *,
+    group: dist.ProcessGroup | None = None,
+    states: Sequence[Mapping[str, Any] | str | os.PathLike[str]] | None = None,
+) -> None:
+    """Give ``prepared`` the observers that one process would have over the data of all processes.
+
+    Call it on every rank after calibration or training, before convert_fx, which then returns the same model
+    on all ranks. Minima, maxima and counts are exact; histograms are rebinned as between two batches; a
+    moving average becomes the mean over the ranks that saw data, from which a fake-quantize computes its
+    qparams. Ranks without data count nothing. Buffers outside observers, such as those of batch norm, become
+    those of the group's first rank, as DistributedDataParallel sends them.
+
+    A class of yours with state of its own is merged by a method ``merge_observer_states(self, states)``: it
+    gets its ``state_dict()`` of every rank, in order, and sets its own state.
+
+    Legacy: FX has no such function; each process converts with the ranges that it saw itself.
+
+    Args:
+        prepared: what ``prepare_fx`` or ``prepare_qat_fx`` returned, or its DistributedDataParallel wrapper;
+            changed in place.
+        group: the process group, by default all processes. Every rank of it has to call this function.
+        states: instead of a process group, the states of observers that were calibrated elsewhere: what
+            ``torch.ao.quantization.get_observer_state_dict`` or ``state_dict`` returned for models that were
+            prepared alike, or paths of files with it. They replace what ``prepared`` has observed itself.
+
+    Raises:
+        ArgumentError: there is no process group, this rank is not in it, or both it and ``states`` are given.
+        InputError: a state is not one of this model, or empty.
+        ConvertError: the ranks prepared different models or have other parameters, the model is not a
+            prepared one, or an observer has no rule. No rank is changed then.
+
+    Example:
+        >>> import torch
+        >>> from torch.ao.quantization import get_default_qconfig_mapping, get_observer_state_dict
+        >>> from torchq_compat import merge_observers, prepare_fx
+        >>> model, x = torch.nn.Sequential(torch.nn.Linear(4, 2)).eval(), torch.randn(3, 4)
+        >>> states = []
+        >>> for shard in (torch.randn(50, 4), torch.randn(50, 4)):  # two jobs
+        ...     prepared = prepare_fx(model, get_default_qconfig_mapping("x86"), (x,))
+        ...     _ = prepared(shard)
+        ...     states.append(get_observer_state_dict(prepared))
+        >>> merge_observers(prepared, states=states)
+    """
+    if states is not None:
+        if group is not None:
+            raise ArgumentError(
+                "merge_observers: both group and states are given.",
+                hint="give states without group, or merge the states of each rank first.",
+            )
+        model = _prepared_model(prepared)
+        _merge_given(model, states)
+        return
+    _check_group(group)
+    _merge_ranks(prepared, group)
+
+
+def observers_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the observers and fake-quantizes of ``model`` by path, and modules that merge themselves; those
+    inside another one are part of it."""
+    units: dict[str, nn.Module] = {}
+    for path, module in model.named_modules():
+        is_observer = is_activation_post_process(module) or is_of_torch_ao(module)
+        inside = any(path.startswith(f"{outer}.") for outer in units)
+        if (is_observer or hasattr(type(module), METHOD)) and not inside:
+            units[path] = module
+    return units
+
+
+def digest(values: Mapping[str, Any]) -> int:
+    """Return a checksum of ``values``, with the bits of its tensors."""
+    total = 0
+    for name in sorted(values):
+        value = values[name]
+        total = zlib.crc32(name.encode(), total)
+        if isinstance(value, Tensor):
+            plain = value.detach().cpu().contiguous()
+            total = zlib.crc32(str((tuple(plain.shape), plain.dtype)).encode(), total)
+            total = zlib.crc32(plain.reshape(-1).view(torch.uint8).numpy().tobytes(), total)
+        elif name.rpartition(".")[2] not in ATTRIBUTES:
+            total = zlib.crc32(repr(value).encode(), total)
+    return total
+
+
+def is_merged(module: nn.Module) -> bool:
+    """Return whether the observer ``module`` was merged, and has observed nothing since."""
+    return vars(module).get(MERGED) == digest(state_of(module))
+
+
+def _prepared_model(prepared: nn.Module) -> GraphModule:
+    model = unwrapped(prepared, "merge_observers")
+    record = record_of(model)
+    if record is None or record.stage is not Stage.PREPARED or not isinstance(model, GraphModule):
+        raise ConvertError(
+            f"merge_observers: this {type(model).__name__} is not a prepared model.",
+            hint="call it before convert_fx, on what prepare_fx or prepare_qat_fx returned.",
+        )
+    return model
+
+
+def _check_group(group: dist.ProcessGroup | None) -> None:
+    if not dist.is_available() or not dist.is_initialized():
+        raise ArgumentError(
+            "merge_observers: there is no process group.",
+            hint="call torch.distributed.init_process_group() first, or give states of other processes as "
+            "merge_observers(prepared, states=[...]).",
+        )
+    if dist.get_rank(group) < 0:
+        raise ArgumentError(
+            "merge_observers: this process is not a member of group.",
+            hint="call it on the ranks of the group only.",
+        )
+
+
+def _merge_ranks(prepared: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Gather, and merge on each rank by itself. A rank that fails says so in the gathered value, or the other
+    ranks would wait for it."""
+    try:
+        model = _prepared_model(prepared)
+        units = observers_of(model)
+        tensors = _tensors_outside(model, units)
+        report: Any = (
+            {path: type(unit).__qualname__ for path, unit in units.items()},
+            {path: (state_of(unit), is_merged(unit), MERGED in vars(unit)) for path, unit in units.items()},
+            {name: digest({name: tensor}) for name, tensor in tensors.items()},
+        )
+    except TorchQCompatError as error:
+        report = error
+    reports: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(reports, report, group=group)
+    for rank, other in enumerate(reports):
+        if isinstance(other, TorchQCompatError):
+            raise ConvertError(f"rank {rank}: {other.message}", hint=other.hint)
+    _check_same_model(reports)
+    differing = [name for name in tensors if len({digests[name] for _, _, digests in reports}) > 1]
+    _check_may_differ(model, differing)
+
+    unchanged = {path for path in units if all(report[1][path][1] for report in reports)}
+    again = [path for path in units if path not in unchanged and any(r[1][path][2] for r in reports)]
+    states = {path: [report[1][path][0] for report in reports] for path in units if path not in unchanged}
+    _merge({path: units[path] for path in states}, states)
+    if differing:
+        _send_from_first(tensors, differing, group)
+    if again:
+        warn_user(
+            f"merge_observers: {len(again)} observers were merged before and have observed since "
+            f"({', '.join(again[:3])}...): their histograms and counts have the data from before once for "
+            "each rank.\nHint: merge once, after the last batch."
+        )
+
+
+def _check_same_model(reports: Sequence[Any]) -> None:
+    for rank, (classes, _, digests) in enumerate(reports):
+        first_classes, _, first_digests = reports[0]
+        other = sorted({*classes.items()} ^ {*first_classes.items()}) or sorted({*digests} ^ {*first_digests})
+        if other:
+            raise ConvertError(
+                f"merge_observers: ranks 0 and {rank} have different models: {other[0]} is on one of them.",
+                hint="prepare the same model with the same settings on every rank.",
+            )
+
+
+def _check_may_differ(model: GraphModule, names: Sequence[str]) -> None:
+    parameters = [name for name in names if name in dict(model.named_parameters())]
+    if parameters:
+        raise ConvertError(
+            f"merge_observers: the parameters of the ranks differ: {', '.join(parameters[:3])}.",
+            hint="load the same checkpoint on every rank, or train with DistributedDataParallel or "
+            "fully_shard; merge_observers merges what observers saw, not weights.",
+        )
+    users = [path for path, module in model.named_modules() if isinstance(module, OpaqueUserModule)]
+    for name in names:
+        owner = model.get_submodule(name.rpartition(".")[0])
+        if any(name.startswith(f"{path}.") for path in users) and not isinstance(owner, BatchNormBase):
+            raise ConvertError(
+                f"merge_observers: the buffer {name!r} of your {type(owner).__qualname__} differs between "
+                "ranks.",
+                hint=f"give the class a method {METHOD}(self, states), called with its state_dict() of every "
+                "rank, that sets the merged state.",
+            )
+
+
+def _tensors_outside(model: nn.Module, units: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    """Return the parameters and buffers outside of observers; what is sharded is the same model anyway."""
+    inside = tuple(f"{path}." for path in units)
+    both: Iterator[tuple[str, Tensor]] = iter([*model.named_parameters(), *model.named_buffers()])
+    return {n: t for n, t in both if not n.startswith(inside) and not isinstance(t, DTensor)}
+
+
+def _send_from_first(
+    tensors: Mapping[str, Tensor], names: Sequence[str], group: dist.ProcessGroup | None
+) -> None:
+    sent: list[Any] = [{name: tensors[name].detach().cpu() for name in names}]
+    source = dist.get_global_rank(group, 0) if group is not None else 0
+    dist.broadcast_object_list(sent, src=source, group=group)
+    with torch.no_grad():
+        for name, value in sent[0].items():
+            tensors[name].copy_(value)
+
+
+def _merge(units: Mapping[str, nn.Module], states: Mapping[str, Sequence[State]]) -> None:
+    """Merge on copies first: an observer that fails leaves all of them as they were."""
+    for path, unit in units.items():
+        merge_states(copy.deepcopy(unit), states[path], path)
+    for path, unit in units.items():
+        merge_states(unit, states[path], path)
+        vars(unit)[MERGED] = digest(state_of(unit))
+
+
+def _merge_given(model: GraphModule, given: Any) -> None:
+    if isinstance(given, (Mapping, str, os.PathLike)) or not isinstance(given, Sequence) or not given:
+        raise InputError(
+            "merge_observers: states has to be a list of at least one state dict.",
+            hint="give what get_observer_state_dict(prepared) returned in each process, or paths of files.",
+        )
+    units = observers_of(model)
+    own = {path: state_of(unit) for path, unit in units.items()}
+    names = {*model.state_dict(), *(f"{path}.{name}" for path in units for name in LOADED)}
+    read = [_read(state, position, names) for position, state in enumerate(given)]
+    states = {
+        path: [_state_at(path, state, own[path], position) for position, state in enumerate(read)]
+        for path in units
+    }
+    before = [
+        path
+        for path, state in own.items()
+        if any(name.endswith("min_val") for name in state)
+        and has_seen(state)
+        and digest(state) not in {digest(other) for other in states[path]}
+        and not is_merged(units[path])
+        and not _is_of_weight(model, path)
+    ]
+    _merge(units, states)
+    if before:
+        warn_user(
+            f"merge_observers: what {len(before)} observers of the model itself had seen was replaced by the "
+            f"states ({before[0]}).\nHint: to keep it, add get_observer_state_dict(prepared) to the list."
+        )
+
+
+def _is_of_weight(model: GraphModule, path: str) -> bool:
+    """Return whether the observer at ``path`` of the graph observes a weight."""
+    parent, _, name = path.rpartition(".")
+    owner = model.get_submodule(parent)
+    return isinstance(owner, GraphModule) and any(
+        place.target == name and place.is_weight for place in observed_places(owner)
+    )
+
+
+def _read(given: Any, position: int, names: set[str]) -> Mapping[str, Any]:
+    if isinstance(given, (str, os.PathLike)):
+        try:
+            given = torch.load(Path(given), map_location="cpu", weights_only=True)
+        except Exception as cause:
+            raise InputError(
+                f"merge_observers: states[{position}] cannot be read: {type(cause).__name__}: {cause}",
+                hint="give the path of what torch.save(get_observer_state_dict(prepared), path) wrote.",
+            ) from cause
+    if not isinstance(given, Mapping):
+        raise InputError(
+            f"merge_observers: states[{position}] is a {type(given).__name__}, not a state dict.",
+            hint="give what get_observer_state_dict(prepared) returned.",
+        )
+    unknown = [str(name) for name in given if name not in names]
+    if unknown:
+        raise InputError(
+            f"merge_observers: states[{position}] is of another model: this one has no {unknown[0]!r}.",
+            hint="prepare the same model with the same settings in every process.",
+        )
+    return given
+
+
+def _state_at(path: str, state: Mapping[str, Any], own: State, position: int) -> State:
+    found = {
+        name.removeprefix(f"{path}."): value.detach().cpu() if isinstance(value, Tensor) else value
+        for name, value in state.items()
+        if name.startswith(f"{path}.")
+    }
+    for name in own:
+        if name not in found and name.rpartition(".")[2] not in {*LOADED, *ATTRIBUTES}:
+            raise InputError(
+                f"merge_observers: states[{position}] has no {path}.{name}.",
+                hint="give what get_observer_state_dict(prepared) returned, or prepared.state_dict() if "
+                "observers have other names than activation_post_process.",
+            )
+    return found

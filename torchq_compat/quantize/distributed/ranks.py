@@ -1,0 +1,143 @@
+"""What convert does under a process group: takes wrappers off, and says when the ranks differ."""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from torchq_compat.model.graph_module import Stage, record_of
+from torchq_compat.quantize.distributed.merge_observers import digest, is_merged, observers_of
+from torchq_compat.quantize.distributed.merge_rules import state_of
+from torchq_compat.quantize.distributed.wrappers import unwrapped
+from torchq_compat.support.upstream import default_store
+from torchq_compat.support.user_warnings import warn_user
+
+#: How long a rank looks for the other ranks' numbers. It must not wait for good: many scripts convert on
+#: rank 0 only.
+WAIT = timedelta(seconds=3)
+#: Structure of a model -> how many like it this process has converted.
+_CONVERTED: Counter[int] = Counter()
+
+
+def ready_to_convert(model: Any, function: str) -> Any:
+    """Return ``model`` without the wrappers of torch.distributed and with whole weights, and warn if the
+    ranks have different observers.
+
+    Raises:
+        ConvertError: the weights cannot be put together here.
+    """
+    model = unwrapped(model, function)
+    record = record_of(model)
+    if record is None or record.stage is not Stage.PREPARED:
+        return model
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        _warn_of_other_ranks(model, function, is_trained=record.is_qat)
+    return _gathered(model) if _is_sharded(model) else model
+
+
+def _warn_of_other_ranks(model: nn.Module, function: str, *, is_trained: bool) -> None:
+    """Compare one number with the ranks that convert too, through the store of the process group: a
+    collective would hang where only some ranks convert."""
+    units = observers_of(model)
+    if units and all(map(is_merged, units.values())):
+        return
+    structure = zlib.crc32("\n".join(model.state_dict()).encode())
+    _CONVERTED[structure] += 1
+    prefix = f"torchq_compat/convert/{structure}/{_CONVERTED[structure]}"
+    rank, world = dist.get_rank(), dist.get_world_size()
+    own = str(_digest_of(model, units)).encode()
+    store = default_store()
+    store.set(f"{prefix}/{rank}", own)
+    keys = {other: f"{prefix}/{other}" for other in range(world) if other != rank}
+    try:
+        store.wait(list(keys.values()), WAIT)
+        present = keys
+    except RuntimeError:  # the time is up
+        present = {other: key for other, key in keys.items() if store.check([key])}
+    differing = [other for other, key in present.items() if store.get(key) != own]
+    if differing:
+        problem = f"the observers of rank {rank} differ from those of rank {', '.join(map(str, differing))}"
+    elif len(present) < len(keys) and not is_trained:
+        problem = (
+            f"rank {rank} converts with the ranges that it saw itself; the observers of {world} processes "
+            "were not merged"
+        )
+    else:
+        return
+    warn_user(
+        f"{function}: {problem}.\nHint: call torchq_compat.merge_observers(prepared) on every rank before; "
+        "the model is not that of one process over all the data."
+    )
+
+
+def _digest_of(model: nn.Module, units: Mapping[str, nn.Module]) -> int:
+    values: dict[str, Any] = {
+        f"{path}.{name}": value for path, unit in units.items() for name, value in state_of(unit).items()
+    }
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    inside = tuple(f"{path}." for path in units)
+    values |= {n: t for n, t in tensors.items() if not n.startswith(inside) and not isinstance(t, DTensor)}
+    return digest(values)
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    from torch.distributed.fsdp import FSDPModule
+
+    return any(isinstance(m, FSDPModule) for m in model.modules()) or any(
+        isinstance(parameter, DTensor) for parameter in model.parameters()
+    )
+
+
+def _gathered(model: nn.Module) -> nn.Module:
+    """Return a copy of ``model``, sharded by ``fully_shard``, with whole parameters, gathered one by one.
+    Every rank of the mesh has to take part."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    parameters: Any = model.parameters()
+    whole: dict[int, Any] = {
+        id(parameter): nn.Parameter(parameter.full_tensor().detach(), requires_grad=parameter.requires_grad)
+        for parameter in parameters
+        if isinstance(parameter, DTensor)
+    }
+    with _without_fsdp(model):
+        return copy.deepcopy(model, whole)
+
+
+@contextmanager
+def _without_fsdp(model: nn.Module) -> Iterator[None]:
+    """Give the modules of ``model`` the classes and hooks that they had before ``fully_shard``, whose class
+    refuses copies and whose hooks hold process groups."""
+    from torch.distributed.fsdp import FSDPModule
+
+    before: list[tuple[Any, type, dict[str, Any]]] = []
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            hooks = {name: vars(module)[name] for name in ("_forward_pre_hooks", "_forward_hooks")}
+            before.append((module, type(module), hooks))
+    try:
+        for module, cls, hooks in before:
+            module.__class__ = cls.__mro__[2]  # After FSDP's own class and FSDPModule.
+            for name, registered in hooks.items():
+                own = ((key, hook) for key, hook in registered.items() if not _is_fsdp(hook))
+                vars(module)[name] = type(registered)(own)
+        yield
+    finally:
+        for module, cls, hooks in before:
+            module.__class__ = cls
+            vars(module).update(hooks)
+
+
+def _is_fsdp(hook: Any) -> bool:
+    return type(getattr(hook, "__self__", None)).__module__.startswith("torch.distributed.")
