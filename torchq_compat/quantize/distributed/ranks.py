@@ -117,27 +117,32 @@ def _gathered(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def _without_fsdp(model: nn.Module) -> Iterator[None]:
-    """Give the modules of ``model`` the classes and hooks that they had before ``fully_shard``, whose class
-    refuses copies and whose hooks hold process groups."""
+    """Give the modules of ``model`` the classes, hooks and attributes that they had before ``fully_shard``: its
+    class refuses copies, and the rest holds process groups."""
     from torch.distributed.fsdp import FSDPModule
 
-    before: list[tuple[Any, type, dict[str, Any]]] = []
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            hooks = {name: vars(module)[name] for name in ("_forward_pre_hooks", "_forward_hooks")}
-            before.append((module, type(module), hooks))
+    before: list[tuple[Any, type, dict[str, Any]]] = [
+        (module, type(module), dict(vars(module)))
+        for module in model.modules()
+        if isinstance(module, FSDPModule)
+    ]
     try:
-        for module, cls, hooks in before:
+        for module, cls, attributes in before:
             module.__class__ = cls.__mro__[2]  # After FSDP's own class and FSDPModule.
-            for name, registered in hooks.items():
-                own = ((key, hook) for key, hook in registered.items() if not _is_fsdp(hook))
-                vars(module)[name] = type(registered)(own)
+            for name, value in attributes.items():
+                if name.startswith("__composable_api"):
+                    del vars(module)[name]
+                elif name.endswith("_hooks") and isinstance(value, dict):
+                    own = ((key, hook) for key, hook in value.items() if not _is_fsdp(hook))
+                    vars(module)[name] = type(value)(own)
         yield
     finally:
-        for module, cls, hooks in before:
+        for module, cls, attributes in before:
             module.__class__ = cls
-            vars(module).update(hooks)
+            vars(module).update(attributes)
 
 
 def _is_fsdp(hook: Any) -> bool:
-    return type(getattr(hook, "__self__", None)).__module__.startswith("torch.distributed.")
+    """Return whether ``hook``, which torch may have wrapped, is a function of torch.distributed."""
+    function = getattr(hook, "hook", hook)
+    return str(getattr(function, "__module__", "")).startswith("torch.distributed.")

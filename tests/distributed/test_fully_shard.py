@@ -1,0 +1,156 @@
+"""FSDP2: prepared models train sharded, convert and go through distributed checkpoints."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import torchq_compat as tc
+from tests.distributed.test_ranks import Net, converted_state, prepared_for_training, same
+from tests.helpers.processes import device, in_processes
+from torchq_compat.errors import ConvertError
+
+
+def sharded(prepared: nn.Module, **settings: Any) -> Any:
+    for path, module in prepared.named_modules():
+        if path == "lstm":
+            fully_shard(module, **settings)
+    return fully_shard(prepared, **settings)
+
+
+def batches(rank: int, count: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randn(5, 2, 4, generator=generator).to(device(rank)) for _ in range(count)]
+
+
+def train(model: Any, data: list[torch.Tensor]) -> list[float]:
+    """Train with a step after each two batches; a sharded model exchanges gradients with the second only."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for position, x in enumerate(data):
+        if hasattr(model, "set_requires_gradient_sync"):
+            model.set_requires_gradient_sync(bool(position % 2))
+        loss = model(x).float().square().mean()
+        loss.backward()
+        losses.append(float(loss))
+        if position % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses
+
+
+def train_with_fsdp(rank: int, ranks: int) -> dict[str, Any]:
+    prepared = prepared_for_training(Net, rank)
+    alone = copy.deepcopy(prepared)
+    model = sharded(prepared)
+    data = batches(rank, 6)
+    losses = train(model, data), train(alone, data)
+    parts = [isinstance(parameter, DTensor) for parameter in model.parameters()]
+    converted = converted_state(model)
+    x = data[0]
+    return {
+        "losses": losses,
+        "sharded": all(parts) and len(parts) > 0,
+        "converted": converted,
+        "alone": converted_state(alone),
+        "still sharded": all(isinstance(parameter, DTensor) for parameter in model.parameters()),
+        "outputs": [tc.convert_fx(m)(x).cpu() for m in (model, alone)],
+        "trains on": train(model, data),
+    }
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_training_sharded_has_the_losses_of_one_process(ranks: int, tmp_path: Path) -> None:
+    results = in_processes(train_with_fsdp, ranks, tmp_path)
+    for result in results:
+        assert result["sharded"]
+        assert result["still sharded"]
+        ours, alone = result["losses"]
+        assert ours == pytest.approx(alone, rel=1e-5)
+        assert ours[0] > ours[-2] > 0
+        assert result["trains on"][0] < ours[0]
+        assert same(result["converted"], results[0]["converted"])
+        ours, alone = result["outputs"]
+        assert float((ours - alone).abs().max()) <= 1.1 * float(alone.abs().max()) / 64
+        assert float(alone.abs().max()) > 0
+
+
+def mixed_precision(rank: int, ranks: int) -> list[float]:
+    prepared = prepared_for_training(Net, rank)
+    model = sharded(prepared, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
+    return train(model, batches(rank, 4))
+
+
+def test_gradients_are_reduced_in_bfloat16(tmp_path: Path) -> None:
+    first, second = in_processes(mixed_precision, 2, tmp_path)
+    assert first == second
+    assert first[0] > first[2] > 0
+
+
+def old_wrapper(rank: int, ranks: int) -> str:
+    prepared = prepared_for_training(Net, rank)
+    try:
+        tc.convert_fx(FullyShardedDataParallel(prepared, device_id=device(rank)))
+    except ConvertError as error:
+        return str(error)
+    return "no error"
+
+
+def test_the_wrapper_of_fsdp1_is_refused(tmp_path: Path) -> None:
+    for told in in_processes(old_wrapper, 2, tmp_path):
+        assert "convert_fx: FullyShardedDataParallel holds the model" in told
+        assert "Hint: train with torch.distributed.fsdp.fully_shard(prepared)" in told
+
+
+def save(rank: int, ranks: int, folder: str) -> dict[str, Any]:
+    prepared = prepared_for_training(Net, rank)
+    model = sharded(prepared)
+    train(model, batches(rank, 2))
+    dcp.save(get_model_state_dict(model), checkpoint_id=f"{folder}/prepared")
+    converted = tc.convert_to_reference_fx(model)
+    dcp.save(get_model_state_dict(converted), checkpoint_id=f"{folder}/converted")
+    return {"converted": converted_state(model), "outputs": converted(batches(rank, 1)[0]).cpu()}
+
+
+def load(rank: int, ranks: int, folder: str) -> dict[str, Any]:
+    """Load into a model that saw data, sharded over other ranks: shapes of observers are there then."""
+    prepared = prepared_for_training(Net, rank)
+    prepared(batches(rank, 1)[0])
+    model = sharded(prepared) if ranks > 2 else DistributedDataParallel(prepared).module
+    state = get_model_state_dict(model)
+    dcp.load(state, checkpoint_id=f"{folder}/prepared")
+    set_model_state_dict(model, state)
+    converted = tc.convert_to_reference_fx(model)
+    other = tc.convert_to_reference_fx(prepared_with_one_batch(rank))
+    target = get_model_state_dict(other)
+    dcp.load(target, checkpoint_id=f"{folder}/converted")
+    set_model_state_dict(other, target)
+    x = batches(rank, 1)[0]
+    return {"converted": converted_state(model), "outputs": [m(x).cpu() for m in (converted, other)]}
+
+
+def prepared_with_one_batch(rank: int) -> nn.Module:
+    prepared = prepared_for_training(Net, rank)
+    prepared(batches(rank, 1)[0] * 2)
+    return prepared
+
+
+@pytest.mark.parametrize(("saving", "loading"), [(2, 4), (4, 2)])
+def test_distributed_checkpoints(saving: int, loading: int, tmp_path: Path) -> None:
+    (tmp_path / "save").mkdir()
+    (tmp_path / "load").mkdir()
+    saved = in_processes(save, saving, tmp_path / "save", str(tmp_path))[0]
+    for result in in_processes(load, loading, tmp_path / "load", str(tmp_path)):
+        assert same(result["converted"], saved["converted"])
+        for output in result["outputs"]:
+            assert torch.equal(output, saved["outputs"])
