@@ -25,6 +25,7 @@ from torch.ao.quantization import (
 from torch.nn.parallel import DistributedDataParallel
 
 import torchq_compat as tc
+from tests.benchmarks.bench_processes import measure
 from tests.helpers.processes import device, in_processes
 from torchq_compat.errors import ArgumentError, ConvertError, QuantizationWarning
 
@@ -262,3 +263,9 @@ def test_ranks_with_other_numbers_of_batches_convert_to_one_model(tmp_path: Path
     name = next(name for name in first["after"] if name.endswith("running_mean"))
     assert torch.equal(first["after"][name], first["before"][name])
     assert not torch.equal(second["before"][name], first["before"][name])
+
+
+def test_the_benchmark_measures_both() -> None:
+    row = measure(2, 2)
+    assert row["ratio"] == pytest.approx(row["several"] / row["one"])
+    assert 0 < row["merge"] < row["several"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import socket
 import traceback
 import warnings
 from collections.abc import Callable
@@ -31,18 +32,31 @@ def device(rank: int) -> torch.device:
 
 def in_processes(function: Callable[..., Any], ranks: int, folder: Path, *arguments: Any) -> list[Any]:
     """Return what ``function(rank, ranks, *arguments)``, a function of a module, returns on each rank."""
-    mp.start_processes(
-        _run, (function, ranks, str(folder), arguments), nprocs=ranks, start_method="forkserver", join=True
-    )
+    given = (function, ranks, str(folder), _free_port(), arguments)
+    mp.start_processes(_run, given, nprocs=ranks, start_method="forkserver", join=True)
     results = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
     for rank, result in enumerate(results):
         assert not isinstance(result, str) or not result.startswith("Traceback"), f"rank {rank}: {result}"
     return results
 
 
+def _free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return int(listening.getsockname()[1])
+
+
 def _run(
-    rank: int, function: Callable[..., Any], ranks: int, folder: str, arguments: tuple[Any, ...]
+    rank: int,
+    function: Callable[..., Any],
+    ranks: int,
+    folder: str,
+    port: int,
+    arguments: tuple[Any, ...],
 ) -> None:
+    # For a function that makes a process group of its own, as under torchrun.
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", ranks)
     dist.init_process_group(

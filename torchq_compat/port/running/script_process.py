@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import TracebackType
@@ -34,7 +34,9 @@ def main() -> int:
     """Run the script that ``sys.argv`` names; its ``SystemExit`` and ``KeyboardInterrupt`` are not caught."""
     _, _, options, script, *args = sys.argv
     # _finish runs at interpreter exit, after the script's own atexit functions, however the script ends.
-    atexit.register(_finish, _redirect(RunOptions.from_json(options)), Path(script).name)
+    report = _redirect(RunOptions.from_json(options))
+    if not _reports_elsewhere(os.environ):
+        atexit.register(_finish, report, Path(script).name)
     try:
         execute_script(script, args)
     except Exception as error:
@@ -45,6 +47,11 @@ def main() -> int:
             show_script_error(error)
         return SCRIPT_RAISED
     return 0
+
+
+def _reports_elsewhere(environment: Mapping[str, str]) -> bool:
+    """Return whether this is one of several processes that torchrun started, and not the first."""
+    return environment.get("WORLD_SIZE", "1") != "1" and environment.get("RANK", "0") != "0"
 
 
 def show_script_error(error: Exception) -> None:

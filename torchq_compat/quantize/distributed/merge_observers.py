@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
 from torchq_compat.annotate.observed_graph import observed_places
@@ -28,7 +27,7 @@ from torchq_compat.quantize.distributed.merge_rules import (
     merge_states,
     state_of,
 )
-from torchq_compat.quantize.distributed.wrappers import unwrapped
+from torchq_compat.quantize.distributed.wrappers import is_sharded, unwrapped
 from torchq_compat.read.observers import is_of_torch_ao
 from torchq_compat.support.upstream import BatchNormBase, is_activation_post_process
 from torchq_compat.support.user_warnings import warn_user
@@ -224,7 +223,7 @@ def _tensors_outside(model: nn.Module, units: Mapping[str, nn.Module]) -> dict[s
     """Return the parameters and buffers outside of observers; what is sharded is the same model anyway."""
     inside = tuple(f"{path}." for path in units)
     both: Iterator[tuple[str, Tensor]] = iter([*model.named_parameters(), *model.named_buffers()])
-    return {n: t for n, t in both if not n.startswith(inside) and not isinstance(t, DTensor)}
+    return {n: t for n, t in both if not n.startswith(inside) and not is_sharded(t)}
 
 
 def _send_from_first(

@@ -12,12 +12,11 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from torchq_compat.model.graph_module import Stage, record_of
 from torchq_compat.quantize.distributed.merge_observers import digest, is_merged, observers_of
 from torchq_compat.quantize.distributed.merge_rules import state_of
-from torchq_compat.quantize.distributed.wrappers import unwrapped
+from torchq_compat.quantize.distributed.wrappers import is_sharded, unwrapped
 from torchq_compat.support.upstream import default_store
 from torchq_compat.support.user_warnings import warn_user
 
@@ -41,7 +40,7 @@ def ready_to_convert(model: Any, function: str) -> Any:
         return model
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         _warn_of_other_ranks(model, function, is_trained=record.is_qat)
-    return _gathered(model) if _is_sharded(model) else model
+    return _gathered(model) if any(map(is_sharded, model.parameters())) else model
 
 
 def _warn_of_other_ranks(model: nn.Module, function: str, *, is_trained: bool) -> None:
@@ -85,16 +84,8 @@ def _digest_of(model: nn.Module, units: Mapping[str, nn.Module]) -> int:
     }
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     inside = tuple(f"{path}." for path in units)
-    values |= {n: t for n, t in tensors.items() if not n.startswith(inside) and not isinstance(t, DTensor)}
+    values |= {n: t for n, t in tensors.items() if not n.startswith(inside) and not is_sharded(t)}
     return digest(values)
-
-
-def _is_sharded(model: nn.Module) -> bool:
-    from torch.distributed.fsdp import FSDPModule
-
-    return any(isinstance(m, FSDPModule) for m in model.modules()) or any(
-        isinstance(parameter, DTensor) for parameter in model.parameters()
-    )
 
 
 def _gathered(model: nn.Module) -> nn.Module:
@@ -109,7 +100,7 @@ def _gathered(model: nn.Module) -> nn.Module:
     whole: dict[int, Any] = {
         id(parameter): nn.Parameter(parameter.full_tensor().detach(), requires_grad=parameter.requires_grad)
         for parameter in parameters
-        if isinstance(parameter, DTensor)
+        if is_sharded(parameter)
     }
     with _without_fsdp(model):
         return copy.deepcopy(model, whole)
@@ -117,8 +108,8 @@ def _gathered(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def _without_fsdp(model: nn.Module) -> Iterator[None]:
-    """Give the modules of ``model`` the classes, hooks and attributes that they had before ``fully_shard``: its
-    class refuses copies, and the rest holds process groups."""
+    """Give the modules of ``model`` the classes, hooks and attributes from before ``fully_shard``: its class
+    refuses copies, and the rest holds process groups."""
     from torch.distributed.fsdp import FSDPModule
 
     before: list[tuple[Any, type, dict[str, Any]]] = [

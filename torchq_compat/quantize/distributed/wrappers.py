@@ -5,9 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from torchq_compat.errors import ConvertError
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Return whether each rank has a part of ``tensor`` only."""
+    if not dist.is_available() or not dist.is_initialized():
+        return False  # and torch.distributed.tensor need not be imported, which takes long
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
 
 
 def unwrapped(model: Any, function: str) -> Any:
@@ -16,7 +25,7 @@ def unwrapped(model: Any, function: str) -> Any:
     Raises:
         ConvertError: FullyShardedDataParallel holds it, which has only parts of its weights.
     """
-    if not dist.is_available():
+    if not dist.is_available() or not dist.is_initialized():
         return model
     from torch.distributed.fsdp import FullyShardedDataParallel
 

@@ -1,0 +1,57 @@
+"""``torchrun -m torchq_compat run SCRIPT``: one report, from rank 0, and the script's exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.ao.quantization import get_default_qconfig_mapping
+from torch.ao.quantization.quantize_fx import convert_fx, prepare_fx
+
+import torchq_compat
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.ReLU()).eval()
+prepared = prepare_fx(model, get_default_qconfig_mapping("x86"), (torch.randn(3, 4),))
+torch.manual_seed(dist.get_rank())
+prepared(torch.randn(50, 4) * (1 + dist.get_rank()))
+torchq_compat.merge_observers(prepared)
+converted = convert_fx(prepared)
+sums = [None, None]
+dist.all_gather_object(sums, converted(torch.ones(3, 4)).tolist())
+print("equal" if sums[0] == sums[1] else "other")
+dist.destroy_process_group()
+sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_one_report_and_the_exit_code(code: int, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    ours = ["-m", "torchq_compat", "run", "--explain", "explained.json", "script.py", str(code)]
+    done = subprocess.run(
+        [*torchrun, *ours],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        encoding="utf-8",
+        timeout=120,
+    )
+    assert done.stdout.count("equal") == 2, done.stderr
+    assert done.stderr.count("torchq-compat: script.py") == 1, done.stderr
+    assert (done.returncode == 0) == (code == 0)
+    if code:
+        assert f"exitcode  : {code} " in done.stderr
+    assert json.loads((tmp_path / "explained.json").read_text())
