@@ -135,6 +135,32 @@ def test_histograms_are_equal_on_all_ranks(tmp_path: Path) -> None:
     assert not torch.equal(ours, torch.zeros_like(ours))
 
 
+def merge_again(rank: int, ranks: int) -> dict[str, Any]:
+    """Merge over a part of the ranks, then over all, then convert a wrapper without a process group."""
+    prepared = prepared_net(rank, MinMaxObserver)
+    prepared(shard(rank % 3)[0])
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    tc.merge_observers(prepared, group=groups[rank // 2])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        converted_state(prepared)
+        tc.merge_observers(prepared)
+    whole = prepared_net(rank, MinMaxObserver)
+    for other in range(3):
+        whole(shard(other)[0])
+    wrapped = DistributedDataParallel(prepared)
+    dist.destroy_process_group()
+    states = converted_state(wrapped), converted_state(whole)
+    return {"told": " ".join(str(warning.message) for warning in caught), "same": same(*states)}
+
+
+def test_groups_are_merged_and_then_all(tmp_path: Path) -> None:
+    for result in in_processes(merge_again, 4, tmp_path):
+        assert "differ from those of rank" in result["told"]
+        assert "were merged before" in result["told"]
+        assert result["same"]
+
+
 class Unmergeable(MinMaxObserver):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x + 0)

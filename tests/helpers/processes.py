@@ -70,6 +70,7 @@ def _run(
         result = traceback.format_exc()
     torch.save(result, f"{folder}/{rank}.pt")
     with contextlib.suppress(RuntimeError):  # of a rank that has failed
-        if not isinstance(result, str):
+        if not isinstance(result, str) and dist.is_initialized():
             dist.barrier()
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -32,7 +32,7 @@ from torchq_compat.read.observers import is_of_torch_ao
 from torchq_compat.support.upstream import BatchNormBase, is_activation_post_process
 from torchq_compat.support.user_warnings import warn_user
 
-#: The attribute of an observer with the digest of its merged state.
+#: The attribute of an observer with the digest of its merged state, and the number of ranks merged.
 MERGED = "merged_digest"
 
 
@@ -121,9 +121,9 @@ def digest(values: Mapping[str, Any]) -> int:
     return total
 
 
-def is_merged(module: nn.Module) -> bool:
-    """Return whether the observer ``module`` was merged, and has observed nothing since."""
-    return vars(module).get(MERGED) == digest(state_of(module))
+def is_merged(module: nn.Module, ranks: int) -> bool:
+    """Return whether ``module`` was merged over ``ranks`` ranks, and has observed nothing since."""
+    return vars(module).get(MERGED) == (digest(state_of(module)), ranks)
 
 
 def _prepared_model(prepared: nn.Module) -> GraphModule:
@@ -154,18 +154,22 @@ def _check_group(group: dist.ProcessGroup | None) -> None:
 def _merge_ranks(prepared: nn.Module, group: dist.ProcessGroup | None) -> None:
     """Gather, and merge on each rank by itself. A rank that fails says so in the gathered value, or the other
     ranks would wait for it."""
+    ranks = dist.get_world_size(group)
     try:
         model = _prepared_model(prepared)
         units = observers_of(model)
         tensors = _tensors_outside(model, units)
         report: Any = (
             {path: type(unit).__qualname__ for path, unit in units.items()},
-            {path: (state_of(unit), is_merged(unit), MERGED in vars(unit)) for path, unit in units.items()},
+            {
+                path: (state_of(unit), is_merged(unit, ranks), vars(unit).get(MERGED))
+                for path, unit in units.items()
+            },
             {name: digest({name: tensor}) for name, tensor in tensors.items()},
         )
     except TorchQCompatError as error:
         report = error
-    reports: list[Any] = [None] * dist.get_world_size(group)
+    reports: list[Any] = [None] * ranks
     dist.all_gather_object(reports, report, group=group)
     for rank, other in enumerate(reports):
         if isinstance(other, TorchQCompatError):
@@ -174,17 +178,24 @@ def _merge_ranks(prepared: nn.Module, group: dist.ProcessGroup | None) -> None:
     differing = [name for name in tensors if len({digests[name] for _, _, digests in reports}) > 1]
     _check_may_differ(model, differing)
 
-    unchanged = {path for path in units if all(report[1][path][1] for report in reports)}
+    first = reports[0][1]
+    unchanged = {
+        path
+        for path in units
+        if all(report[1][path][1] and report[1][path][2] == first[path][2] for report in reports)
+    }
     again = [path for path in units if path not in unchanged and any(r[1][path][2] for r in reports)]
     states = {path: [report[1][path][0] for report in reports] for path in units if path not in unchanged}
     _merge({path: units[path] for path in states}, states)
+    for path in states:
+        vars(units[path])[MERGED] = (digest(state_of(units[path])), ranks)
     if differing:
         _send_from_first(tensors, differing, group)
     if again:
         warn_user(
-            f"merge_observers: {len(again)} observers were merged before and have observed since "
-            f"({', '.join(again[:3])}...): their histograms and counts have the data from before once for "
-            "each rank.\nHint: merge once, after the last batch."
+            f"merge_observers: {len(again)} observers were merged before, and have observed since or are "
+            f"merged over other ranks ({again[0]}): their histograms and counts have the data from before "
+            "more than once.\nHint: merge once, after the last batch."
         )
 
 
@@ -243,7 +254,6 @@ def _merge(units: Mapping[str, nn.Module], states: Mapping[str, Sequence[State]]
         merge_states(copy.deepcopy(unit), states[path], path)
     for path, unit in units.items():
         merge_states(unit, states[path], path)
-        vars(unit)[MERGED] = digest(state_of(unit))
 
 
 def _merge_given(model: GraphModule, given: Any) -> None:
@@ -266,10 +276,11 @@ def _merge_given(model: GraphModule, given: Any) -> None:
         if any(name.endswith("min_val") for name in state)
         and has_seen(state)
         and digest(state) not in {digest(other) for other in states[path]}
-        and not is_merged(units[path])
         and not _is_of_weight(model, path)
     ]
     _merge(units, states)
+    for unit in units.values():
+        vars(unit).pop(MERGED, None)
     if before:
         warn_user(
             f"merge_observers: what {len(before)} observers of the model itself had seen was replaced by the "

@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from torchq_compat.errors import ConvertError
 from torchq_compat.model.graph_module import Stage, record_of
 from torchq_compat.quantize.distributed.merge_observers import digest, is_merged, observers_of
 from torchq_compat.quantize.distributed.merge_rules import state_of
@@ -47,7 +48,7 @@ def _warn_of_other_ranks(model: nn.Module, function: str, *, is_trained: bool) -
     """Compare one number with the ranks that convert too, through the store of the process group: a
     collective would hang where only some ranks convert."""
     units = observers_of(model)
-    if units and all(map(is_merged, units.values())):
+    if units and all(is_merged(unit, dist.get_world_size()) for unit in units.values()):
         return
     structure = zlib.crc32("\n".join(model.state_dict()).encode())
     _CONVERTED[structure] += 1
@@ -91,6 +92,11 @@ def _digest_of(model: nn.Module, units: Mapping[str, nn.Module]) -> int:
 def _gathered(model: nn.Module) -> nn.Module:
     """Return a copy of ``model``, sharded by ``fully_shard``, with whole parameters, gathered one by one.
     Every rank of the mesh has to take part."""
+    if not dist.is_initialized():
+        raise ConvertError(
+            "convert: the model is sharded, and there is no process group to gather its weights.",
+            hint="convert before destroy_process_group(), on every rank.",
+        )
     from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():

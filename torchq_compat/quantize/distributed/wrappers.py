@@ -12,8 +12,8 @@ from torchq_compat.errors import ConvertError
 
 def is_sharded(tensor: Tensor) -> bool:
     """Return whether each rank has a part of ``tensor`` only."""
-    if not dist.is_available() or not dist.is_initialized():
-        return False  # and torch.distributed.tensor need not be imported, which takes long
+    if not dist.is_available():
+        return False
     from torch.distributed.tensor import DTensor
 
     return isinstance(tensor, DTensor)
@@ -25,12 +25,12 @@ def unwrapped(model: Any, function: str) -> Any:
     Raises:
         ConvertError: FullyShardedDataParallel holds it, which has only parts of its weights.
     """
-    if not dist.is_available() or not dist.is_initialized():
+    while isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module
+    if not dist.is_available():
         return model
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    while isinstance(model, nn.parallel.DistributedDataParallel):
-        model = model.module
     if isinstance(model, nn.Module) and any(isinstance(m, FullyShardedDataParallel) for m in model.modules()):
         raise ConvertError(
             f"{function}: FullyShardedDataParallel holds the model, each rank a part of its weights.",
