@@ -361,7 +361,7 @@ class QuantizationWarning(UserWarning):
     """Warning about a setting without effect, a result other than configured, or an untested version of
     torch.
 
-    Its text ends with the code in brackets: ``warnings.filterwarnings("ignore", message=r"(?s).*TQ405")``.
+    Its first line ends with the code in brackets: ``warnings.filterwarnings("ignore", message=r".*TQ405")``.
 
     Attributes:
         code: the code in the register, ``codes.toml``: TQ3xx to TQ8xx; ``torchq-compat explain CODE`` has
@@ -370,7 +370,11 @@ class QuantizationWarning(UserWarning):
 
     def __init__(self, message: str, *, code: str = "") -> None:
         self.code = code
-        super().__init__(f"{message} [{code}]" if code else message)
+        # A pattern such as ``.*TQ405`` matches within the first line.
+        first, *rest = message.replace("\nHint:", " Hint:").split("\n")
+        super().__init__(
+            "\n".join([f"{first} [{code}]", *rest]) + f" [{code}]" * bool(rest) if code else message
+        )
 
 
 class QuantizationNote(QuantizationWarning):

@@ -236,7 +236,7 @@ def with_qconfig(module: nn.Module) -> nn.Module:
 def test_a_group_the_module_does_not_have(module: nn.Module, group: str) -> None:
     with pytest.raises(ConfigError, match=f"^{group} is no constructor of the parts of") as caught:
         get_individually_observed_parts(with_qconfig(module), **{group: MinMaxObserver})
-    assert re.search(r"Hint: it has .*\bhgates_obs_ctr.*\bweight_obs_ctr\.$", str(caught.value))
+    assert re.search(r"Hint: it has .*\bhgates_obs_ctr.*\bweight_obs_ctr\. \[TQ911\]$", str(caught.value))
 
 
 def test_split_gates_where_there_are_none() -> None:

@@ -5,17 +5,28 @@ from __future__ import annotations
 import ast
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-from torch.ao.quantization import get_default_qconfig_mapping
+from torch.ao.quantization import (
+    QConfig,
+    default_weight_observer,
+    get_default_qconfig_mapping,
+    get_observer_state_dict,
+)
+from torch.fx import GraphModule
+from torchao.quantization.pt2e import MinMaxObserver
+from torchao.quantization.pt2e.quantizer import QuantizationAnnotation, QuantizationSpec, Quantizer
 
 import torchq_compat as tc
 from tests.helpers.package_trees import PACKAGE, package_trees
 from torchq_compat import errors
 from torchq_compat.port.scanner import CONSTRUCTS, RETIRED
+from torchq_compat.profiles import whole_range_dynamic
+from torchq_compat.recurrent.kernel import build
 from torchq_compat.support.codes import CODES, DIFFERENCES, RANGES
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.user_warnings import warn_user
@@ -63,7 +74,7 @@ def test_warnings_can_be_filtered_by_code_and_by_severity() -> None:
     (warning,) = caught
     assert (warning.message.code, str(warning.message)[-8:]) == ("TQ405", " [TQ405]")
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=r"(?s).*TQ405")
+        warnings.filterwarnings("ignore", message=r".*TQ405")
         tc.convert_fx(prepared)
     with pytest.warns(errors.QuantizationNote, match=r"\[TQ304\]$"):
         warn_user("TQ304", "an argument changes nothing")
@@ -104,3 +115,69 @@ def test_what_users_of_fx_see_as_no_problem_is_not_told(kind: str) -> None:
         prepared = tc.prepare_fx(model, get_default_qconfig_mapping("x86"), (x,), custom)
         prepared(x)
         tc.convert_fx(prepared)
+
+
+class Annotates(Quantizer):
+    """Annotates the result of every call of a module, which custom modules do not take."""
+
+    def annotate(self, model: GraphModule) -> GraphModule:
+        for node in model.graph.nodes:
+            if node.op == "call_module":
+                spec = QuantizationSpec(torch.int8, MinMaxObserver)
+                node.meta["quantization_annotation"] = QuantizationAnnotation(
+                    input_qspec_map={node.args[0]: spec}, _annotated=True
+                )
+        return model
+
+    def validate(self, model: GraphModule) -> None:
+        pass
+
+
+def custom_module_under_a_quantizer() -> None:
+    model = nn.Sequential(nn.LSTM(4, 4)).eval()
+    tc.prepare_fx(model, Annotates(), (torch.randn(3, 2, 4),), tc.get_default_prepare_custom_config())
+
+
+def bag_with_whole_range() -> None:
+    qconfig = QConfig(whole_range_dynamic().activation, default_weight_observer)
+    mapping = {nn.Conv2d: torch.ao.nn.quantized.dynamic.Conv2d}
+    tc.quantize_dynamic(nn.Sequential(nn.Conv2d(1, 1, 1)), {nn.Conv2d: qconfig}, mapping=mapping)
+
+
+def states_over_what_was_seen() -> None:
+    prepared = tc.prepare_fx(nn.Sequential(nn.Linear(4, 2)).eval(), get_default_qconfig_mapping("x86"), (X,))
+    prepared(X)
+    state = get_observer_state_dict(prepared)
+    prepared(10 * X)
+    tc.merge_observers(prepared, states=[state])
+
+
+def library_that_does_not_load() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        path, load = Path("no such library"), build._with_operator
+
+        def refusing(library: Path) -> Path:
+            if library == path:
+                raise OSError("no such file")
+            return load(library)
+
+        patch.setattr(build, "carried_library", lambda: path)
+        patch.setattr(build, "_with_operator", refusing)
+        build.build_kernel()
+
+
+@pytest.mark.parametrize(
+    ("code", "raised_by"),
+    [
+        ("TQ315", custom_module_under_a_quantizer),
+        ("TQ320", bag_with_whole_range),
+        ("TQ411", lambda: tc.quantize_dynamic(nn.Sequential(nn.ReLU()), mapping={})),
+        ("TQ422", states_over_what_was_seen),
+        ("TQ802", library_that_does_not_load),
+    ],
+)
+def test_raised(code: str, raised_by: Callable[[], object]) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        raised_by()
+    assert code in {getattr(warning.message, "code", "") for warning in caught}

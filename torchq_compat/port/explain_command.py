@@ -106,7 +106,7 @@ def _registered(entry: Code, width: int) -> str:
     if entry.severity == "error":
         example = f'try: ...\n    except TorchQCompatError as error: assert error.code == "{entry.code}"'
     else:
-        example = f'warnings.filterwarnings("ignore", message=r"(?s).*{entry.code}")'
+        example = f'warnings.filterwarnings("ignore", message=r".*{entry.code}")'
     lines = [
         f"{entry.code} {entry.title}",
         "",

@@ -193,9 +193,10 @@ def _merge_ranks(prepared: nn.Module, group: dist.ProcessGroup | None) -> None:
         _send_from_first(tensors, differing, group)
     if again:
         warn_user(
+            "TQ421",
             f"merge_observers: {len(again)} observers were merged before, and have observed since or are "
             f"merged over other ranks ({again[0]}): their histograms and counts have the data from before "
-            "more than once.\nHint: merge once, after the last batch."
+            "more than once.\nHint: merge once, after the last batch.",
         )
 
 
@@ -283,8 +284,9 @@ def _merge_given(model: GraphModule, given: Any) -> None:
         vars(unit).pop(MERGED, None)
     if before:
         warn_user(
+            "TQ422",
             f"merge_observers: what {len(before)} observers of the model itself had seen was replaced by the "
-            f"states ({before[0]}).\nHint: to keep it, add get_observer_state_dict(prepared) to the list."
+            f"states ({before[0]}).\nHint: to keep it, add get_observer_state_dict(prepared) to the list.",
         )
 
 

@@ -74,8 +74,9 @@ def _warn_of_other_ranks(model: nn.Module, function: str, *, is_trained: bool) -
     else:
         return
     warn_user(
+        "TQ420",
         f"{function}: {problem}.\nHint: call torchq_compat.merge_observers(prepared) on every rank before; "
-        "the model is not that of one process over all the data."
+        "the model is not that of one process over all the data.",
     )
 
 
