@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -147,7 +148,7 @@ def bag_with_whole_range() -> None:
 def states_over_what_was_seen() -> None:
     prepared = tc.prepare_fx(nn.Sequential(nn.Linear(4, 2)).eval(), get_default_qconfig_mapping("x86"), (X,))
     prepared(X)
-    state = get_observer_state_dict(prepared)
+    state = copy.deepcopy(get_observer_state_dict(prepared))
     prepared(10 * X)
     tc.merge_observers(prepared, states=[state])
 
