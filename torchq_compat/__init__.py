@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchq_compat import errors
 from torchq_compat.errors import *  # noqa: F403 - errors.py lists them
-from torchq_compat.support.homes import HOMES
+from torchq_compat.support.discovery import HOMES
 
 __all__ = [
     "ConvertedModel",

@@ -1,4 +1,4 @@
-"""Collect the values that the modules of a package declare, without a list of these modules."""
+"""Names that are found without an import above: what modules of a package declare, and where others live."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from types import ModuleType
 from typing import TypeVar
 
 Declaration = TypeVar("Declaration")
+#: Name -> the dotted name of the module to import it from when it is first needed; the top fills this in.
+HOMES: dict[str, str] = {}
 
 
 def declared(package: ModuleType, kind: type[Declaration]) -> tuple[Declaration, ...]:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.fx import Graph
 
-from torchq_compat.support.homes import HOMES
+from torchq_compat.support.discovery import HOMES
 
 _IS_RUNNING = ContextVar("torchq_compat_is_running_for_onnx", default=False)
 
