@@ -182,3 +182,16 @@ def test_raised(code: str, raised_by: Callable[[], object]) -> None:
         warnings.simplefilter("always")
         raised_by()
     assert code in {getattr(warning.message, "code", "") for warning in caught}
+
+
+def test_a_range_that_is_an_accident_is_told_with_its_place() -> None:
+    prepared = tc.prepare_fx(nn.Sequential(nn.Linear(4, 2)).eval(), get_default_qconfig_mapping("x86"), (X,))
+    prepared(X)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", errors.QuantizationWarning)
+        tc.convert_fx(prepared)
+    prepared(X * 1e27)
+    with pytest.warns(
+        errors.QuantizationWarning, match=r"beyond 1e12.*activation_post_process_0.*\[TQ419\]$"
+    ):
+        tc.convert_fx(prepared)

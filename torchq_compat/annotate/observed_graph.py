@@ -193,8 +193,11 @@ class ObserverFault(Enum):
     UNSEEN = "has seen no data"
     NOT_FINITE = "has seen NaN or infinity"
     NO_QPARAMS = "computes no qparams"
+    ACCIDENT = "has a range that no calibration data of a model have"
 
 
+#: What lies beyond comes from an overflow or a defect of the data; a step of 8 bits is billions then.
+LARGEST_RANGE = 1e12
 #: Observers that only record, or only name a dtype, and never have a scale.
 WITHOUT_QPARAMS = (
     *(NoopObserver, PlaceholderObserver, RecordingObserver),
@@ -426,4 +429,6 @@ def _fault(module: nn.Module) -> ObserverFault | None:
                 return ObserverFault.UNSEEN
             if not bool(low.isfinite().all() and high.isfinite().all() and (low <= high).all()):
                 return ObserverFault.NOT_FINITE
+            if bool((torch.maximum(low.abs(), high.abs()) > LARGEST_RANGE).any()):
+                return ObserverFault.ACCIDENT
     return None

@@ -433,11 +433,19 @@ def _check_observers(prepared: GraphModule) -> None:
             f"observers have met infinite values, which no integer stands for: {_shorten(left_out)}. A mask "
             "of them is lost. Give prepare_fx example inputs that have them: what reads them is float then.",
         )
-    if faults:
+    accidents = [where for where, fault in faults if fault is ObserverFault.ACCIDENT]
+    if accidents:
+        warn_user(
+            "TQ419",
+            f"observers have a range beyond 1e12, in which all other values are one integer: "
+            f"{_shorten(accidents)}. Find the batch it came from, and calibrate without it.",
+        )
+    unseen = [where for where, fault in faults if fault is ObserverFault.UNSEEN]
+    if unseen:
         warn_user(
             "TQ405",
-            f"{len(faults)} observers have seen no data, so their qparams mean nothing: "
-            f"{_shorten([where for where, _ in faults])}. "
+            f"{len(unseen)} observers have seen no data, so their qparams mean nothing: "
+            f"{_shorten(unseen)}. "
             "Run the prepared model on calibration data, through every branch, before converting it.",
         )
 
