@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -17,6 +18,15 @@ from torchq_compat.support.graph_nodes import module_path_of
 
 
 ATEN = torch.ops.aten
+CONVOLUTIONS: tuple[Any, ...] = (
+    *(ATEN.conv1d.default, ATEN.conv2d.default, ATEN.conv3d.default),
+    *(ATEN.conv1d.padding, ATEN.conv2d.padding, ATEN.conv3d.padding),
+)
+TRANSPOSED: tuple[Any, ...] = (
+    ATEN.conv_transpose1d.default,
+    ATEN.conv_transpose2d.input,
+    ATEN.conv_transpose3d.input,
+)
 WEIGHT_AND_BIAS = {"weight": 1, "bias": 2}
 #: Normalizations, whose weight is never quantized -> parameter -> position of the argument.
 NORMALIZATIONS: dict[object, dict[str, int]] = {

@@ -21,6 +21,7 @@ from torchq_compat.ops import (
     RUNNING_MEAN,
     RUNNING_VAR,
     TRAINING,
+    TRANSPOSED,
     batch_norm_nodes,
 )
 from torchq_compat.support.graph_nodes import attribute_of
@@ -198,7 +199,6 @@ OUTPUT_DIMENSIONS: dict[object, int] = {
     ATEN.conv_transpose2d.input: 4,
     ATEN.conv_transpose3d.input: 5,
 }
-TRANSPOSED = (ATEN.conv_transpose1d.default, ATEN.conv_transpose2d.input, ATEN.conv_transpose3d.input)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 from torchq_compat.annotate.annotation import OpRecord
 from torchq_compat.capture.origins import Origin, find_origin
 from torchq_compat.errors import ConfigError
-from torchq_compat.ops import NORMALIZATIONS, parameter_nodes, parameters_of, weight_of
+from torchq_compat.ops import NORMALIZATIONS, TRANSPOSED, parameter_nodes, parameters_of, weight_of
 from torchq_compat.read.backend_configs import BATCH_NORMS, BackendTable, Join, PatternEntry, PatternPart
 from torchq_compat.read.observers import ObserverConstructor
 from torchq_compat.read.qconfig_mappings import ObjectType, QConfigRules, Selection
@@ -185,7 +185,6 @@ def _nodes_in_order(node: Node) -> list[Node]:
 
 
 ATEN = torch.ops.aten
-TRANSPOSED = (ATEN.conv_transpose1d.default, ATEN.conv_transpose2d.input, ATEN.conv_transpose3d.input)
 #: The position of their argument of that name.
 GROUPS = 6
 

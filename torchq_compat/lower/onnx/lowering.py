@@ -22,6 +22,7 @@ from torchq_compat.capture.example_inputs import asks_for_examples, read_example
 from torchq_compat.errors import OnnxError, OnnxFileError
 from torchq_compat.lower.export import export
 from torchq_compat.model.state import look_up_rows
+from torchq_compat.ops import CONVOLUTIONS, TRANSPOSED
 from torchq_compat.recurrent.over_time import LoopShape
 from torchq_compat.support.argument_checks import PATH, Expected, checked_arguments, optional
 from torchq_compat.support.atomic_files import whole_file
@@ -124,17 +125,6 @@ def read_model(proto: Any, opset: int) -> OnnxModel:
 
 ATEN = torch.ops.aten
 SCAN = torch.ops.higher_order.scan
-CONVOLUTIONS = (
-    ATEN.conv1d.default,
-    ATEN.conv1d.padding,
-    ATEN.conv2d.default,
-    ATEN.conv2d.padding,
-    ATEN.conv3d.default,
-    ATEN.conv3d.padding,
-    ATEN.conv_transpose1d.default,
-    ATEN.conv_transpose2d.input,
-    ATEN.conv_transpose3d.input,
-)
 
 
 def with_bias_apart(convolution: Any, x: Tensor, weight: Tensor, bias: Tensor, *settings: Any) -> Tensor:
@@ -149,7 +139,7 @@ def keep_biases(program: ExportedProgram) -> None:
     graph = graph_module.graph
     if not graph.find_nodes(op="call_function", target=SCAN):
         return
-    for target in CONVOLUTIONS:
+    for target in (*CONVOLUTIONS, *TRANSPOSED):
         for node in graph.find_nodes(op="call_function", target=target):
             bias = node.args[2] if len(node.args) > 2 else None
             if not isinstance(bias, torch.fx.Node):

@@ -25,9 +25,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchq_compat.capture.opaque_calls import opaque_call_nodes
 from torchq_compat.lower.export import with_size_rules
-from torchq_compat.lower.onnx.lowering import CONVOLUTIONS, with_bias_apart
+from torchq_compat.lower.onnx.lowering import with_bias_apart
 from torchq_compat.model.graph_module import ConvertedGraphModule
 from torchq_compat.model.quantized_interface import take_integers
+from torchq_compat.ops import CONVOLUTIONS, TRANSPOSED
 from torchq_compat.read import qdq
 from torchq_compat.recurrent.over_time import LoopShape, exporting_loops_as
 
@@ -79,7 +80,12 @@ class OnnxForms(TorchFunctionMode):
             return self._embedding(*args, **kwargs)
         if func is ATEN.linear.default:
             return self._linear(*args, **kwargs)
-        if self.keeps_biases and func in CONVOLUTIONS and len(args) > 2 and args[2] is not None:
+        if (
+            self.keeps_biases
+            and func in (*CONVOLUTIONS, *TRANSPOSED)
+            and len(args) > 2
+            and args[2] is not None
+        ):
             return with_bias_apart(func, *args, **kwargs)
         result = FORMS.get(func, func)(*args, **kwargs)
         if func is qdq.DEQUANTIZE_PER_CHANNEL:

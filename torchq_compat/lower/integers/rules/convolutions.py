@@ -13,6 +13,7 @@ from torch.fx import Node
 from torchq_compat.lower.integers.lowered_graph import Family, Kernel, LoweredGraph, Refusal, Rule, numbers_of
 from torchq_compat.lower.integers.operators import CONVOLUTION
 from torchq_compat.lower.integers.qdq_graph import Integers, Site, constant_of, integers_at, rank_of
+from torchq_compat.ops import CONVOLUTIONS, TRANSPOSED
 from torchq_compat.read.qdq import DEQUANTIZE, is_dequantize
 
 # Convolutions on which oneDNN's kernels never return: recognized by shape, since a trial would hang as well.
@@ -226,15 +227,6 @@ def _spread(lowered: LoweredGraph, x: Node, stride: Sequence[int], zero: int) ->
     return x
 
 
-CONVOLUTIONS: tuple[Any, ...] = (
-    *(ATEN.conv1d.default, ATEN.conv2d.default, ATEN.conv3d.default),
-    *(ATEN.conv1d.padding, ATEN.conv2d.padding, ATEN.conv3d.padding),
-)
-TRANSPOSED: tuple[Any, ...] = (
-    ATEN.conv_transpose1d.default,
-    ATEN.conv_transpose2d.input,
-    ATEN.conv_transpose3d.input,
-)
 RULES: dict[Any, Rule] = {
     **dict.fromkeys(CONVOLUTIONS, _convolution),
     **dict.fromkeys(TRANSPOSED, _transposed),
