@@ -23,6 +23,7 @@ from torch.ao.quantization import (
     default_dynamic_qconfig,
     default_qconfig,
     get_default_qat_qconfig_mapping,
+    get_observer_state_dict,
     quantize_fx,
 )
 from torch.fx import GraphModule, symbolic_trace
@@ -249,6 +250,7 @@ GOOD: dict[str, Arguments] = {
     "prepare_qat_fx": lambda: {**prepare_arguments(), "qconfig_mapping": get_default_qat_qconfig_mapping()},
     "quantize_dynamic": lambda: {"model": nn.Sequential(nn.Linear(4, 4)).eval()},
     "whole_range_dynamic": lambda: {"qconfig": default_dynamic_qconfig},
+    "merge_observers": lambda: {"prepared": prepared(), "states": [get_observer_state_dict(prepared())]},
     "streaming": lambda: {"converted": recurrent()},
     "suggest": lambda: {key: value for key, value in compare_arguments().items() if key != "fx"},
     "quantizer_from": lambda: {"qconfig_mapping": MAPPING},
