@@ -15,6 +15,7 @@ from torch import nn
 from torch.ao.quantization import (
     QConfig,
     default_weight_observer,
+    get_default_qat_qconfig_mapping,
     get_default_qconfig_mapping,
     get_observer_state_dict,
 )
@@ -195,3 +196,17 @@ def test_a_range_that_is_an_accident_is_told_with_its_place() -> None:
         errors.QuantizationWarning, match=r"beyond 1e12.*activation_post_process_0.*\[TQ419\]$"
     ):
         tc.convert_fx(prepared)
+
+
+def test_what_fx_converts_otherwise_is_told() -> None:
+    mapping = get_default_qat_qconfig_mapping("x86")
+    prepared = tc.prepare_qat_fx(nn.Sequential(nn.Linear(4, 2)).train(), mapping, (X,))
+    prepared(X)
+    with pytest.warns(
+        errors.QuantizationNote, match=r"convert to what was trained; FX .*\[TQ511\]$"
+    ) as caught:
+        tc.convert_fx(prepared.eval())
+    assert len([each for each in caught if each.message.code == "TQ511"]) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", errors.QuantizationWarning)
+        tc.convert_fx(prepared, observer_qparams=True)

@@ -138,9 +138,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument(
         "--explain",
+        "--report",
         metavar="FILE",
         default="",
-        help="write every decision about every model to FILE, as JSON if it ends in .json",
+        help="write every decision about every model, with its code, to FILE, as JSON if it ends in .json",
     )
     parser.add_argument(
         "--strict", action="store_true", help="raise an error in the prepare call if a module stays float"

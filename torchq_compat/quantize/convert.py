@@ -263,6 +263,12 @@ def _wrap(state: _Converting) -> None:
     )
     decisions = with_removed_observers(decisions, state.removed, record.observed)
     otherwise = metadata.FX_CONVERTS_OTHERWISE.of(state.converted) or ()
+    if otherwise and not state.observer_qparams:
+        warn_user(
+            "TQ511",
+            f"{_shorten(list(otherwise))} convert to what was trained; FX converts fake-quantizes by their "
+            "observers, over the whole range of the dtype. observer_qparams=True gives FX's numbers.",
+        )
     if state.observer_qparams:
         decisions = with_observer_qparams(decisions, otherwise, state.owners if record.is_qat else ())
     record = replace(

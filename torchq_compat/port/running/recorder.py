@@ -82,6 +82,7 @@ CONVERTS_WHAT_WAS_TRAINED = (
     "converted with the qparams and ranges of its training; FX converts with others, and its results may be "
     "some steps away: compare by prepared.eval(), which gives the same in both"
 )
+TRAINED_CODE, WEIGHTS_CODE = "TQ511", "TQ512"
 #: The prepared model of FX has the parameters of the float model itself.
 KEEPS_ITS_WEIGHTS = (
     "the float model keeps its weights, which FX trains too: "
@@ -258,15 +259,16 @@ def _lines(model: RecordedModel) -> list[str]:
 def _unlike_fx_lines(model: RecordedModel) -> Iterator[str]:
     """Yield one line for each reason why the numbers differ from FX's, or from ``convert_fx``'s here."""
     if model.fx_converts_otherwise:
-        yield f"    {CONVERTS_AS_FX if model.observer_qparams else f'unlike FX: {CONVERTS_WHAT_WAS_TRAINED}'}"
+        otherwise = f"unlike FX: {CONVERTS_WHAT_WAS_TRAINED} [{TRAINED_CODE}]"
+        yield f"    {CONVERTS_AS_FX if model.observer_qparams else otherwise}"
     if model.is_trained:
-        yield f"    unlike FX: {KEEPS_ITS_WEIGHTS}"
-    groups: dict[str, list[str]] = {}
+        yield f"    unlike FX: {KEEPS_ITS_WEIGHTS} [{WEIGHTS_CODE}]"
+    groups: dict[tuple[str, str], list[str]] = {}
     for decision in model.report:
         if decision.unlike_fx:
-            groups.setdefault(decision.unlike_fx, []).append(decision.path or "(model)")
-    for told, paths in groups.items():
-        yield f"    unlike FX: {_shortened(paths)}: {told}"
+            groups.setdefault((decision.unlike_fx, decision.code), []).append(decision.path or "(model)")
+    for (sentence, code), paths in groups.items():
+        yield f"    unlike FX: {_shortened(paths)}: {sentence} [{code}]"
 
 
 def _shortened(paths: list[str]) -> str:
@@ -276,12 +278,13 @@ def _shortened(paths: list[str]) -> str:
 
 def _float_lines(decisions: tuple[Decision, ...]) -> Iterator[str]:
     """Yield one line for each reason why something stayed float, those with a warning first."""
-    groups: dict[tuple[str, str], list[str]] = {}
+    groups: dict[tuple[str, str, str], list[str]] = {}
     left_float = [d for d in decisions if d.action is Action.FLOAT]
     for decision in sorted(left_float, key=lambda d: not d.warn):
-        groups.setdefault((decision.kind, decision.reason), []).append(decision.path or "(model)")
-    for (kind, reason), paths in groups.items():
-        yield f"    float: {kind} {_shortened(paths)}: {reason}"
+        code = f" [{decision.code}]" if decision.code else ""
+        groups.setdefault((decision.kind, decision.reason, code), []).append(decision.path or "(model)")
+    for (kind, reason, code), paths in groups.items():
+        yield f"    float: {kind} {_shortened(paths)}: {reason}{code}"
 
 
 def write_explanation(models: Iterable[RecordedModel], path: Path) -> None:
