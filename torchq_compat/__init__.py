@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from torchq_compat import nn as nn
     from torchq_compat import operators as operators
     from torchq_compat import profiles as profiles
+    from torchq_compat import pt2e as pt2e
     from torchq_compat import quantize_fx as quantize_fx
     from torchq_compat import recurrent_parts as recurrent_parts
     from torchq_compat.annotate.outputs import annotate_outputs, check_annotations, check_sharing
@@ -123,6 +124,7 @@ _MODULES = (
     "nn",
     "operators",
     "profiles",
+    "pt2e",
     "quantize_fx",
     "recurrent_parts",
 )

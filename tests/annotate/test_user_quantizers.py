@@ -24,7 +24,6 @@ from torchao.quantization.pt2e.observer import (
 from torchao.quantization.pt2e.quantize_pt2e import prepare_pt2e
 from torchao.quantization.pt2e.quantizer import (
     ComposableQuantizer,
-    FixedQParamsQuantizationSpec,
     QuantizationSpec,
     Quantizer,
     SharedQuantizationSpec,
@@ -126,13 +125,6 @@ def itself(node: Node) -> Any:
             at(
                 ATEN.relu.default,
                 lambda n: annotate(n, output=QuantizationSpec(torch.int8, MinMaxObserver, -128, 127)),
-            ),
-            ["output of relu", "no qscheme"],
-        ),
-        (
-            at(
-                ATEN.relu.default,
-                lambda n: annotate(n, output=FixedQParamsQuantizationSpec(torch.int8, 0.1, 0, -128, 127)),
             ),
             ["output of relu", "no qscheme"],
         ),

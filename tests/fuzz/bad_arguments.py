@@ -27,11 +27,13 @@ from torch.ao.quantization import (
     quantize_fx,
 )
 from torch.fx import GraphModule, symbolic_trace
-from torchao.quantization.pt2e.quantizer import Quantizer
+from torchao.quantization.pt2e import MinMaxObserver
+from torchao.quantization.pt2e.quantizer import QuantizationAnnotation, QuantizationSpec, Quantizer
 
 import torchq_compat as tc
 from tests.fuzz.outcomes import Case
 from tests.support.test_public_names import PUBLIC
+from torchq_compat import pt2e
 from torchq_compat.comparison.cases import Case as ComparedCase
 from torchq_compat.custom_modules import UserModuleHandler
 from torchq_compat.lower.executorch.lowering import ExecutorchProgram
@@ -69,6 +71,14 @@ class NoQuantizer(Quantizer):
 
     def validate(self, model: GraphModule) -> None:
         pass
+
+
+class Adds(NoQuantizer):
+    def annotate(self, model: GraphModule) -> GraphModule:
+        (add,) = model.graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor)
+        spec = QuantizationSpec(torch.int8, MinMaxObserver, -128, 127, torch.per_tensor_affine)
+        add.meta["quantization_annotation"] = QuantizationAnnotation({}, spec, _annotated=True)
+        return model
 
 
 class Kind:
@@ -250,6 +260,9 @@ GOOD: dict[str, Arguments] = {
     "prepare_qat_fx": lambda: {**prepare_arguments(), "qconfig_mapping": get_default_qat_qconfig_mapping()},
     "quantize_dynamic": lambda: {"model": nn.Sequential(nn.Linear(4, 4)).eval()},
     "whole_range_dynamic": lambda: {"qconfig": default_dynamic_qconfig},
+    "convert_pt2e": lambda: {"model": pt2e.prepare_pt2e(exported_splits(), Adds())},
+    "prepare_pt2e": lambda: {"model": exported_splits(), "quantizer": Adds()},
+    "prepare_qat_pt2e": lambda: {"model": exported_splits(), "quantizer": Adds()},
     "merge_observers": lambda: {"prepared": prepared(), "states": [get_observer_state_dict(prepared())]},
     "streaming": lambda: {"converted": recurrent()},
     "suggest": lambda: {key: value for key, value in compare_arguments().items() if key != "fx"},

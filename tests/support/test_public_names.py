@@ -26,6 +26,11 @@ PUBLIC = {
         suggest to_executorch to_onnx
     """,
     "torchq_compat.errors": ERRORS,
+    "torchq_compat.pt2e": """
+        Output annotate_outputs check_annotations check_sharing convert_decomposed_lstm convert_pt2e
+        decompose_lstm decompose_recurrent prepare_decomposed_lstm prepare_pt2e prepare_qat_pt2e
+        quantizer_from reroute_tuples whole_op_lstm_quantizer whole_op_recurrent_quantizer
+    """,
     "torchq_compat.quantize_fx": QUANTIZE_FX,
     "torchq_compat.custom_modules": "CustomModuleHandler UserModuleHandler register",
     "torchq_compat.checkpoints": "load_checkpoint load_fx_state save_checkpoint",

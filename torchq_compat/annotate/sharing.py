@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
@@ -197,7 +198,8 @@ def checked_spec(point: EdgeOrNode, spec: Any) -> Spec:
             "SharedQuantizationSpec, DerivedQuantizationSpec, or None.",
         )
     if isinstance(spec, (FixedQParamsQuantizationSpec, DerivedQuantizationSpec)) and spec.qscheme is None:
-        raise _without_qscheme(point, spec)
+        # torchao reads no qscheme, and no axis, as per tensor.
+        return dataclasses.replace(spec, qscheme=torch.per_tensor_affine)
     if not isinstance(spec, QuantizationSpec):
         return spec
     try:

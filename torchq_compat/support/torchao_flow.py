@@ -31,8 +31,8 @@ def prepare_qat_pt2e(model: GraphModule, quantizer: Quantizer) -> GraphModule:
         return prepared
 
 
-def convert_pt2e(model: GraphModule) -> GraphModule:
-    """Call torchao's ``convert_pt2e``.
+def convert_pt2e(model: GraphModule, **options: bool) -> GraphModule:
+    """Call torchao's ``convert_pt2e`` with its ``options``.
 
     Its constant folding runs the graph with placeholder objects in place of values. A PackedSequence, and any
     class that inspects its contents, cannot be built from them, so the result has no structure meanwhile.
@@ -40,11 +40,11 @@ def convert_pt2e(model: GraphModule) -> GraphModule:
     info = getattr(model.graph._codegen, "pytree_info", None)
     with _forgetting_models():
         if info is None:
-            converted: GraphModule = flow.convert_pt2e(model)
+            converted: GraphModule = flow.convert_pt2e(model, **options)
             return converted
         _set_structure(model, info._replace(out_spec=None))
         try:
-            converted = flow.convert_pt2e(model)
+            converted = flow.convert_pt2e(model, **options)
         finally:
             _set_structure(model, info)
         _set_structure(converted, info)

@@ -1,0 +1,257 @@
+"""``torchq_compat.pt2e`` beside torchao's own functions, with the Quantizers that can be imported here."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import operator
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.ao.quantization.observer as legacy_observer
+import torchao.quantization.pt2e.quantizer.x86_inductor_quantizer as x86
+from torch import Tensor, fx, nn
+from torch.fx import GraphModule
+from torchao.quantization.pt2e import MinMaxObserver, quantize_pt2e
+from torchao.quantization.pt2e.quantizer import (
+    ComposableQuantizer,
+    DerivedQuantizationSpec,
+    QuantizationAnnotation,
+    QuantizationSpec,
+    Quantizer,
+)
+
+from tests.annotate.test_issue_script import DEQUANTIZE, QUANTIZE, rewritten
+from tests.helpers.oracle import leaves, sqnr
+from torchq_compat import pt2e
+from torchq_compat.errors import AnnotationError, ArgumentError, QuantizationNote
+
+ATEN = torch.ops.aten
+INT8 = QuantizationSpec(torch.int8, MinMaxObserver, -128, 127, torch.per_tensor_affine)
+
+
+def exported(model: nn.Module, *inputs: Tensor) -> GraphModule:
+    module: Any = torch.export.export(model, inputs).module()
+    return module
+
+
+def x86_quantizer(*, is_qat: bool = False) -> Quantizer:
+    config = x86.get_default_x86_inductor_quantization_config(is_qat=is_qat)
+    return x86.X86InductorQuantizer().set_global(config)
+
+
+def xnnpack_quantizer() -> Quantizer:
+    module = importlib.import_module("executorch.backends.xnnpack.quantizer.xnnpack_quantizer")
+    return module.XNNPACKQuantizer().set_global(module.get_symmetric_quantization_config())
+
+
+class Convolutional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn, self.fc = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4 * 36, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(torch.relu(self.bn(self.conv(x))).flatten(1))
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = torch.softmax(self.q(x) @ self.k(x).transpose(-1, -2), -1)
+        return scores @ self.v(x)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "linear": (lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)), (6, 8)),
+    "convolutional": (Convolutional, (2, 3, 8, 8)),
+    "attention": (Attention, (2, 5, 8)),
+}
+
+
+def plain(model: GraphModule, quantizer: Quantizer, batches: list[Tensor]) -> GraphModule:
+    prepared = quantize_pt2e.prepare_pt2e(copy.deepcopy(model), quantizer)
+    for batch in batches:
+        prepared(batch)
+    return quantize_pt2e.convert_pt2e(prepared)
+
+
+def ours(model: GraphModule, quantizer: Quantizer, batches: list[Tensor]) -> GraphModule:
+    prepared = pt2e.prepare_pt2e(model, quantizer)
+    for batch in batches:
+        prepared(batch)
+    return pt2e.convert_pt2e(prepared)
+
+
+@pytest.mark.executorch
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("make", [x86_quantizer, xnnpack_quantizer], ids=["x86", "xnnpack"])
+def test_the_bits_of_plain_pt2e(make: Callable[[], Quantizer], name: str) -> None:
+    factory, shape = MODELS[name]
+    torch.manual_seed(0)
+    model, batches = factory().eval(), [torch.randn(shape) for _ in range(3)]
+    graph = exported(model, batches[0])
+    before = str(graph.graph)
+    expected = plain(graph, make(), batches)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", QuantizationNote)
+        converted = ours(graph, make(), batches)
+    assert str(graph.graph) == before
+    assert Counter(n.target for n in converted.graph.nodes) == Counter(n.target for n in expected.graph.nodes)
+    assert any(n.target is QUANTIZE for n in converted.graph.nodes)
+    assert torch.equal(expected(batches[1]), converted(batches[1]))
+    assert 20 < sqnr(model(batches[1]), converted(batches[1])) < 60
+
+
+def test_training_has_the_losses_of_plain_pt2e() -> None:
+    torch.manual_seed(0)
+    batches = [torch.randn(4, 8) for _ in range(3)]
+    graph = exported(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)).train(), batches[0])
+    losses = []
+    for prepare in (quantize_pt2e.prepare_qat_pt2e, pt2e.prepare_qat_pt2e):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", QuantizationNote)
+            prepared = prepare(copy.deepcopy(graph), x86_quantizer(is_qat=True))
+        optimizer = torch.optim.SGD(prepared.parameters(), 0.1)
+        for batch in batches:
+            loss = prepared(batch).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    assert losses[:3] == losses[3:]
+    assert losses[0] != losses[2]
+
+
+@pytest.mark.executorch
+def test_the_quantizer_of_the_issue_quantizes_all_three_outputs() -> None:
+    """Literally as it annotates: one ``output_qspec`` on an operator with three outputs."""
+    torch.manual_seed(0)
+    model, x = nn.LSTM(64, hidden_size=16).eval(), torch.randn(1, 64)
+    graph: Any = torch.export.export(model, (x,), strict=True).module()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", QuantizationNote)
+        converted = ours(graph, rewritten("issue").CustomComposableQuantizer(), [x, x])
+    targets = [node.target for node in converted.graph.nodes]
+    assert targets.count(QUANTIZE) == 6
+    assert targets.count(DEQUANTIZE) == 10
+    (lstm,) = (node for node in converted.graph.nodes if node.target is ATEN.lstm.input)
+    assert [[user.target for user in getitem.users] for getitem in lstm.users] == [[QUANTIZE]] * 3
+    for expected, result in zip(leaves(model(x)), leaves(converted(x)), strict=True):
+        assert 25 < sqnr(expected, result) < 60
+
+
+class ByNode(Quantizer):
+    def __init__(self, annotate: Callable[[fx.Node], QuantizationAnnotation | None]) -> None:
+        self.annotation_of = annotate
+
+    def annotate(self, model: GraphModule) -> GraphModule:
+        for node in model.graph.nodes:
+            annotation = self.annotation_of(node)
+            if annotation is not None:
+                node.meta["quantization_annotation"] = annotation
+        return model
+
+    def validate(self, model: GraphModule) -> None:
+        pass
+
+
+class Halves(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = x.chunk(2)
+        return first * second
+
+
+def on_chunk(node: fx.Node) -> QuantizationAnnotation | None:
+    if node.target is not ATEN.chunk.default:
+        return None
+    return QuantizationAnnotation({node.args[0]: INT8}, INT8, _annotated=True)
+
+
+@pytest.mark.parametrize("wrap", [lambda q: q, lambda q: ComposableQuantizer([q])], ids=["alone", "composed"])
+def test_one_spec_means_every_output(wrap: Callable[[Quantizer], Quantizer]) -> None:
+    x = torch.randn(4, 3)
+    graph = exported(Halves(), x)
+    assert sum(n.target is QUANTIZE for n in plain(graph, ByNode(on_chunk), [x]).graph.nodes) == 1
+    with pytest.warns(QuantizationNote, match=r"aten\.mul\.Tensor x1.*\[TQ423\]$"):
+        converted = ours(graph, wrap(ByNode(on_chunk)), [x])
+    assert sum(n.target is QUANTIZE for n in converted.graph.nodes) == 3
+    (chunk,) = (n for n in converted.graph.nodes if n.target is ATEN.chunk.default)
+    assert [n.target for n in chunk.users] == [operator.getitem] * 2
+
+
+def test_what_no_annotation_covers_is_told() -> None:
+    x = torch.randn(4, 3)
+    with pytest.warns(QuantizationNote, match=r"ByNode annotates nothing at aten\.mul\.Tensor x1: they"):
+        pt2e.prepare_pt2e(exported(Halves(), x), ByNode(on_chunk))
+    quantizer = ByNode(
+        lambda node: (
+            on_chunk(node)
+            or (QuantizationAnnotation({}, INT8, _annotated=True) if node.target is ATEN.mul.Tensor else None)
+        )
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", QuantizationNote)
+        pt2e.prepare_pt2e(exported(Halves(), x), quantizer)
+
+
+def test_what_cannot_be_carried_out_is_refused_by_its_edge_and_nothing_changes() -> None:
+    x = torch.randn(4, 3)
+    graph = exported(Halves(), x)
+    before = str(graph.graph)
+
+    def wrong(node: fx.Node) -> QuantizationAnnotation | None:
+        if node.target is not ATEN.chunk.default:
+            return None
+        return QuantizationAnnotation({node: INT8}, None, _annotated=True)
+
+    with pytest.raises(AnnotationError, match="chunk") as error:
+        pt2e.prepare_pt2e(graph, ByNode(wrong))
+    assert error.value.hint
+    assert str(graph.graph) == before
+    assert all("quantization_annotation" not in node.meta for node in graph.graph.nodes)
+    with pytest.raises(ArgumentError, match="model"):
+        pt2e.prepare_pt2e(Halves(), ByNode(on_chunk))
+
+
+def test_observers_of_torch_ao_quantize() -> None:
+    spec = QuantizationSpec(torch.int8, legacy_observer.MinMaxObserver, -128, 127, torch.per_tensor_affine)
+    quantizer = ByNode(
+        lambda n: (
+            QuantizationAnnotation({n.args[0]: spec}, None, _annotated=True)
+            if n.target is ATEN.chunk.default
+            else None
+        )
+    )
+    x = torch.randn(4, 3)
+    with pytest.warns(QuantizationNote):
+        converted = ours(exported(Halves(), x), quantizer, [x])
+    assert sum(n.target is QUANTIZE for n in converted.graph.nodes) == 1
+    assert 30 < sqnr(Halves()(x), converted(x)) < 60
+
+
+def test_a_derived_spec_needs_no_qscheme() -> None:
+    """As Cortex-M's Quantizer writes it."""
+    model, x = nn.Linear(4, 3).eval(), torch.randn(5, 4)
+
+    def annotate(node: fx.Node) -> QuantizationAnnotation | None:
+        if node.target is not ATEN.linear.default:
+            return None
+        value, weight, bias = node.args
+        derived = DerivedQuantizationSpec(
+            [(value, node), (weight, node)],
+            lambda given: tuple(torch.cat([a.calculate_qparams()[i] for a in given][:1]) for i in (0, 1)),
+            torch.int32,
+            -(2**31),
+            2**31 - 1,
+        )
+        return QuantizationAnnotation({value: INT8, weight: INT8, bias: derived}, INT8, _annotated=True)
+
+    graph = exported(model, x)
+    assert torch.equal(plain(graph, ByNode(annotate), [x])(x), ours(graph, ByNode(annotate), [x])(x))

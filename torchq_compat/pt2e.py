@@ -1,0 +1,176 @@
+"""For users of torchao Quantizers: PT2E's flow with every annotation carried out, or refused by name.
+
+``prepare_pt2e``, ``prepare_qat_pt2e`` and ``convert_pt2e`` take and return what those of torchao do. torchao
+silently drops an ``output_qspec`` of an operator with several outputs, a spec on an edge that it does not
+observe, and observers of torch.ao; here each becomes an observer, or an error that names the edge. The other
+names annotate and check operators with several outputs, and the recurrent operators of exported programs.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torchao.quantization.pt2e.quantizer import Quantizer
+from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
+
+from torchq_compat.annotate.outputs import annotate_outputs, check_annotations, check_sharing
+from torchq_compat.annotate.quantizers import UserQuantizer, quantizer_from
+from torchq_compat.annotate.sharing import Output
+from torchq_compat.annotate.tuple_rerouting import reroute_tuples
+from torchq_compat.ops import preserves_values
+from torchq_compat.recurrent.exported_lstm.decompose import (
+    convert_decomposed_lstm,
+    decompose_lstm,
+    decompose_recurrent,
+    prepare_decomposed_lstm,
+)
+from torchq_compat.recurrent.exported_lstm.whole_op import (
+    whole_op_lstm_quantizer,
+    whole_op_recurrent_quantizer,
+)
+from torchq_compat.support import torchao_flow
+from torchq_compat.support.argument_checks import FLAG, checked_arguments, instance_of
+from torchq_compat.support.user_warnings import warn_user
+
+__all__ = [
+    "Output",
+    "annotate_outputs",
+    "check_annotations",
+    "check_sharing",
+    "convert_decomposed_lstm",
+    "convert_pt2e",
+    "decompose_lstm",
+    "decompose_recurrent",
+    "prepare_decomposed_lstm",
+    "prepare_pt2e",
+    "prepare_qat_pt2e",
+    "quantizer_from",
+    "reroute_tuples",
+    "whole_op_lstm_quantizer",
+    "whole_op_recurrent_quantizer",
+]
+
+GRAPH = instance_of(GraphModule, what="a GraphModule, as torch.export.export(...).module() returns")
+QUANTIZER = instance_of(Quantizer, what="a torchao Quantizer")
+#: How many places a warning names.
+NAMED = 5
+
+
+@checked_arguments(model=GRAPH, quantizer=QUANTIZER)
+def prepare_pt2e(model: GraphModule, quantizer: Quantizer) -> GraphModule:
+    """Return a copy of ``model`` with the observers that ``quantizer`` annotates, for calibration.
+
+    An ``output_qspec`` on an operator with several outputs means each float output; a sequence means one by
+    one. Specs may share with points that are annotated later, and have torch.ao's observers.
+
+    Args:
+        model: an exported module, as ``torch.export.export(...).module()`` returns; it stays as it is.
+        quantizer: any torchao Quantizer; its ``transform_for_annotation`` and ``validate`` are called.
+
+    Raises:
+        AnnotationError: an annotation cannot be carried out; the message names node or edge.
+        ArgumentError: an argument is of another type.
+
+    Warns:
+        QuantizationWarning: TQ415, torchao observes nothing where a spec is; TQ423, ops without annotation.
+
+    Example:
+        >>> import torch
+        >>> from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import (
+        ...     X86InductorQuantizer, get_default_x86_inductor_quantization_config as config)
+        >>> from torchq_compat.pt2e import convert_pt2e, prepare_pt2e
+        >>> x = torch.randn(3, 4)
+        >>> exported = torch.export.export(torch.nn.Sequential(torch.nn.Linear(4, 2)).eval(), (x,)).module()
+        >>> prepared = prepare_pt2e(exported, X86InductorQuantizer().set_global(config()))
+        >>> _ = prepared(x)
+        >>> convert_pt2e(prepared)(x).shape
+        torch.Size([3, 2])
+    """
+    return _prepare(model, quantizer, is_qat=False)
+
+
+@checked_arguments(model=GRAPH, quantizer=QUANTIZER)
+def prepare_qat_pt2e(model: GraphModule, quantizer: Quantizer) -> GraphModule:
+    """Return a copy of ``model`` with fake-quantizes, for training; otherwise as ``prepare_pt2e``.
+
+    Raises:
+        AnnotationError: an annotation cannot be carried out; the message names node or edge.
+        ArgumentError: an argument is of another type.
+
+    Example:
+        >>> import torch
+        >>> from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import (
+        ...     X86InductorQuantizer, get_default_x86_inductor_quantization_config as config)
+        >>> from torchq_compat.pt2e import prepare_qat_pt2e
+        >>> x = torch.randn(3, 4)
+        >>> exported = torch.export.export(torch.nn.Sequential(torch.nn.Linear(4, 2)), (x,)).module()
+        >>> prepared = prepare_qat_pt2e(exported, X86InductorQuantizer().set_global(config(is_qat=True)))
+        >>> prepared(x).sum().backward()
+    """
+    return _prepare(model, quantizer, is_qat=True)
+
+
+@checked_arguments(model=GRAPH, use_reference_representation=FLAG, fold_quantize=FLAG)
+def convert_pt2e(
+    model: GraphModule, use_reference_representation: bool = False, fold_quantize: bool = True
+) -> GraphModule:
+    """Return the q-dq form of a calibrated or trained ``model``; torchao's ``convert_pt2e``.
+
+    Args:
+        use_reference_representation: as in torchao.
+        fold_quantize: whether weights are stored as integers.
+
+    Raises:
+        ArgumentError: an argument is of another type.
+    """
+    return torchao_flow.convert_pt2e(
+        model, use_reference_representation=use_reference_representation, fold_quantize=fold_quantize
+    )
+
+
+def _prepare(model: GraphModule, quantizer: Quantizer, *, is_qat: bool) -> GraphModule:
+    checked = _CheckedQuantizer(quantizer, model)
+    flow = torchao_flow.prepare_qat_pt2e if is_qat else torchao_flow.prepare_pt2e
+    prepared = flow(copy.deepcopy(model), checked)
+    for decision in checked.decisions(prepared):
+        if decision.warn:
+            warn_user(decision.code, f"{decision.kind} at {decision.path!r}: {decision.reason}.")
+    if left := checked.without_annotation:
+        shown = ", ".join(f"{target} x{count}" for target, count in left.most_common(NAMED))
+        more = f" and {len(left) - NAMED} other operators" if len(left) > NAMED else ""
+        name = type(quantizer).__name__
+        warn_user("TQ423", f"{name} annotates nothing at {shown}{more}: they stay float.")
+    return prepared
+
+
+class _CheckedQuantizer(UserQuantizer):
+    """A user's ``quantizer``, whose annotations are checked, and that counts what it does not annotate."""
+
+    def __init__(self, quantizer: Quantizer, model: GraphModule) -> None:
+        super().__init__(quantizer, {}, model)
+        self.without_annotation: Counter[str] = Counter()
+
+    def validate(self, model: GraphModule) -> None:
+        super().validate(model)
+        self.without_annotation += Counter(
+            str(node.target)
+            for node in model.graph.nodes
+            if node.op == "call_function"
+            and node.all_input_nodes
+            and _computes_floats(node.meta.get("val"))
+            and not preserves_values(node)
+            and not any(_is_annotated(each) for each in (node, *node.users))
+        )
+
+
+def _is_annotated(node: Node) -> bool:
+    annotation = node.meta.get(Q_ANNOTATION_KEY)
+    return annotation is not None and bool(annotation._annotated)
+
+
+def _computes_floats(value: object) -> bool:
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return any(isinstance(each, Tensor) and each.is_floating_point() for each in values)
