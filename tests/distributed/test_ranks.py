@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torchq_compat as tc
 from tests.benchmarks.bench_processes import measure
 from tests.helpers.processes import device, in_processes
-from torchq_compat.errors import ArgumentError, ConvertError, QuantizationWarning
+from torchq_compat.errors import ArgumentError, ConvertError, QuantizationNote, QuantizationWarning
 
 
 class Net(nn.Module):
@@ -279,6 +279,7 @@ def uneven_ranks(rank: int, ranks: int) -> dict[str, Any]:
     tc.merge_observers(wrapped)
     with warnings.catch_warnings():
         warnings.simplefilter("error", QuantizationWarning)
+        warnings.simplefilter("ignore", QuantizationNote)  # of what was trained
         return {"converted": converted_state(wrapped), "before": before, "after": prepared.state_dict()}
 
 
