@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ from torchq_compat.annotate.patterns import (
     SourcePartition,
     find_dtype_config,
     find_source_partitions,
+    is_float_tensor,
     is_half_static,
     match_fused_patterns,
     refusal,
@@ -40,45 +42,44 @@ from torchq_compat.support.dtypes import dtype_range, is_integer
 from torchq_compat.support.torch_ao import HistogramObserver, ObservationType
 from torchq_compat.support.upstream import FIXED_QPARAMS_OP_TO_OBSERVER
 
-#: What FX does to an op behind a reshape of floats, to which FX's default mappings give no observer.
-LEFT_FLOAT_IN_FX = (
+
+class UnlikeFx(NamedTuple):
+    """What FX does otherwise, and its code in the register."""
+
+    code: str
+    sentence: str
+
+
+LEFT_FLOAT_IN_FX = UnlikeFx(
+    "TQ506",
     "FX leaves it float: behind a reshape of floats it observes nothing; set_module_name(path, None) does so "
-    "here"
+    "here",
 )
-PRELU_IN_FX = (
+PRELU_IN_FX = UnlikeFx(
+    "TQ509",
     "torch's integer kernel, which FX calls, multiplies positive values by the largest slope; computed "
-    "between q-dq here, as in FX's reference"
+    "between q-dq here, as in FX's reference",
 )
 #: FX's lowering runs it on quantized tensors wherever a quantize follows, and drops that quantize.
 JOINS = (torch.ops.aten.cat.default,)
-JOINED_IN_FX = (
+JOINED_IN_FX = UnlikeFx(
+    "TQ508",
     "FX's convert_fx joins the integers before it, although they have different qparams, and reads all of "
-    "them with those of the first"
+    "them with those of the first",
 )
 INTEGER_KERNELS = {
     torch.ops.aten.sigmoid.default: "sigmoid",
     torch.ops.aten.hardsigmoid.default: "hardsigmoid",
     torch.ops.aten.tanh.default: "tanh",
 }
-SCALED_IN_FX = (
-    "FX's convert_fx runs the {} before it on torch's integer kernel, which has a scale of its own, in place "
-    "of the observed one"
+RESULT_BORROWED_IN_FX = UnlikeFx(
+    "TQ505", "FX quantizes its result with the qparams of another tensor, from before what computes it"
 )
-RESULT_BORROWED_IN_FX = (
-    "FX quantizes its result with the qparams of another tensor, from before what computes it"
+CUT_IN_FX = UnlikeFx(
+    "TQ504", "FX quantizes its input with the qparams of its own result, which cuts what is beyond"
 )
-CUT_IN_FX = "FX quantizes its input with the qparams of its own result, which cuts what is beyond"
-BORROWED_IN_FX = "FX quantizes its input with the qparams of another tensor, from before what computes it"
-#: Code -> how its sentences begin; the register explains them.
-UNLIKE_FX = (
-    ("TQ504", CUT_IN_FX),
-    ("TQ505", BORROWED_IN_FX),
-    ("TQ505", RESULT_BORROWED_IN_FX),
-    ("TQ506", LEFT_FLOAT_IN_FX),
-    ("TQ507", SCALED_IN_FX.partition("{")[0]),
-    ("TQ508", JOINED_IN_FX),
-    ("TQ509", PRELU_IN_FX),
-    ("TQ510", "FX rounds its weights"),
+BORROWED_IN_FX = UnlikeFx(
+    "TQ505", "FX quantizes its input with the qparams of another tensor, from before what computes it"
 )
 PRELU = (torch.ops.aten.prelu.default,)
 #: Ops that return values without computing, which are neither reported nor observed.
@@ -160,12 +161,12 @@ class _State:
     #: on integers, with the qparams of its input.
     joins_shared: set[Node] = field(default_factory=set)
     #: A float result that FX treats as quantized -> what FX does to an op that reads it.
-    quantized_in_fx_alone: dict[Node, str] = field(default_factory=dict)
+    quantized_in_fx_alone: dict[Node, UnlikeFx] = field(default_factory=dict)
 
     def take_opaque_call(self, node: Node, boundary: OpaqueBoundary) -> None:
         for producer, spec in zip(node.args, boundary.input_specs, strict=False):
             assert isinstance(producer, Node)
-            if spec is None or not _is_float(producer):
+            if spec is None or not is_float_tensor(producer):
                 continue
             if self.dtype_of.get(producer) not in boundary.accepted:
                 self._observe_input(producer, node, spec)
@@ -178,18 +179,18 @@ class _State:
         dtype, spec = boundary.output_dtypes[position], boundary.output_specs[position]
         if dtype is not None:
             self.dtype_of[getitem] = dtype
-        elif spec is not None and _is_float(getitem):
+        elif spec is not None and is_float_tensor(getitem):
             self.observed.observe(getitem, spec)
             self.dtype_of[getitem] = spec.dtype
 
     def take_quantized_input(self, placeholder: Node) -> None:
-        if _is_float(placeholder):
+        if is_float_tensor(placeholder):
             spec = self._general_spec()
             self.observed.observe(placeholder, spec)
             self.dtype_of[placeholder] = spec.dtype
 
     def take_quantized_output(self, node: Node, output: Node) -> None:
-        if _is_float(node) and node not in self.dtype_of:
+        if is_float_tensor(node) and node not in self.dtype_of:
             self._observe_input(node, output, self._general_spec())
 
     def take_pattern(self, pattern: FusedPattern) -> None:
@@ -201,8 +202,7 @@ class _State:
             self._note_integers_in_fx(pattern)
         kind = " + ".join(op.kind for op in pattern.ops)
         node = last.output.name if last.output else ""
-        unlike_fx = self._unlike_fx(pattern, action)
-        code = next((code for code, told in UNLIKE_FX if unlike_fx.startswith(told)), "")
+        code, unlike_fx = self._unlike_fx(pattern, action) or ("", "")
         self.decisions.append(
             Decision(partition.label, kind, action, reason, node=node, unlike_fx=unlike_fx, code=code)
         )
@@ -216,27 +216,29 @@ class _State:
             self.quantized_in_fx_alone[pattern.last.output] = JOINED_IN_FX
         for node in pattern.first.nodes:
             if node.target in INTEGER_KERNELS:
-                self.quantized_in_fx_alone[pattern.last.output] = SCALED_IN_FX.format(
-                    INTEGER_KERNELS[node.target]
+                self.quantized_in_fx_alone[pattern.last.output] = UnlikeFx(
+                    "TQ507",
+                    f"FX's convert_fx runs the {INTEGER_KERNELS[node.target]} before it on torch's integer "
+                    "kernel, which has a scale of its own, in place of the observed one",
                 )
 
-    def _unlike_fx(self, pattern: FusedPattern, action: Action) -> str:
-        """Return what FX does if it treats a float input as quantized, else an empty string; record the same
-        for the output of an op that shares qparams."""
+    def _unlike_fx(self, pattern: FusedPattern, action: Action) -> UnlikeFx | None:
+        """Return what FX does if it treats a float input as quantized; record the same for the output of an
+        op that shares qparams."""
         if action is Action.FLOAT:
             return self._result_in_fx(pattern)
         inputs = [producer for producer, _ in pattern.observed_partition.inputs]
-        told = next((told for each in inputs if (told := self.quantized_in_fx_alone.get(each))), "")
-        if told and action is Action.SHARED and pattern.last.output is not None:
-            self.quantized_in_fx_alone[pattern.last.output] = told
-        if told:
-            return told
+        unlike = next((unlike for n in inputs if (unlike := self.quantized_in_fx_alone.get(n))), None)
+        if unlike and action is Action.SHARED and pattern.last.output is not None:
+            self.quantized_in_fx_alone[pattern.last.output] = unlike
+        if unlike:
+            return unlike
         if action is Action.SHARED:
-            return JOINED_IN_FX if pattern.last.output in self.joins_shared else ""
+            return JOINED_IN_FX if pattern.last.output in self.joins_shared else None
         return self._other_numbers_in_fx(pattern, inputs)
 
-    def _other_numbers_in_fx(self, pattern: FusedPattern, inputs: list[Node]) -> str:
-        """Return what FX does to an op that both quantize, if its numbers differ, else an empty string."""
+    def _other_numbers_in_fx(self, pattern: FusedPattern, inputs: list[Node]) -> UnlikeFx | None:
+        """Return what FX does to an op that both quantize, if its numbers differ."""
         if any(node.target in PRELU for node in pattern.first.nodes):
             return PRELU_IN_FX
         qconfig = pattern.selection.qconfig
@@ -246,12 +248,12 @@ class _State:
             return CUT_IN_FX
         return _beyond_the_range_in_fx(pattern)
 
-    def _result_in_fx(self, pattern: FusedPattern) -> str:
+    def _result_in_fx(self, pattern: FusedPattern) -> UnlikeFx | None:
         """Return what FX does to a float op whose output is a result of the model."""
         output = pattern.last.output
         if output is None or self.quantized_in_fx_alone.get(output) != BORROWED_IN_FX:
-            return ""
-        return RESULT_BORROWED_IN_FX if any(user.op == "output" for user in output.users) else ""
+            return None
+        return RESULT_BORROWED_IN_FX if any(user.op == "output" for user in output.users) else None
 
     def _decide(self, pattern: FusedPattern) -> tuple[Action, str]:
         entry, qconfig = pattern.entry, pattern.selection.qconfig
@@ -432,11 +434,6 @@ class _State:
 SHARE = ObservationType.OUTPUT_SHARE_OBSERVER_WITH_INPUT
 
 
-def _is_float(node: Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.dtype.is_floating_point
-
-
 def _has_bounded_result(partition: SourcePartition) -> bool:
     """Return whether FX's default mappings give the result fixed qparams: sigmoid, tanh, softmax."""
     return any(kind in FIXED_QPARAMS_OP_TO_OBSERVER for kind in partition.origin.object_types)
@@ -446,17 +443,20 @@ def _is_quantized(dtype: torch.dtype | None) -> bool:
     return dtype is not None and (dtype is torch.float16 or is_integer(dtype))
 
 
-def _beyond_the_range_in_fx(pattern: FusedPattern) -> str:
+def _beyond_the_range_in_fx(pattern: FusedPattern) -> UnlikeFx | None:
     """Return what FX does with weights in a part of the range of int8 that is not symmetric."""
     if not pattern.first.weights or pattern.selection.qconfig is None:
-        return ""
+        return None
     settings = OpSpecs(pattern.selection.qconfig).weight_constructor.settings
     low, high = settings.quant_min, settings.quant_max
     if settings.is_fake_quantize or settings.declared_dtype is not torch.qint8 or low is None or high is None:
-        return ""
+        return None
     if low == -high or (low, high) == dtype_range(torch.int8):
-        return ""
-    return f"FX rounds its weights to -128 to 127, not to {low} to {high}: the largest become {high + 1}"
+        return None
+    return UnlikeFx(
+        "TQ510",
+        f"FX rounds its weights to -128 to 127, not to {low} to {high}: the largest become {high + 1}",
+    )
 
 
 def _infinite_value(pattern: FusedPattern) -> str | None:
