@@ -6,41 +6,23 @@ written where it is raised, or here if several modules raise it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 __all__ = [
     "AnnotationError",
     "ArgumentError",
-    "AtenLSTMError",
-    "CalibrationError",
     "CallError",
     "CaptureError",
-    "CaseError",
     "CheckpointError",
-    "CodeError",
     "ConfigError",
     "ConvertError",
     "CustomModuleError",
-    "ExampleInputsError",
-    "ExecutorchError",
     "ExportError",
-    "FxError",
     "InputError",
-    "LeftFloatError",
     "ModuleAttributeError",
-    "OnnxError",
-    "OnnxFileError",
-    "PartConfigError",
     "PathError",
     "QuantizationNote",
     "QuantizationWarning",
-    "RecurrentModuleError",
-    "ReportError",
-    "RewriteUsageError",
     "ScriptError",
-    "StreamingError",
     "TorchQCompatError",
-    "UserModuleError",
 ]
 
 
@@ -52,16 +34,15 @@ class TorchQCompatError(Exception):
     Args:
         message: what is wrong and where (module path, setting).
         hint: what the user can do about it.
-
-    Attributes:
-        code: the class's code in the register, ``codes.toml``: TQ9xx.
+        code: the code in the register, ``codes.toml``: TQ9xx; the class's own by default.
     """
 
     code = "TQ900"
 
-    def __init__(self, message: str, *, hint: str = "") -> None:
+    def __init__(self, message: str, *, hint: str = "", code: str = "") -> None:
         self.message = message
         self.hint = hint
+        self.code = code or type(self).code
         text = f"{message}\nHint: {hint}" if hint else message
         super().__init__(f"{text} [{self.code}]")
 
@@ -71,18 +52,13 @@ class InputError(TorchQCompatError, ValueError):
 
     code = "TQ901"
 
-
-class ExampleInputsError(InputError):
-    """Raised if the float model itself does not run on the example inputs."""
-
-    code = "TQ902"
-
     @classmethod
-    def does_not_fit(cls, model: str, cause: BaseException) -> ExampleInputsError:
+    def does_not_fit(cls, model: str, cause: BaseException) -> InputError:
         reason = cause.message if isinstance(cause, TorchQCompatError) else f"{type(cause).__name__}: {cause}"
         return cls(
             f"{model}.forward does not run on the example_inputs: {reason}",
             hint="check the number, shapes and dtypes of example_inputs by calling model(*example_inputs).",
+            code="TQ902",
         )
 
 
@@ -99,7 +75,7 @@ class CallError(InputError, RuntimeError):
 
 
 class ConfigError(TorchQCompatError, ValueError):
-    """Raised if a setting cannot be read, is not supported, or contradicts another setting."""
+    """Raised if a setting cannot be read, is not supported, contradicts another one, or cannot be applied."""
 
     code = "TQ910"
 
@@ -157,12 +133,6 @@ class ExportError(TorchQCompatError, ValueError):
     code = "TQ930"
 
 
-class StreamingError(TorchQCompatError, ValueError):
-    """Raised if a model cannot be fed its sequences in chunks."""
-
-    code = "TQ931"
-
-
 class CustomModuleError(TorchQCompatError):
     """Raised if the classes of a custom module do not do what the mapping requires of them."""
 
@@ -182,9 +152,28 @@ class CustomModuleError(TorchQCompatError):
             hint="let from_float and from_observed return what the class they inherit them from returns.",
         )
 
+    @classmethod
+    def unusable_result(cls, path: str, method: str, found: object) -> CustomModuleError:
+        return cls(
+            f"{method} of the custom module at {path!r} returned {type(found).__name__}, "
+            "which this package cannot run.",
+            hint="return the object made by torchq_compat.recurrent_parts or torchq_compat.lstm_utils, "
+            "or, for an LSTM, a torch.ao.nn.quantizable.LSTM.",
+            code="TQ941",
+        )
+
+    @classmethod
+    def other_results(cls, path: str, owner: type, expected: str, found: str) -> CustomModuleError:
+        return cls(
+            f"{owner.__qualname__} at {path!r} returns {found}, where the float module returns {expected}.",
+            hint="its forward has to take the arguments and return the structure of the float module's.",
+            code="TQ942",
+        )
+
 
 class ConvertError(TorchQCompatError):
-    """Raised if ``convert_fx``, or another engine's function, is given a model it cannot convert."""
+    """Raised if an observer fails on a batch, or ``convert_fx``, or another engine's function, is given a
+    model it cannot convert."""
 
     code = "TQ950"
 
@@ -217,131 +206,23 @@ class CheckpointError(TorchQCompatError):
         )
 
 
-class CalibrationError(TorchQCompatError):
-    """Raised if an observer fails on a batch."""
-
-    code = "TQ951"
-
-
 class ScriptError(TorchQCompatError):
-    """Raised if the script given to the command line, or the file for its explanation, cannot be used."""
+    """Raised if what a command is given cannot be used: a script, a case to compare, a report, a code."""
 
     code = "TQ980"
 
 
-class PartConfigError(ConfigError):
-    """Raised if a setting of a module's parts cannot be applied."""
-
-    code = "TQ911"
-
-
-class RecurrentModuleError(CustomModuleError):
-    """Raised if a recurrent module cannot be observed, called or converted as requested."""
-
-    code = "TQ941"
-
-    @classmethod
-    def unusable_result(cls, path: str, method: str, found: object) -> RecurrentModuleError:
-        return cls(
-            f"{method} of the custom module at {path!r} returned {type(found).__name__}, "
-            "which this package cannot run.",
-            hint="return the object made by torchq_compat.recurrent_parts or torchq_compat.lstm_utils, "
-            "or, for an LSTM, a torch.ao.nn.quantizable.LSTM.",
-        )
-
-
-class UserModuleError(CustomModuleError):
-    """Raised if the classes of a user's own custom module do not do what the mapping requires of them."""
-
-    code = "TQ942"
-
-    @classmethod
-    def other_results(cls, path: str, owner: type, expected: str, found: str) -> UserModuleError:
-        return cls(
-            f"{owner.__qualname__} at {path!r} returns {found}, where the float module returns {expected}.",
-            hint="its forward has to take the arguments and return the structure of the float module's.",
-        )
-
-
 class AnnotationError(TorchQCompatError, ValueError):
-    """Raised if specs cannot be applied to the graph they are for."""
+    """Raised if specs cannot be applied to the graph they are for, or an exported LSTM, GRU or RNN cannot be
+    decomposed."""
 
     code = "TQ943"
 
 
-class AtenLSTMError(TorchQCompatError, ValueError):
-    """Raised if an exported LSTM, GRU or RNN cannot be decomposed or quantized as requested."""
-
-    code = "TQ944"
-
-
-class ExecutorchError(TorchQCompatError):
-    """Raised if a model cannot become an ExecuTorch program, or the program cannot be run."""
-
-    code = "TQ932"
-
-    @classmethod
-    def other_inputs(cls, problem: str, expected: Iterable[str]) -> ExecutorchError:
-        return cls(
-            f"the program cannot be called like this: {problem}.",
-            hint=f"its inputs, flat, are ({', '.join(expected)}).",
-        )
-
-
-class OnnxError(TorchQCompatError):
-    """Raised if a model cannot become an ONNX file."""
-
-    code = "TQ933"
-
-
-class OnnxFileError(OnnxError, OSError):
-    """Raised if an ONNX file cannot be written to its path."""
-
-    code = "TQ934"
-
-
-class CaseError(TorchQCompatError):
-    """Raised if the models to compare, or their data, cannot be made from the function, data or script."""
-
-    code = "TQ973"
-
-    @classmethod
-    def bad_data(cls, name: str, problem: str) -> CaseError:
-        return cls(
-            f"{name} {problem}.",
-            hint="give a list of batches, each a tuple of the model's positional arguments (or one tensor).",
-        )
-
-
-class FxError(TorchQCompatError):
-    """Raised if FX cannot run the model to compare with, or its Numeric Suite is given a model of this
-    package."""
-
-    code = "TQ972"
-
-
-class ReportError(TorchQCompatError):
-    """Raised if a report cannot be made or written."""
-
-    code = "TQ974"
-
-
-class PathError(TorchQCompatError):
-    """Raised if a path given to the command line does not exist, or its file must not be replaced."""
+class PathError(TorchQCompatError, OSError):
+    """Raised if a path does not exist, or its file cannot be written or must not be replaced."""
 
     code = "TQ981"
-
-
-class CodeError(TorchQCompatError):
-    """Raised if no finding has the given code."""
-
-    code = "TQ982"
-
-
-class RewriteUsageError(TorchQCompatError):
-    """Raised if ``torchq-compat rewrite`` is given no path."""
-
-    code = "TQ983"
 
 
 class ModuleAttributeError(TorchQCompatError, AttributeError):
@@ -349,12 +230,6 @@ class ModuleAttributeError(TorchQCompatError, AttributeError):
     hook."""
 
     code = "TQ970"
-
-
-class LeftFloatError(TorchQCompatError):
-    """Raised if modules stay float under ``torchq-compat run --strict``."""
-
-    code = "TQ971"
 
 
 class QuantizationWarning(UserWarning):

@@ -31,7 +31,7 @@ from torchq_compat import lstm_utils
 from torchq_compat.comparison import recognised_differences as known_differences
 from torchq_compat.comparison.page import Comparison
 from torchq_compat.comparison.results import FxOutcome, Kind, Point, Status
-from torchq_compat.errors import CaseError, FxError, QuantizationWarning
+from torchq_compat.errors import QuantizationWarning, ScriptError
 from torchq_compat.nn import quantizable
 from torchq_compat.port.running.redirections import fx_is_called
 
@@ -288,7 +288,7 @@ def test_a_model_fx_cannot_run(kind: str) -> None:
     assert all(p.fx is None and p.steps is None for p in comparison.capture.points)
     assert 25 < point(comparison, "output 0").ours.sqnr < 60
     assert comparison.capture.costs.fx_bytes is None
-    with pytest.raises(FxError, match="FX cannot run this model: AttributeError"):
+    with pytest.raises(ScriptError, match="FX cannot run this model: AttributeError"):
         tc.compare(model, EXACT, batches[0], batches, prepare_custom_config=config, fx=True)
 
 
@@ -397,9 +397,9 @@ def test_a_module_left_float_is_a_finding() -> None:
 
 def test_bad_data() -> None:
     model, batches = build(Plain), plain_batches()
-    with pytest.raises(CaseError, match=r"calibration_data is a Tensor and no list of batches"):
+    with pytest.raises(ScriptError, match=r"calibration_data is a Tensor and no list of batches"):
         tc.compare(model, EXACT, batches[0], batches[0][0])
-    with pytest.raises(CaseError, match="the model is a str"):
+    with pytest.raises(ScriptError, match="the model is a str"):
         tc.compare("model", EXACT, batches[0], batches)  # type: ignore[arg-type]
     # A DataLoader yields lists or single tensors.
     assert tc.compare(model, EXACT, batches[0], [list(batches[0]), batches[1][0]], fx=False)

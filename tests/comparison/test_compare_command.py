@@ -25,7 +25,7 @@ from torchq_compat.cli import main
 from torchq_compat.comparison.cases import Recording, _take_trained
 from torchq_compat.comparison.comparison_process import case_of_function
 from torchq_compat.comparison.results import Target
-from torchq_compat.errors import CaseError
+from torchq_compat.errors import ScriptError
 
 ROOT = Path(tc.__file__).parents[1]
 
@@ -253,7 +253,7 @@ def test_bad_functions(tmp_path: Path, target: str, message: str, monkeypatch: p
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["", *sys.path])
     monkeypatch.delitem(sys.modules, "cases", raising=False)
-    with pytest.raises(CaseError) as error:
+    with pytest.raises(ScriptError) as error:
         case_of_function(Target(target, is_function=True))
     monkeypatch.delitem(sys.modules, "cases", raising=False)
     assert error.value.message.startswith(message)

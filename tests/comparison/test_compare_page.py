@@ -26,7 +26,7 @@ from tests.helpers.oracle import MAP_LSTM
 from torchq_compat.comparison.page import Comparison, bars, page, page_table, write_page
 from torchq_compat.comparison.results import Capture, ComparedModel, Finding, FxOutcome, Kind, Point
 from torchq_compat.comparison.text import as_text, grade, noise_text, summary_sentence, worst_places
-from torchq_compat.errors import ReportError
+from torchq_compat.errors import ScriptError
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 #: Headless, without anything that connects to the network by itself.
@@ -275,7 +275,7 @@ def test_a_page_is_replaced_whole_or_left(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("pathlib.Path.replace", full)
-    with pytest.raises(ReportError, match="No space left on device"):
+    with pytest.raises(ScriptError, match="No space left on device"):
         write_page((comparison,), path)
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["report.html"]

@@ -31,7 +31,7 @@ from torchq_compat.comparison.results import (
     Steps,
 )
 from torchq_compat.comparison.sides import Reading, tap_nodes
-from torchq_compat.errors import CaseError, QuantizationWarning
+from torchq_compat.errors import QuantizationWarning, ScriptError
 from torchq_compat.read.qparams import PerChannelQParams, PerTensorQParams
 
 QPARAMS = PerTensorQParams(0.5, 0, -4, 3, torch.int8)
@@ -296,5 +296,5 @@ def test_a_case_is_a_dict_or_any_object() -> None:
     ],
 )
 def test_what_is_no_case(value: Any, problem: str) -> None:
-    with pytest.raises(CaseError, match=f"it is no case: {problem}"):
+    with pytest.raises(ScriptError, match=f"it is no case: {problem}"):
         read_case("it", value)

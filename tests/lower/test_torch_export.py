@@ -17,7 +17,7 @@ import torchq_compat as tc
 from tests.helpers.loop_models import LOOPS
 from tests.helpers.once import made_once
 from tests.helpers.oracle import calibrate, leaves
-from torchq_compat.errors import ExportError, RecurrentModuleError
+from torchq_compat.errors import CustomModuleError, ExportError
 
 STATIC = get_default_qconfig_mapping("x86")
 DYNAMIC = QConfigMapping().set_global(default_dynamic_qconfig)
@@ -149,7 +149,5 @@ def test_what_cannot_be_exported_is_said_in_words(strict: bool) -> None:
     prepared, packed, args = packs()
     with pytest.raises(ExportError, match=r"HistogramObserver asks.*\nHint: export what convert_fx"):
         torch.export.export(prepared, args, strict=strict)
-    with pytest.raises(
-        RecurrentModuleError, match=r"'rnn' is called with a PackedSequence.*\nHint: torchq_c"
-    ):
+    with pytest.raises(CustomModuleError, match=r"'rnn' is called with a PackedSequence.*\nHint: torchq_c"):
         torch.export.export(packed, args, strict=strict)

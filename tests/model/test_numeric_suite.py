@@ -18,7 +18,7 @@ from torch.ao.quantization import get_default_qconfig_mapping
 from torch.fx import GraphModule
 
 from torchq_compat import convert_fx, convert_to_reference_fx, prepare_fx
-from torchq_compat.errors import FxError
+from torchq_compat.errors import ScriptError
 
 FLOAT = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 5)).eval()
 X = torch.randn(2, 3, 8, 8)
@@ -54,7 +54,7 @@ def models() -> dict[str, GraphModule]:
 def test_refused(models: dict[str, GraphModule], stage: str, name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with pytest.raises(FxError) as raised:
+        with pytest.raises(ScriptError) as raised:
             CALLS[name](copy.deepcopy(FLOAT), copy.deepcopy(models[stage]))
     assert raised.value.message.startswith(f"{name.split()[0]} of the Numeric Suite finds nothing")
     assert "torchq_compat.compare" in str(raised.value)

@@ -7,13 +7,9 @@ import importlib
 import pytest
 
 ERRORS = """
-    AnnotationError ArgumentError AtenLSTMError CalibrationError CallError CaptureError CaseError
-    CheckpointError CodeError ConfigError ConvertError CustomModuleError ExampleInputsError ExecutorchError
-    ExportError FxError
-    InputError LeftFloatError ModuleAttributeError OnnxError OnnxFileError PartConfigError PathError
-    QuantizationNote QuantizationWarning RecurrentModuleError
-    ReportError RewriteUsageError ScriptError StreamingError
-    TorchQCompatError UserModuleError
+    AnnotationError ArgumentError CallError CaptureError CheckpointError ConfigError ConvertError
+    CustomModuleError ExportError InputError ModuleAttributeError PathError QuantizationNote
+    QuantizationWarning ScriptError TorchQCompatError
 """
 QUANTIZE_FX = """
     convert_fx convert_to_reference_fx fuse_fx get_default_convert_custom_config

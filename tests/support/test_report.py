@@ -11,7 +11,7 @@ from torch import nn
 from torch.ao.quantization import get_default_qat_qconfig_mapping, get_default_qconfig_mapping
 
 import torchq_compat as tc
-from torchq_compat.errors import ReportError
+from torchq_compat.errors import ScriptError
 from torchq_compat.support.decisions import Report
 
 
@@ -114,7 +114,7 @@ def test_a_notebook_and_data(reports: dict[str, Report]) -> None:
 
 def test_without_pandas(reports: dict[str, Report], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(ReportError, match=r"torchq-compat\[notebook\]"):
+    with pytest.raises(ScriptError, match=r"torchq-compat\[notebook\]"):
         reports["converted"].to_pandas()
 
 

@@ -49,7 +49,7 @@ found = compare(model, mapping, batch, calibration_data=[batch])
 print(found.capture.fx.error)
 try:
     compare(model, mapping, batch, calibration_data=[batch], fx=True)
-except errors.FxError as error:
+except errors.ScriptError as error:
     print(error.message)
 print([name for name in sys.modules if "quantize_fx" in name and name.startswith("torch.")])
 """

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader
 
-from torchq_compat.errors import ArgumentError, ExampleInputsError, InputError
+from torchq_compat.errors import ArgumentError, InputError
 from torchq_compat.read.custom_configs import PREPARE_KEYS
 from torchq_compat.support.argument_checks import shown
 from torchq_compat.support.torch_ao import (
@@ -182,13 +182,14 @@ def _check_count(args: tuple[Any, ...], model: nn.Module | None) -> None:
     count = sum(each.kind in BY_POSITION for each in parameters)
     if len(args) > count:
         no_tensors = all(isinstance(leaf, (int, float)) for leaf in pytree.tree_leaves(args))
-        raise ExampleInputsError(
+        raise InputError(
             f"{type(model).__name__}.forward does not run on the example_inputs: it takes {count} positional "
             f"arguments, and they are {len(args)}{' numbers' if no_tensors else ''}.",
             hint="give tensors: (torch.rand(shape),) of a shape, (torch.tensor([data]),) of data."
             if no_tensors
             else "leave out what is no argument of the model, as the targets in a batch of a loader: "
             "example_inputs=(batch[0],).",
+            code="TQ902",
         )
 
 

@@ -23,7 +23,7 @@ from torchq_compat.capture.packed_sequences import ListOfTensor
 from torchq_compat.capture.sizes.size_reads import SizeReads
 from torchq_compat.capture.unseen_python import with_seen_python
 from torchq_compat.capture.writes import make_out_of_place
-from torchq_compat.errors import CaptureError, ExampleInputsError, TorchQCompatError
+from torchq_compat.errors import CaptureError, InputError, TorchQCompatError
 from torchq_compat.support.graph_nodes import SLICE_END, copied_model
 from torchq_compat.support.upstream import guards_of, pytree, symbolic_shapes_config
 
@@ -208,14 +208,14 @@ def copied_inputs(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def explain_failure(model: nn.Module, args: tuple[Any, ...], cause: Exception) -> TorchQCompatError:
-    """Return our error for a failed capture of the float ``model``; an ``ExampleInputsError`` if ``model``
+    """Return our error for a failed capture of the float ``model``; an ``InputError`` if ``model``
     does not run on ``args``."""
     try:
         with torch.no_grad():
             copied_model(model)(*copied_inputs(args))
     except Exception as problem:
         reason = cause if isinstance(cause, TorchQCompatError) else problem
-        return ExampleInputsError.does_not_fit(type(model).__name__, reason)
+        return InputError.does_not_fit(type(model).__name__, reason)
     if isinstance(cause, TorchQCompatError):
         return cause
     return _capture_refused(type(model).__name__, _user_line(cause), cause)

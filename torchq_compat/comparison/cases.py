@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from torchq_compat.capture.example_inputs import read_example_inputs
-from torchq_compat.errors import CaseError
+from torchq_compat.errors import ScriptError
 from torchq_compat.port.running.fx_draws import drawing_as_fx
 from torchq_compat.port.running.redirections import (
     REDIRECTIONS,
@@ -72,7 +72,7 @@ class Case:
         """Return the case with the example inputs as a tuple and the data as lists of tuples.
 
         Raises:
-            CaseError: there is no model, or the data are not batches.
+            ScriptError: there is no model, or the data are not batches.
             InputError: see ``read_example_inputs``.
         """
         if not isinstance(self.model, nn.Module):
@@ -92,7 +92,7 @@ def read_case(what: str, value: Any) -> Case:
     """Return ``value``, a dict or any object with the attributes of a Case, as a checked Case.
 
     Raises:
-        CaseError: an attribute is missing or unknown.
+        ScriptError: an attribute is missing or unknown.
     """
     if isinstance(value, Mapping):
         given = dict(value)
@@ -111,7 +111,7 @@ def read_case(what: str, value: Any) -> Case:
 
 def _batches(name: str, data: Any) -> list[Batch]:
     if isinstance(data, (Tensor, str, bytes, torch.Size, Mapping)) or not isinstance(data, Iterable):
-        raise CaseError.bad_data(name, f"is a {type(data).__name__} and no list of batches")
+        raise bad_data(name, f"is a {type(data).__name__} and no list of batches")
     return [_batch(batch) for batch in data]
 
 
@@ -120,11 +120,21 @@ def _batch(batch: Any) -> Batch:
     return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
 
 
-def _not_a_case(what: str, problem: str) -> CaseError:
-    return CaseError(
+def bad_data(name: str, problem: str) -> ScriptError:
+    """Return the error of data that are no batches of the float model."""
+    return ScriptError(
+        f"{name} {problem}.",
+        hint="give a list of batches, each a tuple of the model's positional arguments (or one tensor).",
+        code="TQ973",
+    )
+
+
+def _not_a_case(what: str, problem: str) -> ScriptError:
+    return ScriptError(
         f"{what} is no case: {problem}.",
         hint="a case has model, qconfig_mapping, example_inputs and calibration_data, as a dict or any "
         "object with these attributes; the other arguments of torchq_compat.compare may be given.",
+        code="TQ973",
     )
 
 
@@ -196,13 +206,14 @@ class ScriptRecorder:
         """Return a case for every model that was prepared, calibrated and converted.
 
         Raises:
-            CaseError: there is no such model.
+            ScriptError: there is no such model.
         """
         converted = [recording for recording in self._recordings if recording.is_converted]
         if not converted:
-            raise CaseError(
+            raise ScriptError(
                 f"{script} ended without preparing and converting a model with prepare_fx and convert_fx.",
                 hint="name the script that quantizes, or write a function that returns the case.",
+                code="TQ973",
             )
         return tuple(_case(recording) for recording in converted)
 

@@ -12,12 +12,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from torchq_compat.comparison.cases import Case
+from torchq_compat.comparison.cases import Case, bad_data
 from torchq_compat.comparison.measures import PlaceMeasures, milliseconds, state_bytes
 from torchq_compat.comparison.our_side import OurSide, Place, quantize_by_us
 from torchq_compat.comparison.results import Capture, Costs, FxOutcome, FxRun, Kind, Point, Series
 from torchq_compat.comparison.sides import Key, QuantizedModel, Reading
-from torchq_compat.errors import CaseError, FxError
+from torchq_compat.errors import ScriptError
 from torchq_compat.support.upstream import pytree
 
 # Run the float model, this package and FX on the same weights and batches, and measure every place.
@@ -41,7 +41,7 @@ def capture(case: Case, fx: FxSetting) -> Capture:
 
     Raises:
         TorchQCompatError: this package cannot quantize the model.
-        FxError: ``fx`` is True and FX cannot run the model.
+        ScriptError: ``fx`` is True and FX cannot run the model.
     """
     ours = quantize_by_us(case)
     theirs, fx_run = _quantize_by_fx(case, ours.places) if fx else (None, FxRun(FxOutcome.NOT_ASKED))
@@ -51,9 +51,10 @@ def capture(case: Case, fx: FxSetting) -> Capture:
         except _FxFailedError as error:
             theirs, fx_run = None, FxRun(FxOutcome.RAISED, error.what)
     if fx is True and theirs is None:
-        raise FxError(
+        raise ScriptError(
             f"FX cannot run this model: {fx_run.error}",
             hint='leave fx at "auto" to compare with the float model alone.',
+            code="TQ972",
         )
     if theirs is None:
         measured = _measure(case, ours, None)
@@ -128,7 +129,7 @@ def _exact(float_model: nn.Module, batch: tuple[Any, ...]) -> list[Tensor]:
             return _leaves(float_model(*batch))
     except Exception as cause:
         problem = f"has a batch the float model does not run on: {type(cause).__name__}: {cause}"
-        raise CaseError.bad_data("evaluation_data", problem) from cause
+        raise bad_data("evaluation_data", problem) from cause
 
 
 def _run_fx(theirs: QuantizedModel | None, batch: tuple[Any, ...]) -> tuple[Any, Mapping[Key, Reading]]:

@@ -25,7 +25,7 @@ from rich.console import Console
 from torchq_compat.comparison.page import check_page, write_page
 from torchq_compat.comparison.results import ComparedModel, Target
 from torchq_compat.comparison.text import as_text, print_report, report_data
-from torchq_compat.errors import CaseError, TorchQCompatError
+from torchq_compat.errors import ScriptError, TorchQCompatError
 from torchq_compat.port.process import stopping_cleanly
 from torchq_compat.port.run_command import (
     PACKAGE_PARENT,
@@ -127,10 +127,11 @@ def _read_target(args: argparse.Namespace) -> Target:
     is_function = bool(FUNCTION.fullmatch(args.target)) and not Path(args.target).exists()
     if not is_function:
         if ":" in args.target and not Path(args.target).exists():
-            raise CaseError(
+            raise ScriptError(
                 f"{args.target!r} is neither a script nor module:function.",
                 hint="give the path of a script, or a function that returns the case, as in "
                 "mymodels.cases:tagger.",
+                code="TQ973",
             )
         check_script(args.target)
         tell_misplaced_options(args.target, args.args, OPTIONS)
@@ -149,9 +150,10 @@ def _compared(target: Target, timeout: float | None) -> tuple[ComparedModel, ...
         with _working(target.name):
             code = _run(command, target, timeout)
         if not result.exists():
-            raise CaseError(
+            raise ScriptError(
                 f"the process that compared {target.name} ended with code {code} and no result.",
                 hint="its own output is above; a negative code is the signal that ended it.",
+                code="TQ973",
             )
         outcome = pickle.loads(result.read_bytes())
     if isinstance(outcome, TorchQCompatError):
@@ -167,9 +169,10 @@ def _run(command: list[str], target: Target, timeout: float | None) -> int:
     try:
         return child.wait(timeout)
     except subprocess.TimeoutExpired as expired:
-        raise CaseError(
+        raise ScriptError(
             f"{target.name} did not end within {expired.timeout:g} seconds and was stopped.",
             hint="give --timeout more seconds, or less to do: fewer calibration batches, shorter sequences.",
+            code="TQ973",
         ) from None
     finally:
         if child.poll() is None:

@@ -57,9 +57,9 @@ def compare(
         The verdict and all measurements; ``print`` it, or see ``to_json`` and ``write_html``.
 
     Raises:
-        CaseError: the data are not batches.
+        ScriptError: the data are not batches.
         CheckpointError: ``fx_state`` does not fit the model.
-        FxError: ``fx`` is True and FX cannot run the model.
+        ScriptError: ``fx`` is True and FX cannot run the model.
         TorchQCompatError: this package cannot quantize the model; see ``prepare_fx``.
 
     Example:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchq_compat.comparison.results import Target
-from torchq_compat.errors import CaseError, QuantizationWarning, TorchQCompatError
+from torchq_compat.errors import QuantizationWarning, ScriptError, TorchQCompatError
 from torchq_compat.port.process import import_noise_held_back
 from torchq_compat.port.running.script_process import execute_script, show_script_error
 
@@ -60,7 +60,7 @@ def case_of_function(target: Target) -> tuple[Case, ...]:
     """Return the case that the function returns, in a tuple.
 
     Raises:
-        CaseError: there is no such function, it raises, or it does not return a case.
+        ScriptError: there is no such function, it raises, or it does not return a case.
     """
     from torchq_compat.comparison.cases import read_case
 
@@ -69,23 +69,26 @@ def case_of_function(target: Target) -> tuple[Case, ...]:
     try:
         found: object = importlib.import_module(module_name)
     except Exception as cause:
-        raise CaseError(
+        raise ScriptError(
             f"the module {module_name!r} cannot be imported: {type(cause).__name__}: {cause}",
             hint="run the command where 'import' finds it: the current directory is searched first.",
+            code="TQ973",
         ) from cause
     for part in name.split("."):
         found = getattr(found, part, None)
     if not callable(found):
-        raise CaseError(
+        raise ScriptError(
             f"the module {module_name!r} has no function {name!r}.",
             hint="check the name behind the colon.",
+            code="TQ973",
         )
     try:
         value = found()
     except Exception as cause:
-        raise CaseError(
+        raise ScriptError(
             f"{target.name}() raised {type(cause).__name__}: {cause}",
             hint="call it by itself; it takes no arguments and returns the case.",
+            code="TQ973",
         ) from cause
     case = read_case(f"what {target.name}() returned", value)
     if case.observer_qparams is None:
@@ -101,7 +104,7 @@ def _cases_of_script(target: Target) -> tuple[Case, ...]:
         exit_code = _execute(target)
     try:
         cases = recorder.cases(target.name)
-    except CaseError as nothing:
+    except ScriptError as nothing:
         raise _script_failed(target.name, f"exited with {exit_code!r}") if exit_code else nothing from None
     if exit_code:
         print(
@@ -127,8 +130,9 @@ def _execute(target: Target) -> object:
     return None
 
 
-def _script_failed(script: str, ending: str) -> CaseError:
-    return CaseError(
+def _script_failed(script: str, ending: str) -> ScriptError:
+    return ScriptError(
         f"{script} {ending}, so there is nothing to compare.",
         hint="its own output is above; make it run with 'torchq-compat run' first.",
+        code="TQ973",
     )

@@ -33,7 +33,7 @@ from torchq_compat.comparison.text import (
     told_places,
     worst_places,
 )
-from torchq_compat.errors import ReportError
+from torchq_compat.errors import ScriptError
 from torchq_compat.support.argument_checks import PATH, checked_arguments
 from torchq_compat.support.atomic_files import write_whole
 from torchq_compat.support.decisions import data_frame
@@ -226,12 +226,13 @@ class Plots:
 
 
 def check_page(path: Path) -> None:
-    """Raise a ReportError, before a long run, if a page could not be written to ``path``."""
+    """Raise a ScriptError, before a long run, if a page could not be written to ``path``."""
     for package in PACKAGES:
         if importlib.util.find_spec(package) is None:
-            raise ReportError(
+            raise ScriptError(
                 f"the HTML page needs {package}, which is not installed.",
                 hint="pip install 'torchq-compat[report]'; the table and --json need nothing more.",
+                code="TQ974",
             )
     if path.is_dir():
         raise _no_place(str(path), "it is a directory")
@@ -245,7 +246,7 @@ def write_page(comparisons: Sequence[ComparedModel], path: Path) -> None:
     """Write the page in one step.
 
     Raises:
-        ReportError: the ``report`` extra is missing, or the page cannot be written.
+        ScriptError: the ``report`` extra is missing, or the page cannot be written.
     """
     check_page(path)
     content = page(comparisons)
@@ -339,9 +340,11 @@ def _alike(points: Iterable[Point]) -> Iterable[list[Point]]:
     return groups.values()
 
 
-def _no_place(path: str, problem: str) -> ReportError:
-    return ReportError(
-        f"the page cannot be written to {path!r}: {problem}.", hint="name a file in a folder there is."
+def _no_place(path: str, problem: str) -> ScriptError:
+    return ScriptError(
+        f"the page cannot be written to {path!r}: {problem}.",
+        hint="name a file in a folder there is.",
+        code="TQ974",
     )
 
 
@@ -475,7 +478,7 @@ class Comparison(ComparedModel):
         """Return a pandas table with one line for each output, module, op and part.
 
         Raises:
-            ReportError: pandas is not installed.
+            ScriptError: pandas is not installed.
         """
         return data_frame(place_rows(self.capture), PLACE_COLUMNS)
 
@@ -496,6 +499,6 @@ class Comparison(ComparedModel):
 
         Raises:
             ArgumentError: ``path`` is no path.
-            ReportError: the ``report`` extra is not installed, or ``path`` cannot be written.
+            ScriptError: the ``report`` extra is not installed, or ``path`` cannot be written.
         """
         write_page((self,), Path(path))

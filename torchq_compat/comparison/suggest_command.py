@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from torchq_compat.comparison.results import Target
-from torchq_compat.errors import CaseError
+from torchq_compat.errors import ScriptError
 
 EXAMPLES = """\
 example:
@@ -53,13 +53,14 @@ def suggest_command(args: argparse.Namespace) -> int:
     """Measure, print, and return 0.
 
     Raises:
-        CaseError: there is no such function, or it does not return a case.
+        ScriptError: there is no such function, or it does not return a case.
         TorchQCompatError: the model cannot be quantized.
     """
     if ":" not in args.target:
-        raise CaseError(
+        raise ScriptError(
             f"{args.target!r} is not of the form module:function.",
             hint="name a function that returns the case, as in mymodels.cases:tagger.",
+            code="TQ973",
         )
     from torchq_compat.comparison.comparison_process import case_of_function
     from torchq_compat.port.process import import_noise_held_back

@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from torchq_compat.capture.opaque_calls import opaque_call_nodes
 from torchq_compat.capture.sizes.input_sizes import Dimension, InputSizes, Place
 from torchq_compat.capture.trial_runs import sqnr
-from torchq_compat.errors import StreamingError
+from torchq_compat.errors import ExportError
 from torchq_compat.recurrent.contracts import SequenceContract
 from torchq_compat.recurrent.families import DynamicRecurrent
 from torchq_compat.recurrent.recurrent_module import RecurrentModule
@@ -87,14 +87,14 @@ class TrialCalls:
         """Return the value of every node that is no input.
 
         Raises:
-            StreamingError: the graph does not run on ``inputs``.
+            ExportError: the graph does not run on ``inputs``.
         """
         recorder = Interpreter(self.graph_module, garbage_collect_values=False)
         recorder.extra_traceback = False
         with torch.no_grad(), (Streams(frozenset()) if streams is None else streams).active():
             try:
                 recorder.run(*inputs, enable_io_processing=False)
-            except StreamingError:
+            except ExportError:
                 raise
             except Exception as cause:
                 raise _does_not_run(cause) from cause
@@ -108,7 +108,7 @@ class TrialCalls:
         for each in self.sizes.free:
             try:
                 found[each.place] = self.values(self.inputs({each.place: each.example + 1}))
-            except StreamingError:
+            except ExportError:
                 continue
         return found
 
@@ -125,12 +125,13 @@ def _rank(node: Node) -> int:
     return value.dim() if isinstance(value, Tensor) else 0
 
 
-def _does_not_run(cause: Exception) -> StreamingError:
+def _does_not_run(cause: Exception) -> ExportError:
     first_line = (str(cause).strip().splitlines() or [""])[0]
-    return StreamingError(
+    return ExportError(
         f"streaming: the model does not run on pieces of a few steps: {type(cause).__name__}: {first_line}",
         hint="a conv or pooling over time needs more steps than one; stream the part of the model in which "
         "every step is computed from those before it.",
+        code="TQ931",
     )
 
 
@@ -178,7 +179,7 @@ def recurrent_calls(trial: TrialCalls) -> list[RecurrentCall]:
     """Return the calls of recurrent modules in a q-dq graph.
 
     Raises:
-        StreamingError: a call cannot run in pieces, named by its path; or no call keeps its state.
+        ExportError: a call cannot run in pieces, named by its path; or no call keeps its state.
     """
     graph_module, found = trial.graph_module, []
     for node in opaque_call_nodes(graph_module):
@@ -225,7 +226,7 @@ def _is_kept(trial: TrialCalls, path: str, hidden: Any, steps: Place) -> bool:
     """Return whether an initial state in the graph is the same in every call; False if it is the caller's.
 
     Raises:
-        StreamingError: the state is computed from the sequence.
+        ExportError: the state is computed from the sequence.
     """
     given = set(_placeholders(pytree.tree_leaves(hidden)))
     if any(steps in trial.places(each) for each in given):
@@ -247,18 +248,20 @@ def _placeholders(waiting: list[Any]) -> Iterator[Node]:
             waiting.extend(node.all_input_nodes)
 
 
-def _refused(path: str, reason: str) -> StreamingError:
-    return StreamingError(
+def _refused(path: str, reason: str) -> ExportError:
+    return ExportError(
         f"streaming: the recurrent module at {path!r} cannot run in pieces: {reason}.",
         hint="stream a model, or the part of one, in which every step is computed from those before it.",
+        code="TQ931",
     )
 
 
-def _nothing_to_keep() -> StreamingError:
-    return StreamingError(
+def _nothing_to_keep() -> ExportError:
+    return ExportError(
         "streaming: no recurrent module of this model keeps a state: there is none, or each gets its state "
         "from the caller.",
         hint="a model that takes and returns its states needs no streaming(): call it with chunks.",
+        code="TQ931",
     )
 
 
@@ -280,7 +283,7 @@ def check_causality(trial: TrialCalls, calls: Sequence[RecurrentCall], *, is_dyn
     """Run a q-dq graph on random sequences and on their pieces, and compare all values.
 
     Raises:
-        StreamingError: a value differs in pieces; the error names the op.
+        ExportError: a value differs in pieces; the error names the op.
     """
     steps = calls[0].steps
     if any(call.steps != steps for call in calls):
@@ -369,13 +372,14 @@ def _equal(whole: Tensor, found: Tensor, least: float) -> bool:
     return torch.equal(a, b) or sqnr(a, b) >= least
 
 
-def _refused_as_not_causal(reason: str, node: Node) -> StreamingError:
+def _refused_as_not_causal(reason: str, node: Node) -> ExportError:
     path, line = str(node.target) if node.op == "call_module" else module_path_of(node), user_line_of(node)
     where = f" in {path!r}" if path else ""
     at = f" at {line}" if line else ""
     name = path if node.op == "call_module" else str(node.target)
-    return StreamingError(
+    return ExportError(
         f"streaming: {name}{where}{at} gives something else in pieces than for the whole sequence: {reason}.",
         hint="a conv, pooling, attention, mean or position over time needs all steps; stream the part of the "
         "model in which every step is computed from those before it.",
+        code="TQ931",
     )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq_compat.errors import StreamingError
+from torchq_compat.errors import ExportError
 from torchq_compat.lower.causality import TrialCalls, check_causality, recurrent_calls
 from torchq_compat.model.graph_module import ConvertedGraphModule, QuantizationGraphModule
 from torchq_compat.recurrent.states import CallKey, Streams
@@ -101,7 +101,7 @@ def streaming(converted: nn.Module) -> StreamingModel:
         streams of the batch.
 
     Raises:
-        StreamingError: no converted model, no recurrent module, or an op that cannot run in pieces: a
+        ExportError: no converted model, no recurrent module, or an op that cannot run in pieces: a
             bidirectional module, a conv, pooling, attention or mean over time; the error names its place.
 
     Example:
@@ -142,18 +142,20 @@ def streaming(converted: nn.Module) -> StreamingModel:
     return StreamingModel(converted, Streams(frozenset(call.key for call in calls if call.keeps_state)))
 
 
-def _has_loops(steps: tuple[str, ...]) -> StreamingError:
+def _has_loops(steps: tuple[str, ...]) -> ExportError:
     paths = ", ".join(repr(step.removesuffix(".step")) for step in steps)
-    return StreamingError(
+    return ExportError(
         f"streaming: the model runs a loop over time of its own, at {paths}, which begins anew at each call.",
         hint="give the model the states of its loop as arguments and results, and feed them back yourself.",
+        code="TQ931",
     )
 
 
-def _not_converted(found: nn.Module) -> StreamingError:
-    return StreamingError(
+def _not_converted(found: nn.Module) -> ExportError:
+    return ExportError(
         f"streaming: {type(found).__name__} is no model that convert_fx or convert_to_reference_fx returned.",
         hint="prepare_fx, calibrate, convert_fx, then streaming(what convert_fx returns).",
+        code="TQ931",
     )
 
 

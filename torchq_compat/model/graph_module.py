@@ -26,10 +26,10 @@ from torchq_compat.capture.opaque_calls import refresh_boundaries
 from torchq_compat.capture.signature import CallSignature
 from torchq_compat.capture.training import freeze_batch_norm, set_training
 from torchq_compat.errors import (
-    CalibrationError,
     CheckpointError,
+    ConvertError,
+    ExportError,
     ModuleAttributeError,
-    OnnxError,
     TorchQCompatError,
 )
 from torchq_compat.model.failed_calls import (
@@ -555,19 +555,21 @@ def _is_of_fx(names: list[str]) -> CheckpointError:
     )
 
 
-def _old_exporter(stage: str) -> OnnxError:
-    return OnnxError(
+def _old_exporter(stage: str) -> ExportError:
+    return ExportError(
         f"torch.onnx.export(..., dynamo=False) cannot write a {stage} model: it traces TorchScript, which "
         f"has no "
         "loop of free length and none of the quantize operators.",
         hint="call torchq_compat.to_onnx(converted, example_inputs, path=...), or torch.onnx.export without "
         "dynamo=False.",
+        code="TQ933",
     )
 
 
-def _observer_failed(place: str, cause: BaseException) -> CalibrationError:
+def _observer_failed(place: str, cause: BaseException) -> ConvertError:
     first_line = str(cause).strip().split("\n", 1)[0]
-    return CalibrationError(
+    return ConvertError(
         f"the observer at {place} failed on this batch: {type(cause).__name__}: {first_line}",
         hint="look for NaN or infinity in the batch with torch.isfinite; earlier batches are kept.",
+        code="TQ951",
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.fx import GraphModule, Tracer
 
-from torchq_compat.errors import ConvertError, FxError
+from torchq_compat.errors import ConvertError, ScriptError
 from torchq_compat.support.torch_ao import FX_ENGINE, QuantizationTracer
 from torchq_compat.support.upstream import get_node_name_to_scope
 from torchq_compat.support.user_warnings import warn_user
@@ -92,7 +92,7 @@ def refuse_numeric_suite(frame: FrameType | None) -> None:
     """Raise if the Numeric Suite reads the modules of a model, or the keys of a state, from ``frame``.
 
     Raises:
-        FxError: the suite is the caller.
+        ScriptError: the suite is the caller.
     """
     while frame is not None and _module_of(frame).startswith(BETWEEN):
         frame = frame.f_back
@@ -107,13 +107,14 @@ def _module_of(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__"))
 
 
-def suite_error(function: str) -> FxError:
+def suite_error(function: str) -> ScriptError:
     """Return the error for a ``function`` of the suite that was given a model of this package."""
-    return FxError(
+    return ScriptError(
         f"{function} of the Numeric Suite finds nothing in a model of torchq_compat: its graph has no "
         "modules of torch.ao.",
         hint="torchq_compat.compare measures every place against the float model, and torchq_compat.suggest "
         "returns the mapping that leaves the worst places float.",
+        code="TQ972",
     )
 
 
@@ -150,7 +151,7 @@ def refuse_fx_tracer(stage: str) -> None:
 
     Raises:
         ConvertError: FX's ``prepare_fx`` or ``fuse_fx`` was given a model of this package.
-        FxError: the Numeric Suite was given a model of this package.
+        ScriptError: the Numeric Suite was given a model of this package.
     """
     frame: FrameType | None = sys._getframe(2)
     if isinstance(frame and frame.f_locals.get("self"), Tracer):

@@ -17,7 +17,7 @@ from torchq_compat.annotate.annotation import NodeSpecs
 from torchq_compat.annotate.observed_graph import convert_graph, prepare_graph
 from torchq_compat.capture.call_layouts import CallLayout, input_labels
 from torchq_compat.capture.opaque_calls import OpaqueModule
-from torchq_compat.errors import PartConfigError
+from torchq_compat.errors import ConfigError
 from torchq_compat.model.state import qparams_state, set_qparams_state
 from torchq_compat.read.backend_configs import BackendTable
 from torchq_compat.read.observer_classes import saturated_share, typical_sqnr
@@ -263,11 +263,12 @@ def check_part_dtypes(parts: Sequence[Part], specs: PartSpecs, backend: BackendT
         }
         dtype = specs.output_constructor(part).settings.dtype
         if is_integer(dtype) and dtype not in allowed:
-            raise PartConfigError(
+            raise ConfigError(
                 f"part {part.name!r} is observed as {dtype_name(dtype)}, which the backend config does not "
                 f"allow for {pattern.__name__}.",
                 hint=f"it allows {', '.join(sorted(map(dtype_name, allowed))) or 'nothing'}; add a "
                 f"DTypeConfig for {pattern.__name__}, or choose another dtype for the part.",
+                code="TQ911",
             )
 
 

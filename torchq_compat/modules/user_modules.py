@@ -19,7 +19,7 @@ from torchq_compat.capture.call_layouts import (
 )
 from torchq_compat.capture.opaque_calls import OpaqueBoundary, OpaqueModule
 from torchq_compat.capture.opaque_stub import FakeCall
-from torchq_compat.errors import TorchQCompatError, UserModuleError
+from torchq_compat.errors import CustomModuleError, TorchQCompatError
 from torchq_compat.modules.registry import (
     ConvertRequest,
     CustomModuleHandler,
@@ -77,17 +77,19 @@ def check_keys(settings: Any, labels: Iterable[str], path: str, setting: str) ->
         CustomModuleError: if they are not; names the key and the labels.
     """
     if not isinstance(settings, Mapping):
-        raise UserModuleError(
+        raise CustomModuleError(
             f"{setting} of the module at {path!r} must be a dict, got {type(settings).__name__}.",
             hint=f'write {setting} = {{"name": choice}}; a choice is None (floats), an integer dtype, or '
             "an observer constructor.",
+            code="TQ942",
         )
     known = sorted(set(labels))
     for key in map(str, settings):
         if not any(label == key or label.startswith(f"{key}.") for label in known):
-            raise UserModuleError(
+            raise CustomModuleError(
                 f"{setting} of the module at {path!r} names {key!r}, which its calls do not have.",
                 hint="they have " + (", ".join(repr(k) for k in known) or "none") + ".",
+                code="TQ942",
             )
 
 
@@ -99,9 +101,10 @@ def _spec(value: Any, specs: OpSpecs, named: str) -> QuantizationSpec | None:
     if value == specs.activation_dtype:
         return specs.activation
     if not is_integer(value):
-        raise UserModuleError(
+        raise CustomModuleError(
             f"{named} is {dtype_name(value)}, which is no integer dtype.",
             hint="None leaves a tensor in floats.",
+            code="TQ942",
         )
     low, high = dtype_range(value)
     if specs.activation_constructor.settings.is_fake_quantize:
@@ -170,11 +173,12 @@ class OpaqueUserModule(OpaqueModule):
         if self.opaque_takes_floats:
             return super().opaque_receive(q, qparams)
         if not _has_legacy_dtype(qparams):
-            raise UserModuleError(
+            raise CustomModuleError(
                 f"an input of {self.opaque_users_class.__qualname__} at {self.opaque_path!r} is "
                 f"{dtype_name(qparams.dtype)}, which torch.ao's quantized tensors cannot "
                 "hold.",
                 hint="set takes_floats = True on the quantized class: it then gets floats.",
+                code="TQ942",
             )
         return _legacy_tensor(q, qparams)
 
@@ -184,7 +188,7 @@ class OpaqueUserModule(OpaqueModule):
     def opaque_check_results(self, layout: CallLayout, results: Any) -> None:
         found, _ = Structure.take_apart(results)
         if found != layout.outputs:
-            raise UserModuleError.other_results(
+            raise CustomModuleError.other_results(
                 self.opaque_path, self.opaque_users_class, _shown(layout.outputs), _shown(found)
             )
 
@@ -335,7 +339,7 @@ class UserModuleHandler(CustomModuleHandler):
             raise _call_raised(path, opaque.opaque_users_class, cause) from cause
         for wanted, found in zip(map(_shown_setting, expected), map(_shown_setting, results), strict=True):
             if wanted != found:
-                raise UserModuleError.other_results(path, opaque.opaque_users_class, wanted, found)
+                raise CustomModuleError.other_results(path, opaque.opaque_users_class, wanted, found)
 
     def convert(self, request: ConvertRequest) -> OpaqueModule:
         opaque, path = request.observed, request.path
@@ -368,7 +372,7 @@ def made_by(owner: type[nn.Module], method: str, module: nn.Module, path: str) -
     """Call ``from_float`` or ``from_observed`` of the user's ``owner`` on ``module``.
 
     Raises:
-        UserModuleError: if the method raises, or does not return a module.
+        CustomModuleError: if the method raises, or does not return a module.
     """
     try:
         made = getattr(owner, method)(module)
@@ -377,9 +381,10 @@ def made_by(owner: type[nn.Module], method: str, module: nn.Module, path: str) -
     except Exception as cause:
         raise _method_raised(path, owner, method, cause) from cause
     if not isinstance(made, nn.Module):
-        raise UserModuleError(
+        raise CustomModuleError(
             f"{owner.__qualname__}.{method} for the module at {path!r} returned {type(made).__name__}.",
             hint=f"{method} has to return the nn.Module to use instead.",
+            code="TQ942",
         )
     return made
 
@@ -395,21 +400,23 @@ def _shown_setting(tensor: Tensor) -> str:
 register(UserModuleHandler())
 
 
-def _call_raised(path: str, owner: type, cause: BaseException) -> UserModuleError:
+def _call_raised(path: str, owner: type, cause: BaseException) -> CustomModuleError:
     first_line = str(cause).strip().split("\n", 1)[0]
-    return UserModuleError(
+    return CustomModuleError(
         f"{owner.__qualname__} at {path!r} cannot be called as the float module is: "
         f"{type(cause).__name__}: {first_line}",
         hint="its forward has to take the arguments of the float module's.",
+        code="TQ942",
     )
 
 
-def _method_raised(path: str, owner: type, method: str, cause: BaseException) -> UserModuleError:
+def _method_raised(path: str, owner: type, method: str, cause: BaseException) -> CustomModuleError:
     first_line = str(cause).strip().split("\n", 1)[0]
-    return UserModuleError(
+    return CustomModuleError(
         f"{owner.__qualname__}.{method} failed for the module at {path!r}: "
         f"{type(cause).__name__}: {first_line}",
         hint=f"{method} gets the module to replace and has to return the nn.Module to use instead.",
+        code="TQ942",
     )
 
 

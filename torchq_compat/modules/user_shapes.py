@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torchq_compat.capture.call_layouts import Structure, input_labels
 from torchq_compat.capture.opaque_stub import FakeCall
 from torchq_compat.capture.sizes.numbers import is_followed
-from torchq_compat.errors import TorchQCompatError, UserModuleError
+from torchq_compat.errors import CustomModuleError, TorchQCompatError
 from torchq_compat.modules.registry import handlers
 from torchq_compat.support.graph_nodes import copied_model
 from torchq_compat.support.upstream import detect_fake_mode, disable_current_modes
@@ -30,7 +30,7 @@ def probe(module: nn.Module, path: str, args: Any, kwargs: Any) -> Any:
     """Return empty tensors of the shapes and dtypes of ``module(*args, **kwargs)``, in the same structure.
 
     Raises:
-        UserModuleError: if the module fails on example data, or its shapes depend on the data.
+        CustomModuleError: if the module fails on example data, or its shapes depend on the data.
     """
     inputs, tensors, sizes = Structure.take_apart_with_sizes((args, kwargs))
     call = _Call(module, path, inputs, tensors, sizes, [tuple(tensor.shape) for tensor in tensors])
@@ -91,7 +91,7 @@ class _Call:
     def accepts(self, moves: Moves) -> bool:
         try:
             self.run(moves)
-        except UserModuleError:
+        except CustomModuleError:
             return False
         return True
 
@@ -105,7 +105,7 @@ def _move_sizes(call: _Call) -> tuple[Moves, _Run]:
     example = {size.node.expression: size.node.value for size in call.followed}
     try:
         return moves, call.run(moves)
-    except UserModuleError as refused:
+    except CustomModuleError as refused:
         alone = {size: value for size, value in moves.items() if call.accepts({size: value})}
         together: Moves = {}
         for value in set(example.values()):
@@ -117,7 +117,7 @@ def _move_sizes(call: _Call) -> tuple[Moves, _Run]:
             raise
         try:
             return accepted, call.run(accepted)
-        except UserModuleError:
+        except CustomModuleError:
             raise refused from None
 
 
@@ -146,19 +146,21 @@ def _size(pair: tuple[int, int], call: _Call, moves: Moves) -> Any:
     return pair[0]
 
 
-def _shapes_unknown(path: str, found: type, cause: BaseException) -> UserModuleError:
+def _shapes_unknown(path: str, found: type, cause: BaseException) -> CustomModuleError:
     first_line = str(cause).strip().split("\n", 1)[0]
-    return UserModuleError(
+    return CustomModuleError(
         f"the shapes of the results of {found.__name__} at {path!r} cannot be computed without data: "
         f"{type(cause).__name__}: {first_line}",
         hint="register a torchq_compat.custom_modules.UserModuleHandler whose fake_call computes them.",
+        code="TQ942",
     )
 
 
-def _shapes_depend_on_data(path: str, found: type) -> UserModuleError:
-    return UserModuleError(
+def _shapes_depend_on_data(path: str, found: type) -> CustomModuleError:
+    return CustomModuleError(
         f"the shapes of the results of {found.__name__} at {path!r} are no sizes of its inputs.",
         hint="register a torchq_compat.custom_modules.UserModuleHandler whose fake_call computes them.",
+        code="TQ942",
     )
 
 
@@ -190,10 +192,11 @@ def fake_call_of(module: nn.Module, path: str) -> FakeCall:
             return probe(real, path, args, kwargs)
         for label, tensor, version in zip(input_labels(type(module), inputs), tensors, versions, strict=True):
             if tensor._version != version:
-                raise UserModuleError(
+                raise CustomModuleError(
                     f"the module at {path!r} changes its input {label} in place; behind a quantized boundary "
                     "nobody would see the change.",
                     hint="write the result to a new tensor and return it.",
+                    code="TQ942",
                 )
         return result
 

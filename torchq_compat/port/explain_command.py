@@ -11,7 +11,7 @@ import shutil
 import sys
 import textwrap
 
-from torchq_compat.errors import CodeError
+from torchq_compat.errors import ScriptError
 from torchq_compat.port.constructs import Construct
 from torchq_compat.port.scanner import CONSTRUCTS, RETIRED
 from torchq_compat.quantize.passes import PASSES
@@ -50,7 +50,7 @@ def explain_command(args: argparse.Namespace) -> int:
     """Print the texts, or the list of codes if none is given, and return the exit code.
 
     Raises:
-        CodeError: there is no such code.
+        ScriptError: there is no such code.
     """
     if args.passes:
         for stage, passes in PASSES.items():
@@ -75,7 +75,7 @@ def explained(code: str, width: int) -> str:
     """Return the text about ``code`` in lines of at most ``width`` columns; code blocks are not wrapped.
 
     Raises:
-        CodeError: there is no such code.
+        ScriptError: there is no such code.
     """
     if code.upper() in CODES:
         return _registered(CODES[code.upper()], width)
@@ -89,7 +89,9 @@ def explained(code: str, width: int) -> str:
         return "\n\n".join("\n".join(_wrapped(text.replace("`", ""), width)) for text in texts)
     construct = CONSTRUCTS.get(code.upper()) or RETIRED.get(code.upper())
     if construct is None:
-        raise CodeError(f"there is no code {code!r}.", hint="torchq-compat explain --list has all.")
+        raise ScriptError(
+            f"there is no code {code!r}.", hint="torchq-compat explain --list has all.", code="TQ982"
+        )
     lines = [f"{construct.code} {construct.title}", "", *_wrapped(_becomes(construct), width)]
     for index, passage in enumerate(BLOCK.split(construct.guide)):
         if index % 2:

@@ -17,7 +17,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from torchq_compat.errors import RewriteUsageError, TorchQCompatError
+from torchq_compat.errors import ScriptError, TorchQCompatError
 from torchq_compat.port.process import print_problems, progress, stopping_cleanly
 from torchq_compat.port.rewrites import REWRITES
 from torchq_compat.port.rewrites.declaration import Rewrite
@@ -88,14 +88,16 @@ def rewrite_command(args: argparse.Namespace) -> int:
 
     Raises:
         PathError: a path does not exist.
-        RewriteUsageError: no path is given.
+        ScriptError: no path is given.
     """
     if args.list:
         for rewrite in REWRITES:
             print(f"{rewrite.name:<24}{rewrite.code}  {rewrite.summary}")
         return DONE
     if not args.paths:
-        raise RewriteUsageError("there is no PATH to rewrite.", hint="name files or folders, or use --list.")
+        raise ScriptError(
+            "there is no PATH to rewrite.", hint="name files or folders, or use --list.", code="TQ983"
+        )
     scan = scan_paths(args.paths, progress)
     problems = list(scan.problems)
     changes = list(_changes(scan, _chosen(args), problems))
@@ -140,11 +142,11 @@ def _change(document: Document, origin: Origin, rewrites: tuple[Rewrite, ...]) -
 def _write(change: Change, problems: list[Problem]) -> bool:
     try:
         replace_file(change.document.source, change.content)
-    except OSError as error:
-        problems.append(Problem(change.path, f"cannot be written: {error.strerror or error}"))
-        return False
     except TorchQCompatError as error:
         problems.append(Problem(change.path, error.message))
+        return False
+    except OSError as error:
+        problems.append(Problem(change.path, f"cannot be written: {error.strerror or error}"))
         return False
     return True
 

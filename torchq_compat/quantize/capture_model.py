@@ -33,7 +33,7 @@ from torchq_compat.capture.torch_export import (
 from torchq_compat.capture.trial_runs import FloatRun, Runs, trial_copy
 from torchq_compat.capture.unseen_python import show_identities
 from torchq_compat.custom_modules import handler_of
-from torchq_compat.errors import ExampleInputsError, TorchQCompatError
+from torchq_compat.errors import InputError, TorchQCompatError
 from torchq_compat.modules.registry import ObserveRequest, WriteOps
 from torchq_compat.modules.swap import Swap, apply_swaps
 from torchq_compat.quantize.request import PrepareRequest, WithLoops
@@ -56,12 +56,12 @@ class TriedModel:
     example: FloatRun
 
     @property
-    def problem(self) -> ExampleInputsError | None:
+    def problem(self) -> InputError | None:
         """The error for example inputs that the float model fails on, or None. torch.export accepts some that
         no kernel does, such as integers for a float linear."""
         if self.example.error is None:
             return None
-        return ExampleInputsError.does_not_fit(type(self.runs.model).__name__, self.example.error)
+        return InputError.does_not_fit(type(self.runs.model).__name__, self.example.error)
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def capture_model(
 
     Raises:
         CaptureError: torch.export or the model fails, or no captured graph computes what the model does.
-        ExampleInputsError: the float model does not accept the example inputs.
+        InputError: the float model does not accept the example inputs.
     """
     args, stubs = request.example_inputs, tried.runs.stubs
     apply_swaps(working, swaps, stubs)

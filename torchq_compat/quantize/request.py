@@ -15,7 +15,7 @@ from torchq_compat.capture.loops.step_flow import NotALoopError
 from torchq_compat.capture.opaque_stub import StubRegistry
 from torchq_compat.capture.signature import CallSignature
 from torchq_compat.capture.trial_runs import FloatRun, Runs, trial_copy
-from torchq_compat.errors import ExampleInputsError, InputError
+from torchq_compat.errors import InputError
 from torchq_compat.model.graph_module import record_of
 from torchq_compat.model.other_tools import OBSERVED_KEY
 from torchq_compat.modules.registry import ObserveRequest
@@ -118,12 +118,12 @@ def signature_of(model: nn.Module, args: tuple[Any, ...]) -> CallSignature:
     """Return the signature of the call of ``model`` with ``args``.
 
     Raises:
-        ExampleInputsError: ``args`` do not fit its ``forward``.
+        InputError: ``args`` do not fit its ``forward``.
     """
     try:
         return CallSignature.of(model, args)
     except ValueError as cause:
-        raise ExampleInputsError.does_not_fit(type(model).__name__, cause) from cause
+        raise InputError.does_not_fit(type(model).__name__, cause) from cause
 
 
 def _stage_of(module: nn.Module) -> str | None:

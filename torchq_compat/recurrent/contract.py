@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from torchq_compat.capture.packed_sequences import batch_in_call, is_step
-from torchq_compat.errors import CustomModuleError, RecurrentModuleError
+from torchq_compat.errors import CustomModuleError
 from torchq_compat.recurrent.cells import CellKind, kind_of
 from torchq_compat.recurrent.over_time import packs_are_padded
 from torchq_compat.support.upstream import pytree
@@ -148,11 +148,12 @@ def _call_packed(
 # Dynamo runs it as it is, and lets the error out.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _refuse_packed(path: str) -> None:
-    raise RecurrentModuleError(
+    raise CustomModuleError(
         f"the recurrent module at {path!r} is called with a PackedSequence, which torch.export "
         "cannot carry: its batch sizes are data.",
         hint="torchq_compat.export writes packed sequences as padded ones, with the same bits; or call "
         "the prepared or converted module itself with the PackedSequence.",
+        code="TQ941",
     )
 
 

@@ -12,7 +12,7 @@ from torchq_compat.annotate.patterns import takes_weight
 from torchq_compat.capture.call_layouts import CallLayout
 from torchq_compat.capture.opaque_calls import OpaqueBoundary, OpaqueModule
 from torchq_compat.capture.opaque_stub import FakeCall
-from torchq_compat.errors import RecurrentModuleError
+from torchq_compat.errors import CustomModuleError
 from torchq_compat.fx_state.numbered import Wanted
 from torchq_compat.fx_state.states import FxState
 from torchq_compat.modules.parts import DynamicPartSpecs, Part, PartSpecs
@@ -106,14 +106,15 @@ class RecurrentHandler(PartOwnerHandler):
             return made
         if self.family.legacy_observed is not None and isinstance(made, self.family.legacy_observed):
             if any(isinstance(m, GraphModule) for m in made.modules()):
-                raise RecurrentModuleError(
+                raise CustomModuleError(
                     f"the LSTM at {request.path!r} was observed by the FX engine.",
                     hint="import get_lstm_with_individually_observed_parts from torchq_compat.lstm_utils, or "
                     "start the script with 'torchq-compat run'.",
+                    code="TQ941",
                 )
             # The eager engine observed every part by the qconfig: the cells built here do the same.
             return self.family.observed.observe(request.module, specs, split_gates=_is_split(made))
-        raise RecurrentModuleError.unusable_result(request.path, "from_float", made)
+        raise CustomModuleError.unusable_result(request.path, "from_float", made)
 
     def boundary(self, opaque: OpaqueModule, request: ObserveRequest, layout: CallLayout) -> OpaqueBoundary:
         """Return the base class's boundary, in which states that the parts keep in floats are not
@@ -146,7 +147,7 @@ class RecurrentHandler(PartOwnerHandler):
             lambda: self.family.converted.from_observed(request.observed),
         )
         if not isinstance(made, ConvertedRecurrent):
-            raise RecurrentModuleError.unusable_result(request.path, "from_observed", made)
+            raise CustomModuleError.unusable_result(request.path, "from_observed", made)
         return made
 
     def lower(self, opaque: OpaqueModule) -> OpaqueModule | str:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from torchq_compat.capture.call_layouts import CallLayout
-from torchq_compat.errors import CustomModuleError, PartConfigError, RecurrentModuleError
+from torchq_compat.errors import ConfigError, CustomModuleError
 from torchq_compat.model.other_tools import OBSERVED_KEY
 from torchq_compat.modules.parts import (
     FloatPartSpecs,
@@ -66,21 +66,24 @@ def given_specs(
     kind = kind_of(float_module)
     qconfig = getattr(float_module, "qconfig", None)
     if qconfig is None:
-        raise PartConfigError(
+        raise ConfigError(
             f"the float {kind.name} has no qconfig, so its parts without a constructor cannot be observed.",
             hint="prepare_fx sets it before it calls from_float; on your own, set its qconfig first.",
+            code="TQ911",
         )
     allowed = {f"{group}{SUFFIX}" for group in kind.groups}
     for name in constructors:
         if name not in allowed:
-            raise PartConfigError(
+            raise ConfigError(
                 f"{name} is no constructor of the parts of {kind.name}.",
                 hint=f"it has {', '.join(sorted(allowed))}.",
+                code="TQ911",
             )
     if split_gates and not kind.float_cell.gate_names:
-        raise PartConfigError(
+        raise ConfigError(
             f"split_gates=True, but {kind.name} has no gates to split.",
             hint="leave split_gates out.",
+            code="TQ911",
         )
     by_group = {name.removesuffix(SUFFIX): value for name, value in constructors.items()}
     specs = PartSpecs(OpSpecs(qconfig), PartConstructors.from_legacy(**by_group))
@@ -453,7 +456,7 @@ class ConvertedRecurrent(RecurrentModule):
             CustomModuleError: ``other`` was not observed by this package.
         """
         if not isinstance(other, cls.observed):
-            raise RecurrentModuleError.unusable_result("the observed module", "from_float", other)
+            raise CustomModuleError.unusable_result("the observed module", "from_float", other)
         converted = cls(other.contract, other.converted_layers())
         converted.take_over_from(other)
         return converted

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal
 
-from torchq_compat.errors import ReportError
+from torchq_compat.errors import ScriptError
 from torchq_compat.support.argument_checks import INDEX, Expected, checked_arguments, instance_of, optional
 from torchq_compat.support.report import Role, Row, headline, report_html, report_text
 from torchq_compat.support.text_table import fitted_width
@@ -197,7 +197,7 @@ class Report:
         """Return a pandas table with one line for each of ``rows``.
 
         Raises:
-            ReportError: pandas is not installed.
+            ScriptError: pandas is not installed.
         """
         return data_frame([row.as_dict() for row in self.rows], [*Row.__dataclass_fields__])
 
@@ -235,14 +235,15 @@ def data_frame(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> pd.
     """Return ``rows`` as a pandas table.
 
     Raises:
-        ReportError: pandas is not installed.
+        ScriptError: pandas is not installed.
     """
     try:
         import pandas as pd
     except ModuleNotFoundError as missing:
-        raise ReportError(
+        raise ScriptError(
             "to_pandas needs pandas, which is not installed.",
             hint="install the extra: pip install torchq-compat[notebook]; to_dict() needs nothing.",
+            code="TQ974",
         ) from missing
     # pandas' own integer dtype allows missing values; otherwise all values would be shown as floats.
     integers = {name: "Int64" for name in columns if name.endswith(("zero_point", "channels"))}

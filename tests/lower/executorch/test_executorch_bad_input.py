@@ -16,7 +16,6 @@ from tests.helpers import executorch_models
 from tests.helpers.executorch_models import PER_TENSOR, converted
 from torchq_compat.errors import (
     ArgumentError,
-    ExecutorchError,
     ExportError,
     InputError,
     QuantizationWarning,
@@ -39,15 +38,15 @@ def program() -> ExecutorchProgram:
 
 
 def test_inputs_the_program_was_not_made_for(program: ExecutorchProgram) -> None:
-    with pytest.raises(ExecutorchError, match=r"size 17 in dimension 0.* at most 16.\nHint: .*larg"):
+    with pytest.raises(ExportError, match=r"size 17 in dimension 0.* at most 16.\nHint: .*larg"):
         program(rows(17))
-    with pytest.raises(ExecutorchError, match="size 9 in dimension 1"):
+    with pytest.raises(ExportError, match="size 9 in dimension 1"):
         program(torch.randn(4, 9))
-    with pytest.raises(ExecutorchError, match="2 inputs were given"):
+    with pytest.raises(ExportError, match="2 inputs were given"):
         program(rows(), rows())
-    with pytest.raises(ExecutorchError, match=r"input 0 is \[8\].\nHint: .*input: float32\[1..16, 8\]"):
+    with pytest.raises(ExportError, match=r"input 0 is \[8\].\nHint: .*input: float32\[1..16, 8\]"):
         program(torch.randn(8))
-    with pytest.raises(ExecutorchError, match="float64"):
+    with pytest.raises(ExportError, match="float64"):
         program(rows().double())
     assert program(rows(3)).shape == (3, 4)
 
@@ -55,17 +54,17 @@ def test_inputs_the_program_was_not_made_for(program: ExecutorchProgram) -> None
 def test_a_read_program_knows_its_bounds(program: ExecutorchProgram, tmp_path: Path) -> None:
     program.save(tmp_path / "linear.pte")
     read = ExecutorchProgram.read(tmp_path / "linear.pte")
-    with pytest.raises(ExecutorchError, match="at most 16"):
+    with pytest.raises(ExportError, match="at most 16"):
         read(rows(17))
     (tmp_path / "cut.pte").write_bytes(program.pte[:100])
-    with pytest.raises(ExecutorchError, match=r"cut.pte is no ExecuTorch program"):
+    with pytest.raises(ExportError, match=r"cut.pte is no ExecuTorch program"):
         ExecutorchProgram.read(tmp_path / "cut.pte")
     with pytest.raises(ArgumentError, match="read: path must be"):
         ExecutorchProgram.read(5)  # type: ignore[arg-type]
 
 
 def test_arguments_of_to_executorch(linear: GraphModule) -> None:
-    with pytest.raises(ExecutorchError, match=r"'coreml'.*\nHint: choose one of 'portable', 'xnnpack'"):
+    with pytest.raises(ExportError, match=r"'coreml'.*\nHint: choose one of 'portable', 'xnnpack'"):
         to_executorch(linear, (rows(),), backend="coreml")
     with pytest.raises(InputError, match="must be a tuple"):
         to_executorch(linear, "rows")  # type: ignore[arg-type]
@@ -75,14 +74,14 @@ def test_arguments_of_to_executorch(linear: GraphModule) -> None:
         to_executorch(linear)
     with pytest.raises(ExportError, match="Linear"):
         to_executorch(nn.Linear(8, 4), (rows(),))
-    with pytest.raises(ExecutorchError, match=r"dimension 0 of input 'input' has no.* bound.*\nHint: .*max="):
+    with pytest.raises(ExportError, match=r"dimension 0 of input 'input' has no.* bound.*\nHint: .*max="):
         to_executorch(linear, (rows(),), dynamic_shapes=({0: Dim("rows")},))
 
 
 def test_bounds_of_ones_own(linear: GraphModule) -> None:
     program = to_executorch(linear, (rows(4),), dynamic_shapes=({0: Dim("rows", max=64)},))
     assert program(rows(64)).shape == (64, 4)
-    with pytest.raises(ExecutorchError, match="at most 64"):
+    with pytest.raises(ExportError, match="at most 64"):
         program(rows(65))
 
 
@@ -95,7 +94,7 @@ def test_an_operator_without_kernel_is_named() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return torch.erfinv(self.head(x))
 
-    with pytest.raises(ExecutorchError, match=r"aten::erfinv.*\nHint: "):
+    with pytest.raises(ExportError, match=r"aten::erfinv.*\nHint: "):
         to_executorch(converted(Inverse(), PER_TENSOR, rows), (rows(),))
 
 
@@ -121,7 +120,7 @@ def test_a_recurrent_module_that_was_not_mapped_is_not_unrolled_in_silence() -> 
 
 def test_without_the_extra(linear: GraphModule, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "executorch.kernels.quantized", None)
-    with pytest.raises(ExecutorchError, match=r"Hint: .*pip install torchq-compat\[executorch\]"):
+    with pytest.raises(ExportError, match=r"Hint: .*pip install torchq-compat\[executorch\]"):
         to_executorch(linear, (rows(),))
 
 
@@ -129,7 +128,7 @@ def test_the_model_and_the_file_are_as_they_were_after_a_failure(linear: GraphMo
     path = tmp_path / "linear.pte"
     path.write_bytes(b"of yesterday")
     before = linear(rows(2).fill_(1))
-    with pytest.raises(ExecutorchError):
+    with pytest.raises(ExportError):
         to_executorch(linear, (rows(),), dynamic_shapes=({0: Dim("rows")},), path=path)
     assert path.read_bytes() == b"of yesterday"
     assert torch.equal(linear(rows(2).fill_(1)), before)

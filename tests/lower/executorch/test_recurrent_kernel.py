@@ -18,7 +18,7 @@ import torchq_compat as tc
 from tests.helpers.executorch_models import Tagger
 from tests.helpers.oracle import calibrate, leaves, sqnr
 from torchq_compat import to_executorch
-from torchq_compat.errors import ExecutorchError
+from torchq_compat.errors import ExportError
 
 ROOT = Path(__file__).parents[3]
 
@@ -70,7 +70,7 @@ def test_two_programs_at_once_keep_their_weights() -> None:
 
 
 def test_an_unknown_shape_is_refused() -> None:
-    with pytest.raises(ExecutorchError, match="recurrent='folded' is not known"):
+    with pytest.raises(ExportError, match="recurrent='folded' is not known"):
         to_executorch(nn.Linear(2, 2), (torch.randn(9, 2),), recurrent="folded")
 
 

@@ -18,7 +18,7 @@ from tests.helpers.once import made_once
 from tests.helpers.oracle import calibrate, leaves, sqnr
 from tests.helpers.packed_models import map_all
 from tests.helpers.plain_loops import check_against_plain_loops, with_plain_loops
-from torchq_compat.errors import InputError, QuantizationWarning, StreamingError
+from torchq_compat.errors import ExportError, InputError, QuantizationWarning
 
 MAPPING = get_default_qconfig_mapping("x86")
 Forward = Callable[..., Any]
@@ -211,13 +211,13 @@ def no_recurrence(model: Any, x: Tensor) -> Any:
 def test_what_needs_all_steps_is_refused(forward: Forward, says: str) -> None:
     prepared = tc.prepare_fx(Model(forward).eval(), MAPPING, (torch.randn(3, 7, 6),), map_all())
     calibrate(prepared, [(torch.randn(2, 3, 6),)])
-    with pytest.raises(StreamingError, match=says) as caught:
+    with pytest.raises(ExportError, match=says) as caught:
         tc.streaming(tc.convert_fx(prepared))
     assert "Hint:" in str(caught.value)
 
 
 def test_what_is_not_converted_is_refused() -> None:
-    with pytest.raises(StreamingError, match=r"Linear.*convert_fx"):
+    with pytest.raises(ExportError, match=r"Linear.*convert_fx"):
         tc.streaming(nn.Linear(2, 2))
 
 
@@ -247,5 +247,5 @@ def test_a_loop_in_python_is_refused() -> None:
     case = LOOPS["over_columns"]
     prepared = tc.prepare_fx(case.model(), MAPPING, case.inputs(6), map_all())
     calibrate(prepared, [case.inputs(9)])
-    with pytest.raises(StreamingError, match="loop"):
+    with pytest.raises(ExportError, match="loop"):
         tc.streaming(tc.convert_to_reference_fx(prepared))

@@ -30,7 +30,7 @@ from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import (
 from tests.helpers.once import made_once
 from tests.helpers.oracle import leaves, sqnr
 from torchq_compat.annotate.observed_graph import observer_nodes
-from torchq_compat.errors import AtenLSTMError, QuantizationWarning
+from torchq_compat.errors import AnnotationError, QuantizationWarning
 from torchq_compat.lstm_utils import convert_decomposed_lstm, decompose_lstm, prepare_decomposed_lstm
 from torchq_compat.recurrent.exported_lstm.whole_op import product_of_scales
 
@@ -508,12 +508,12 @@ def test_edges_a_quantizer_leaves_float_are_named() -> None:
 
 def test_bad_programs_are_refused() -> None:
     linear = torch.export.export(nn.Linear(2, 2), (torch.ones(1, 2),))
-    with pytest.raises(AtenLSTMError, match=r"no aten.lstm.input"):
+    with pytest.raises(AnnotationError, match=r"no aten.lstm.input"):
         decompose_lstm(linear)
-    with pytest.raises(AtenLSTMError, match="got LSTM"):
+    with pytest.raises(AnnotationError, match="got LSTM"):
         decompose_lstm(nn.LSTM(2, 2))
     for shape in ("flat", "opaque text"):
-        with pytest.raises(AtenLSTMError, match="the shapes are: rolled, unrolled, opaque\\."):
+        with pytest.raises(AnnotationError, match="the shapes are: rolled, unrolled, opaque\\."):
             decompose_lstm(exported(), shape)
 
 
@@ -521,7 +521,7 @@ def test_double_precision_is_refused() -> None:
     model = float_model({}).double()
     x, (h, c) = batch(0, {})
     program = torch.export.export(model, (x.double(), (h.double(), c.double())))
-    with pytest.raises(AtenLSTMError, match=r"lstm_weight_ih_l0.* is torch.float64"):
+    with pytest.raises(AnnotationError, match=r"lstm_weight_ih_l0.* is torch.float64"):
         decompose_lstm(program)
 
 
@@ -529,11 +529,11 @@ def test_computed_weights_are_refused() -> None:
     model = float_model({})
     nn.utils.parametrizations.weight_norm(model.lstm, "weight_ih_l0")
     program = torch.export.export(model, batch(0, {}))
-    with pytest.raises(AtenLSTMError, match="is computed in the graph"):
+    with pytest.raises(AnnotationError, match="is computed in the graph"):
         decompose_lstm(program)
 
 
 def test_cells_prepared_by_torchao_alone_are_refused() -> None:
     _, decomposed = decomposed_from("opaque")
-    with pytest.raises(AtenLSTMError, match="has no observers"):
+    with pytest.raises(AnnotationError, match="has no observers"):
         convert_decomposed_lstm(prepare_pt2e(decomposed, OfLinears()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 
 from torchq_compat.capture.example_inputs import asks_for_examples, read_example_inputs
 from torchq_compat.capture.sizes.input_sizes import Dimension
-from torchq_compat.errors import ExecutorchError
+from torchq_compat.errors import ExportError
 from torchq_compat.lower.executorch.passes import (
     dequantize_for_each_reader,
     executorch_module,
@@ -63,26 +63,25 @@ class InputSpec:
         return cls("", None, tuple(SizeRange(0, size) for size in sizes))
 
     def check(self, index: int, value: Any) -> None:
-        """Raise an ExecutorchError if ``value`` does not fit this input."""
+        """Raise an ExportError if ``value`` does not fit this input."""
         if self.sizes is None:
             return
         if not isinstance(value, Tensor) or value.dim() != len(self.sizes):
             found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise ExecutorchError.other_inputs(f"input {index} is {found}", [str(self)])
+            raise _other_inputs(f"input {index} is {found}", [str(self)])
         if self.dtype is not None and value.dtype is not self.dtype:
-            raise ExecutorchError.other_inputs(f"input {index} is {value.dtype}", [str(self)])
+            raise _other_inputs(f"input {index} is {value.dtype}", [str(self)])
         for dimension, (size, allowed) in enumerate(zip(value.shape, self.sizes, strict=True)):
             if size > allowed.high and allowed.low != allowed.high:
-                raise ExecutorchError(
+                raise ExportError(
                     f"input {index} has size {size} in dimension {dimension}, and the program was made for "
                     f"at most {allowed.high}.",
                     hint="call to_executorch with example_inputs as large as the largest input, or with "
                     "dynamic_shapes= whose Dims have a larger max.",
+                    code="TQ932",
                 )
             if not allowed.low <= size <= allowed.high:
-                raise ExecutorchError.other_inputs(
-                    f"input {index} has size {size} in dimension {dimension}", [str(self)]
-                )
+                raise _other_inputs(f"input {index} has size {size} in dimension {dimension}", [str(self)])
 
     def __str__(self) -> str:
         dtype = dtype_name(self.dtype) if self.dtype else "tensor"
@@ -106,7 +105,7 @@ def read_inputs(program: ExportedProgram) -> tuple[InputSpec, ...]:
     """Return the flat inputs of ``program``.
 
     Raises:
-        ExecutorchError: a free size without an upper bound.
+        ExportError: a free size without an upper bound.
     """
     nodes = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
     return tuple(_input(nodes[str(name)]) for name in program.graph_signature.user_inputs)
@@ -137,11 +136,12 @@ def _range(placeholder: Node, dimension: int, size: int | torch.SymInt) -> SizeR
     assert isinstance(size, torch.SymInt)
     bounds = size.node.shape_env.bound_sympy(size.node.expr)
     if not bounds.upper.is_Integer:
-        raise ExecutorchError(
+        raise ExportError(
             f"dimension {dimension} of input {placeholder.name!r} has no upper bound; ExecuTorch "
             "plans its memory before it runs.",
             hint="give its Dim a max=, or leave dynamic_shapes out: then the sizes of example_inputs are "
             "the largest.",
+            code="TQ932",
         )
     # torch.export assumes a free size to be at least 2, but such a program also runs with size 1.
     low = int(bounds.lower)
@@ -261,7 +261,7 @@ class ExecutorchProgram:
         """Return the program in a ``.pte`` file. The file states only the largest sizes of its inputs.
 
         Raises:
-            ExecutorchError: the file is no program that the runtime can load, or the extra is not installed.
+            ExportError: the file is no program that the runtime can load, or the extra is not installed.
         """
         pte = Path(path).read_bytes()
         try:
@@ -275,7 +275,7 @@ class ExecutorchProgram:
         """Load the program into the runtime of this process; otherwise, the first call does so.
 
         Raises:
-            ExecutorchError: the runtime refuses the program, or the extra is not installed.
+            ExportError: the runtime refuses the program, or the extra is not installed.
         """
         try:
             self._method  # noqa: B018
@@ -296,23 +296,24 @@ class ExecutorchProgram:
         """Run with positional ``args``, nested like the model's.
 
         Raises:
-            ExecutorchError: the number of inputs, a dtype or a size differs from those of the program, or the
+            ExportError: the number of inputs, a dtype or a size differs from those of the program, or the
                 runtime stops with an error.
         """
         leaves = [self._as_input(leaf) for leaf in pytree.tree_leaves(args)]
         if len(leaves) != len(self.inputs):
             expected = [str(each) for each in self.inputs]
-            raise ExecutorchError.other_inputs(f"{len(leaves)} inputs were given", expected)
+            raise _other_inputs(f"{len(leaves)} inputs were given", expected)
         for index, (leaf, spec) in enumerate(zip(leaves, self.inputs, strict=True)):
             spec.check(index, leaf)
         self.load()
         try:
             results = tuple(self._method.execute(leaves))
         except RuntimeError as cause:
-            raise ExecutorchError(
+            raise ExportError(
                 f"ExecuTorch's runtime stopped: {cause}",
                 hint="the lines printed before this error name the instruction; sizes that the model fixes "
                 "must be those of example_inputs.",
+                code="TQ932",
             ) from cause
         return results if self.structure is None else pytree.tree_unflatten(results, self.structure)
 
@@ -326,10 +327,19 @@ class ExecutorchProgram:
         return leaf.detach().contiguous() if isinstance(leaf, Tensor) else leaf
 
 
-def _unreadable(name: str, cause: BaseException) -> ExecutorchError:
-    return ExecutorchError(
+def _other_inputs(problem: str, expected: Iterable[str]) -> ExportError:
+    return ExportError(
+        f"the program cannot be called like this: {problem}.",
+        hint=f"its inputs, flat, are ({', '.join(expected)}).",
+        code="TQ932",
+    )
+
+
+def _unreadable(name: str, cause: BaseException) -> ExportError:
+    return ExportError(
         f"{name} is no ExecuTorch program this runtime can load: {cause}",
         hint="write it with to_executorch(..., path=...) and the same version of executorch.",
+        code="TQ932",
     )
 
 
@@ -376,7 +386,7 @@ def to_executorch(
         The program: call it to run it here, or ``save`` it to a file.
 
     Raises:
-        ExecutorchError: the extra ``executorch`` is not installed; an unknown ``backend`` or ``recurrent``; a
+        ExportError: the extra ``executorch`` is not installed; an unknown ``backend`` or ``recurrent``; a
             size without bound; an operator for which ExecuTorch has no kernel; no compiler for this package's
             kernel.
         ExportError: not a converted model, one in training mode, or refused ``dynamic_shapes``.
@@ -394,16 +404,18 @@ def to_executorch(
         torch.Size([3, 2])
     """
     if backend not in BACKENDS:
-        raise ExecutorchError(
+        raise ExportError(
             f"backend {backend!r} is not known.",
             hint=f"choose one of {', '.join(map(repr, BACKENDS))}; for another backend, give the program of "
             "torch.export.export to its partitioner.",
+            code="TQ932",
         )
     executorch_module("exir")
     if recurrent not in SHAPES:
-        raise ExecutorchError(
+        raise ExportError(
             f"recurrent={recurrent!r} is not known.",
             hint=f"choose one of {', '.join(map(repr, SHAPES))}.",
+            code="TQ932",
         )
     if recurrent == "opaque":
         load_recurrent_kernel()
@@ -421,7 +433,7 @@ def to_executorch(
         # With gradients enabled, every pass over the graph would also trace the backward of its loops.
         with torch.no_grad():
             pte, report = _lower(exported, backend)
-    except ExecutorchError:
+    except ExportError:
         raise
     except Exception as cause:
         raise _cannot_lower(backend, cause) from cause
@@ -472,16 +484,18 @@ def _check_kernels(program: Any) -> None:
     known = runtime().operator_registry.operator_names
     missing = {".".join(filter(None, each)) for each in needed} - known
     if missing:
-        raise ExecutorchError(
+        raise ExportError(
             f"ExecuTorch's runtime has no kernel for {', '.join(sorted(missing))}.",
             hint="leave the part of the model that computes this outside, or write it with other operators.",
+            code="TQ932",
         )
 
 
-def _cannot_lower(stage: str, cause: BaseException) -> ExecutorchError:
+def _cannot_lower(stage: str, cause: BaseException) -> ExportError:
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
-    return ExecutorchError(
+    return ExportError(
         f"ExecuTorch cannot take the model ({stage}): {type(cause).__name__}: {' '.join(lines[:2])}",
         hint="its operators have to be in ExecuTorch's portable library; move the part that needs the "
         "operator named here out of the model.",
+        code="TQ932",
     )

@@ -15,7 +15,7 @@ from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.passes.infra.pass_base import PassResult
 
-from torchq_compat.errors import ExecutorchError
+from torchq_compat.errors import ExportError
 from torchq_compat.read.qdq import (
     CONVERT_DTYPE,
     DEQUANTIZE,
@@ -220,7 +220,7 @@ def executorch_module(name: str) -> Any:
     """Return ``executorch.<name>``, with the quantized operators registered.
 
     Raises:
-        ExecutorchError: the extra is not installed.
+        ExportError: the extra is not installed.
     """
     try:
         with warnings.catch_warnings():
@@ -229,9 +229,10 @@ def executorch_module(name: str) -> Any:
             import_module("executorch.kernels.quantized")
             return import_module(f"executorch.{name}")
     except ImportError as cause:
-        raise ExecutorchError(
+        raise ExportError(
             f"ExecuTorch cannot be imported: {cause}.",
             hint="install the extra: pip install torchq-compat[executorch].",
+            code="TQ932",
         ) from cause
 
 
@@ -239,7 +240,7 @@ def runtime() -> Any:
     """Return ExecuTorch's runtime in this process.
 
     Raises:
-        ExecutorchError: the extra is not installed.
+        ExportError: the extra is not installed.
     """
     return executorch_module("runtime").Runtime.get()
 

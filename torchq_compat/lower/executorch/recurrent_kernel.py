@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 import torchq_compat.recurrent.kernel.op  # noqa: F401 - has the operator
-from torchq_compat.errors import ExecutorchError
+from torchq_compat.errors import ExportError
 from torchq_compat.lower.executorch.passes import executorch_module, runtime
 from torchq_compat.recurrent.kernel.build import (
     FLAGS,
@@ -41,7 +41,7 @@ def load_recurrent_kernel() -> None:
     """Register the kernel with the runtime of this process, and its out variant for the exporter.
 
     Raises:
-        ExecutorchError: the kernel cannot be compiled here, or the extra is not installed.
+        ExportError: the kernel cannot be compiled here, or the extra is not installed.
     """
     root = Path(next(iter(executorch_module("exir").__path__))).parent
     registered = runtime().operator_registry
@@ -55,9 +55,10 @@ def load_recurrent_kernel() -> None:
         ctypes.CDLL(str(_library(root)))
     except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as cause:
         said = str(getattr(cause, "stderr", None) or cause).strip()
-        raise ExecutorchError(
+        raise ExportError(
             f"ExecuTorch's kernel for recurrent modules could not be built: {said.partition(chr(10))[0]}",
             hint="install a C++ compiler with OpenMP, or name one in CXX; recurrent='rolled' needs none.",
+            code="TQ932",
         ) from cause
 
 

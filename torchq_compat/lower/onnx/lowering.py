@@ -19,7 +19,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 from torchq_compat.capture.example_inputs import asks_for_examples, read_example_inputs
-from torchq_compat.errors import OnnxError, OnnxFileError
+from torchq_compat.errors import ExportError, PathError
 from torchq_compat.lower.export import export
 from torchq_compat.model.state import look_up_rows
 from torchq_compat.ops import CONVOLUTIONS, TRANSPOSED
@@ -49,8 +49,8 @@ class OnnxModel:
         """Write the model to ``path``, whole or not at all.
 
         Raises:
-            OnnxError: the model exceeds the 2 GiB limit of a file.
-            OnnxFileError: the file cannot be written; an existing file is left unchanged.
+            ExportError: the model exceeds the 2 GiB limit of a file.
+            PathError: the file cannot be written; an existing file is left unchanged.
         """
         content = self.to_bytes()
         try:
@@ -63,14 +63,15 @@ class OnnxModel:
         """Return the content of the file, as ``onnxruntime.InferenceSession`` accepts it.
 
         Raises:
-            OnnxError: the model exceeds the 2 GiB limit of a file.
+            ExportError: the model exceeds the 2 GiB limit of a file.
         """
         try:
             content: bytes = self.proto.SerializeToString()
         except Exception as cause:
-            raise OnnxError(
+            raise ExportError(
                 f"the ONNX model cannot be written as one file: {cause}",
                 hint="a file has at most 2 GiB; save proto with onnx.save(..., save_as_external_data=True).",
+                code="TQ933",
             ) from cause
         return content
 
@@ -79,7 +80,7 @@ def check_place(path: Path) -> None:
     """Refuse a path that no file can have, before the model is translated.
 
     Raises:
-        OnnxFileError: the folder does not exist, or the path is a folder.
+        PathError: the folder does not exist, or the path is a folder.
     """
     if path.is_dir():
         raise _not_written(path, IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR)))
@@ -87,11 +88,12 @@ def check_place(path: Path) -> None:
         raise _not_written(path, FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)))
 
 
-def _not_written(path: Path, cause: OSError) -> OnnxFileError:
-    return OnnxFileError(
+def _not_written(path: Path, cause: OSError) -> PathError:
+    return PathError(
         f"the ONNX model cannot be written to {path}: {cause.strerror or cause}.",
         hint="give the path of a file in an existing folder with write permission; an existing file is left "
         "unchanged.",
+        code="TQ934",
     )
 
 
@@ -165,16 +167,17 @@ def onnx_module(name: str) -> Any:
     """Return the module ``name``, which needs the packages of the extra.
 
     Raises:
-        OnnxError: the extra is not installed.
+        ExportError: the extra is not installed.
     """
     try:
         import_module("onnx")
         import_module("onnxscript")
         return import_module(name)
     except ImportError as cause:
-        raise OnnxError(
+        raise ExportError(
             f"ONNX cannot be written: {cause}.",
             hint="install the extra: pip install torchq-compat[onnx].",
+            code="TQ933",
         ) from cause
 
 
@@ -221,11 +224,11 @@ def to_onnx(
         The model: its ``proto``, its opset and the free sizes; ``save(path)`` writes it.
 
     Raises:
-        OnnxError: the extra ``onnx`` is not installed, an opset that is too old or unknown, or an operator
+        ExportError: the extra ``onnx`` is not installed, an opset that is too old or unknown, or an operator
             that has no form in ONNX.
         ExportError: not a converted model, one in training mode, or refused ``dynamic_shapes``.
         InputError: ``example_inputs`` missing, no inputs, or not fitting the model.
-        OnnxFileError: the file cannot be written; it is an OSError too.
+        PathError: the file cannot be written; it is an OSError too.
 
     Example:
         >>> import torch
@@ -238,24 +241,27 @@ def to_onnx(
         ('input in dimension 0',)
     """
     if opset < OLDEST_OPSET:
-        raise OnnxError(
+        raise ExportError(
             f"to_onnx: opset {opset} is too old.",
             hint=f"opset {OLDEST_OPSET} is the first whose quantize operators have all dtypes that models "
             f"here "
             "have; ONNX Runtime has it since 1.18.",
+            code="TQ933",
         )
     if dynamic_lstm not in list(DYNAMIC_LSTMS):
-        raise OnnxError(
+        raise ExportError(
             f"to_onnx: dynamic_lstm={dynamic_lstm!r} is not known.",
             hint=f"choose one of {', '.join(map(repr, DYNAMIC_LSTMS))}.",
+            code="TQ933",
         )
     if path is not None:
         check_place(Path(path))
     newest = onnx_module("onnx.defs").onnx_opset_version()
     if opset > newest:
-        raise OnnxError(
+        raise ExportError(
             f"to_onnx: opset {opset} is not known to the installed onnx.",
             hint=f"its newest is {newest}; leave opset out for one that every ONNX Runtime since 1.18 has.",
+            code="TQ933",
         )
     translations = onnx_module("torchq_compat.lower.onnx.translations").TRANSLATIONS
     args = read_example_inputs(example_inputs)
@@ -292,17 +298,18 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _cannot_translate(opset: int, cause: BaseException) -> OnnxError:
+def _cannot_translate(opset: int, cause: BaseException) -> ExportError:
     causes = [cause]
     while causes[-1].__cause__ is not None:
         causes.append(causes[-1].__cause__)
     innermost = next((each for each in reversed(causes) if str(each).strip()), cause)
     lines = [line.strip() for line in str(innermost).splitlines() if line.strip()]
     found = f"{type(innermost).__name__}: {' '.join(lines[:2])}"
-    return OnnxError(
+    return ExportError(
         f"torch.onnx cannot write the model for opset {opset}: {found}",
         hint="every operator of the model needs a form in that opset; move an operator without one out of "
         "the model, or replace it by other operators.",
+        code="TQ933",
     )
 
 

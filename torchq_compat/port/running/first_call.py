@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from torchq_compat.errors import ExampleInputsError
+from torchq_compat.errors import InputError
 from torchq_compat.port.legacy_api.names import CONVERTING, PREPARING
 from torchq_compat.support.graph_nodes import copied_model
 from torchq_compat.support.upstream import pytree
@@ -48,9 +48,9 @@ def _preparing(function: Function) -> Function:
     def prepare(*args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
-        except ExampleInputsError as error:
+        except InputError as error:
             bound = _bound(function, args, kwargs)
-            if bound is None:
+            if bound is None or error.code != "TQ902":
                 raise
             warn_user(
                 "TQ316",
@@ -167,10 +167,11 @@ class WaitingModel(nn.Module):
         return super().__getattribute__(name)
 
     def _refuse(self, what: str) -> NoReturn:
-        raise ExampleInputsError(
+        raise InputError(
             f"{what}: {self.problem.rstrip('.')}, and the model was not called since.",
             hint="give example_inputs that model(*example_inputs) takes; the first batch of the calibration "
             "loader will do, without its targets.",
+            code="TQ902",
         )
 
     def __repr__(self) -> str:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from torchq_compat.errors import LeftFloatError
+from torchq_compat.errors import ScriptError
 from torchq_compat.model.graph_module import QuantizationGraphModule
 from torchq_compat.ops import preserves_values
 from torchq_compat.quantize.explain import explain
@@ -132,12 +132,12 @@ class Recorder:
     differ only in their weights.
 
     Args:
-        strict: whether to raise a LeftFloatError if a module of a prepared model stays float.
+        strict: whether to raise a ScriptError if a module of a prepared model stays float.
     """
 
     def __init__(self, *, strict: bool = False) -> None:
         self._strict = strict
-        self._has_told_floats = False  # The LeftFloatError has named them.
+        self._has_told_floats = False  # The ScriptError has named them.
         self._models: dict[tuple[tuple[str, str, str], ...], RecordedModel] = {}
         self._eager: list[str] = []
 
@@ -213,9 +213,10 @@ def _refuse_left_float(model: nn.Module, decisions: Iterable[Decision]) -> None:
     if left:
         shown = "; ".join(f"{d.kind} {d.path!r}: {d.reason}" for d in left[:MAX_PATHS])
         more = f"; and {len(left) - MAX_PATHS} more" if len(left) > MAX_PATHS else ""
-        raise LeftFloatError(
+        raise ScriptError(
             f"{counted(len(left), 'module')} of {type(model).__name__} left float: {shown}{more}.",
             hint="quantize them through the configuration, or run without --strict.",
+            code="TQ971",
         )
 
 

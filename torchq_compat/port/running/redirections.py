@@ -147,7 +147,7 @@ OUR_KEY = re.compile(r"(.*\.)?(_frozen_param\d+|_scale_\d+)")
 
 
 def refuse_numeric_suite() -> None:
-    """Let the functions of the suite raise an FxError if they are given a model of ours, or its state."""
+    """Let the functions of the suite raise a ScriptError if they are given a model of ours, or its state."""
     replacements: dict[int, Callable[..., Any]] = {}
     for name in MODULES:
         # The FX suite is missing if torch has no FX engine.

@@ -40,7 +40,7 @@ def main() -> int:
     try:
         execute_script(script, args)
     except Exception as error:
-        if type(error).__name__ == "LeftFloatError":
+        if getattr(error, "code", "") == "TQ971":
             # --strict requested this error: the script is not at fault.
             print(f"torchq-compat: {_script_line(error)}{' '.join(str(error).splitlines())}", file=sys.stderr)
         else:

@@ -16,7 +16,7 @@ from torchao.quantization.pt2e.quantizer import DerivedQuantizationSpec, Quantiz
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from torchq_compat.annotate.annotation import WrappingQuantizer
-from torchq_compat.errors import AtenLSTMError
+from torchq_compat.errors import AnnotationError
 from torchq_compat.recurrent.cells import GRU, LSTM, RNN_RELU, RNN_TANH, CellKind
 from torchq_compat.support import metadata
 from torchq_compat.support.torchao_flow import prepare_pt2e
@@ -69,7 +69,7 @@ class Direction:
         """Return the tensors of the parameters, by name.
 
         Raises:
-            AtenLSTMError: if a parameter is computed in the graph, or is not float32.
+            AnnotationError: if a parameter is computed in the graph, or is not float32.
         """
         return {name: _value(graph_module, node) for name, node in self.parameters.items()}
 
@@ -129,15 +129,16 @@ def refuse_packed(graph_module: GraphModule) -> None:
     """Check that a graph has no operator of a PackedSequence.
 
     Raises:
-        AtenLSTMError: if it has; names the first.
+        AnnotationError: if it has; names the first.
     """
     for node in graph_module.graph.nodes:
         if node.target in PACKED_OPS:
-            raise AtenLSTMError(
+            raise AnnotationError(
                 f"node {node.name!r} is {node.target}, a recurrent operator of a PackedSequence: "
                 "its batch sizes are data, so its steps cannot be told apart.",
                 hint="export the model with padded sequences; outside an exported program a prepared module "
                 "of torchq_compat.nn.quantizable takes a PackedSequence.",
+                code="TQ944",
             )
 
 
@@ -161,17 +162,19 @@ def _directions(
 
 def _value(graph_module: GraphModule, node: Node) -> Tensor:
     if node.op != "get_attr":
-        raise AtenLSTMError(
+        raise AnnotationError(
             f"parameter {node.name!r} is computed in the graph ({node.target}).",
             hint="the parts own copies of the weights; remove parametrizations before torch.export.",
+            code="TQ944",
         )
     path, _, name = str(node.target).rpartition(".")
     owner: nn.Module = graph_module.get_submodule(path)
     value: Tensor = getattr(owner, name)
     if value.dtype is not torch.float32:
-        raise AtenLSTMError(
+        raise AnnotationError(
             f"parameter {node.name!r} is {value.dtype}.",
             hint="quantize a float32 model: model.float() before torch.export.",
+            code="TQ944",
         )
     return value
 

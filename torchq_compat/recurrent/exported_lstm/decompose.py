@@ -15,7 +15,7 @@ from torchao.quantization.pt2e.quantizer import Quantizer
 from torchq_compat.annotate.observed_graph import observer_nodes
 from torchq_compat.annotate.sharing import Output, canonical
 from torchq_compat.capture.checked import capture_by_structure
-from torchq_compat.errors import AtenLSTMError
+from torchq_compat.errors import AnnotationError
 from torchq_compat.recurrent.cell_graph import CellGraphModule
 from torchq_compat.recurrent.exported_lstm.aten_recurrent import (
     LSTM_OP,
@@ -76,7 +76,7 @@ def decompose_lstm(
             accept is up to them.
 
     Raises:
-        AtenLSTMError: no LSTM in the program, an LSTM of a PackedSequence, weights that are computed in the
+        AnnotationError: no LSTM in the program, an LSTM of a PackedSequence, weights that are computed in the
             program or not float32, an unknown shape, or a dynamic length with ``"unrolled"``.
 
     Returns:
@@ -108,7 +108,7 @@ def decompose_recurrent(
         A graph module with the inputs and outputs of ``program``.
 
     Raises:
-        AtenLSTMError: no such operator in the program; otherwise as ``lstm_utils.decompose_lstm``.
+        AnnotationError: no such operator in the program; otherwise as ``lstm_utils.decompose_lstm``.
 
     Example:
         >>> import torch
@@ -124,9 +124,8 @@ def _decompose(
     program: ExportedProgram | GraphModule, shape: LoopShape | str, operators: Collection[Any]
 ) -> GraphModule:
     if shape not in list(WRITE):
-        raise AtenLSTMError(
-            f"shape {shape!r} is not known.",
-            hint=f"the shapes are: {', '.join(WRITE)}.",
+        raise AnnotationError(
+            f"shape {shape!r} is not known.", hint=f"the shapes are: {', '.join(WRITE)}.", code="TQ944"
         )
     graph_module = _own_module(program)
     refuse_packed(graph_module)
@@ -148,7 +147,7 @@ def _decompose(
 MOST_NAMED = 8
 
 
-def _nothing_to_decompose(graph_module: GraphModule, operators: Collection[Any]) -> AtenLSTMError:
+def _nothing_to_decompose(graph_module: GraphModule, operators: Collection[Any]) -> AnnotationError:
     """Return the error for a program without ``operators``, which names the operators it has."""
     counts = Counter(str(node.target) for node in graph_module.graph.nodes if node.op == "call_function")
     named = [
@@ -159,9 +158,10 @@ def _nothing_to_decompose(graph_module: GraphModule, operators: Collection[Any])
     others = {str(each.node.target) for each in aten_recurrents(graph_module)}
     if others:
         hint = f"torchq_compat.recurrent_parts.decompose_recurrent decomposes {', '.join(sorted(others))}."
-    return AtenLSTMError(
+    return AnnotationError(
         f"the program has no {', '.join(map(str, operators))}; it has {has or 'no operators at all'}.",
         hint=hint,
+        code="TQ944",
     )
 
 
@@ -172,9 +172,10 @@ def _own_module(program: ExportedProgram | GraphModule) -> GraphModule:
         return module
     if isinstance(program, GraphModule):
         return copy.deepcopy(program)
-    raise AtenLSTMError(
+    raise AnnotationError(
         f"an ExportedProgram or a GraphModule is needed, got {type(program).__name__}.",
         hint="call torch.export.export(model, example_inputs) first.",
+        code="TQ944",
     )
 
 
@@ -249,7 +250,7 @@ def convert_decomposed_lstm(prepared: GraphModule) -> GraphModule:
         The converted model, called like the float model, with float32 inputs and outputs.
 
     Raises:
-        AtenLSTMError: if a cell of an opaque module was not prepared.
+        AnnotationError: if a cell of an opaque module was not prepared.
 
     Example:
         >>> import torch
@@ -267,9 +268,10 @@ def convert_decomposed_lstm(prepared: GraphModule) -> GraphModule:
     for _, module in _opaque_modules(copied):
         for direction in module.directions():
             if not any(observer_nodes(direction.cell)):
-                raise AtenLSTMError(
+                raise AnnotationError(
                     "a cell of the model has no observers.",
                     hint="prepare it with prepare_decomposed_lstm; prepare_pt2e sees no module inside.",
+                    code="TQ944",
                 )
             direction.cell = CellGraphModule.wrap(convert_pt2e(direction.cell))
     converted: GraphModule = convert_pt2e(copied)

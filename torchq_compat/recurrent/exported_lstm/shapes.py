@@ -14,7 +14,7 @@ from torchao.quantization.pt2e.quantizer import QuantizationAnnotation
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from torchq_compat.annotate.annotation import WrappingQuantizer
-from torchq_compat.errors import AtenLSTMError
+from torchq_compat.errors import AnnotationError
 from torchq_compat.modules.parts import converted_qparams
 from torchq_compat.read.qdq import DEQUANTIZE, QUANTIZE, constants_in, insert_q_dq
 from torchq_compat.read.qparams import PerTensorQParams, QParams, combine_along
@@ -304,14 +304,15 @@ def write_unrolled(
     """Write nodes for the results of ``recurrent``, and return them.
 
     Raises:
-        AtenLSTMError: if the sequence length is dynamic.
+        AnnotationError: if the sequence length is dynamic.
     """
     base = free_name(writer.graph_module, f"{recurrent.node.name}_decomposed")
     length = recurrent.x.meta["val"].shape[1 if recurrent.batch_first else 0]
     if isinstance(length, torch.SymInt):
-        raise AtenLSTMError(
+        raise AnnotationError(
             f"the sequence length of {recurrent.node.name!r} is dynamic, so its steps cannot be written out.",
             hint="use shape='rolled' or shape='opaque', or export with a fixed length.",
+            code="TQ944",
         )
     _assert_length(writer, recurrent, length)
 

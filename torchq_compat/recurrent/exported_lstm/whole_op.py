@@ -124,7 +124,7 @@ class WholeOpRecurrentQuantizer(Quantizer):  # type: ignore[misc]
         """Annotate every call of ``operators``.
 
         Raises:
-            AtenLSTMError: if the model has an operator of a PackedSequence.
+            AnnotationError: if the model has an operator of a PackedSequence.
         """
         refuse_packed(model)
         for recurrent in aten_recurrents(model, self.operators):
