@@ -8,7 +8,7 @@ from pathlib import Path
 
 from migration.generate.known_differences import changelog_list, guide_table
 from migration.generate.pictures import pictures
-from migration.generate.results_table import results_table
+from migration.generate.results_table import gallery_table, results_table
 from migration.generate.support_table import support_page
 from torchq_compat.port.scanner import CONSTRUCTS
 from torchq_compat.quantize.passes import PASSES
@@ -34,6 +34,7 @@ def made_pages(checkout: Path) -> Iterator[tuple[Path, str]]:
     blocks = {
         "codes": _codes_at_run_time(),
         "constructs": _constructs(),
+        "gallery": gallery_table(checkout / "migration" / "zoo.json"),
         "known differences": guide_table(differences),
         "passes": _passes(),
         "results": results_table(checkout / "migration" / "benchmarks.json"),

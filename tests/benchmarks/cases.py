@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.ao.quantization.quantize_fx as fx
 from torch import Tensor, nn
-from torch.ao.quantization import get_default_qconfig_mapping
+from torch.ao.quantization import get_default_qat_qconfig_mapping, get_default_qconfig_mapping
 from torch.fx import GraphModule
 
 import torchq_compat as tc
@@ -42,9 +42,12 @@ class Case:
 
     Attributes:
         threads: for engines that need the number of threads when they are built.
+        trains: whether the model is trained with fake-quantizes; ``expected`` is the float model's result
+            all the same, so the steps are few and small.
     """
 
     threads = 1
+    trains = False
 
     def __init__(
         self,
@@ -66,10 +69,23 @@ class Case:
 
     @cached_property
     def prepared(self) -> GraphModule:
+        if self.trains:
+            return self._trained(tc.prepare_qat_fx)
         mapping = get_default_qconfig_mapping(ENGINE)
         prepared = tc.prepare_fx(self.model, mapping, self.batches[0], self.prepare_config)
         calibrate(prepared, self.batches)
         return prepared
+
+    def _trained(self, prepare_qat: Callable[..., GraphModule]) -> GraphModule:
+        model = copy.deepcopy(self.model).train()
+        prepared = prepare_qat(model, get_default_qat_qconfig_mapping(ENGINE), self.batches[0])
+        optimizer = torch.optim.SGD(prepared.parameters(), 1e-5)
+        for _ in range(20):
+            for batch in self.batches:
+                optimizer.zero_grad()
+                prepared(*batch).square().mean().backward()
+                optimizer.step()
+        return prepared.eval()
 
     @cached_property
     def reference(self) -> nn.Module:
@@ -82,10 +98,18 @@ class Case:
     def lowered_by_fx(self) -> nn.Module:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            if self.trains:
+                return fx.convert_fx(self._trained(fx.prepare_qat_fx))
             mapping = get_default_qconfig_mapping(ENGINE)
             prepared = fx.prepare_fx(copy.deepcopy(self.model), mapping, self.batches[0], MAP_LSTM)
             calibrate(prepared, self.batches)
             return fx.convert_fx(prepared, CONVERT_LSTM)
+
+
+class TrainedCase(Case):
+    """A case whose model is trained with fake-quantizes."""
+
+    trains = True
 
 
 @dataclass(frozen=True)
@@ -148,8 +172,8 @@ def recurrent(
     return Recipe(name, make, hidden)
 
 
-def _feedforward(name: str, model: Callable[[], nn.Module], *shape: int) -> Recipe:
-    return Recipe(name, lambda: Case(name, model(), lambda: (torch.randn(shape),)))
+def _feedforward(name: str, model: Callable[[], nn.Module], *shape: int, case: type[Case] = Case) -> Recipe:
+    return Recipe(name, lambda: case(name, model(), lambda: (torch.randn(shape),)))
 
 
 def _mlp(width: int) -> nn.Module:
@@ -174,6 +198,24 @@ def _cnn(width: int) -> nn.Module:
         nn.Flatten(),
         nn.Linear(4 * width, 10),
     )
+
+
+class Transformer(nn.Module):
+    """One layer of an encoder, its attention written with linears and torch's fused product."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.first(x)).chunk(3, -1)
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (q, k, v))
+        attended = nn.functional.scaled_dot_product_attention(q, k, v)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.narrow(nn.functional.relu(self.wide(self.second(x))))
 
 
 class CellLoop(nn.Module):
@@ -259,6 +301,8 @@ RECURRENT: tuple[Recipe, ...] = (
 FEEDFORWARD: tuple[Recipe, ...] = (
     _feedforward("Linear 512-1024-1024-512, batch 32", lambda: _mlp(512), 32, 512),
     _feedforward("CNN 3-32-64-128, 64x64, batch 8", lambda: _cnn(32), 8, 3, 64, 64),
+    _feedforward("CNN 3-32-64-128, trained", lambda: _cnn(32), 8, 3, 64, 64, case=TrainedCase),
+    _feedforward("transformer layer, 256 wide, 64 tokens, batch 8", lambda: Transformer(256, 4), 8, 64, 256),
 )
 #: Small calls in Python: at most 1.2 times float's time is expected.
 LOOPS: tuple[Recipe, ...] = (
