@@ -60,6 +60,7 @@ def prepare_fx(
     backend_config: BackendConfig | dict[str, Any] | None = None,
     *,
     dynamic_shapes: Any = None,
+    fuse_as_fx: bool = False,
 ) -> QuantizationGraphModule:
     """Prepare a model for post-training quantization.
 
@@ -79,6 +80,8 @@ def prepare_fx(
         backend_config: a BackendConfig or its dict form; default: torch.ao's native backend.
         dynamic_shapes: which sizes stay free, in the form ``torch.export.export`` accepts; default: every
             size that can.
+        fuse_as_fx: whether only the batch norms that FX folds are folded: behind modules of torch.nn's own
+            classes. By default also those behind functions and subclasses, and in subclasses.
 
     Returns:
         The observed model, called with the arguments of ``model``: tensors of the same dtypes and any free
@@ -108,6 +111,7 @@ def prepare_fx(
         _equalization_config,
         backend_config,
         dynamic_shapes,
+        fuse_as_fx=fuse_as_fx,
         is_qat=False,
     )
 
@@ -122,6 +126,7 @@ def prepare_qat_fx(
     *,
     _equalization_config: QConfigMapping | dict[str, Any] | None = None,
     dynamic_shapes: Any = None,
+    fuse_as_fx: bool = False,
 ) -> QuantizationGraphModule:
     """Prepare a model for quantization-aware training.
 
@@ -150,6 +155,7 @@ def prepare_qat_fx(
         _equalization_config,
         backend_config,
         dynamic_shapes,
+        fuse_as_fx=fuse_as_fx,
         is_qat=True,
     )
 
@@ -355,6 +361,7 @@ def _prepare(
     backend_config: Any,
     dynamic_shapes: Any,
     *,
+    fuse_as_fx: bool,
     is_qat: bool,
 ) -> QuantizationGraphModule:
     if equalization_config is not None and _asks_for_something(equalization_config):
@@ -388,6 +395,7 @@ def _prepare(
         backend=read_backend_config(backend_config),
         dynamic_shapes=dynamic_shapes,
         is_qat=is_qat,
+        fuse_as_fx=fuse_as_fx,
     )
     prepared = prepare(model, request)
     told = misfit(rules.qconfigs, is_qat=is_qat) if quantizer is None else ""

@@ -94,6 +94,8 @@ RUNS = [
 ]  # fmt: skip
 #: FX folds the batch norm into the shared convolution, for all calls of the convolution.
 FX_IS_WRONG = (convolution_shared, one_call_without)
+#: FX leaves the batch norm apart.
+BETTER_HERE = (weight_in_a_buffer,)
 
 
 def flat(result: Any) -> Tensor:
@@ -141,7 +143,7 @@ def test_prepared_is_float_and_converted_is_fx(affine: bool, subtests: pytest.Su
             if run in FX_IS_WRONG:
                 assert 25 < found[index] < 45
             else:
-                assert abs(found[index] - oracle[run]) < 1
+                assert -1 < found[index] - oracle[run] < (4 if run in BETTER_HERE else 1)
                 assert oracle[run] > 20
             assert abs(lowered[index] - found[index]) < 1
 

@@ -210,23 +210,6 @@ def test_a_batch_norm_that_averages_over_all_batches(pair: str) -> None:
     torch.export.export(converted, batches[0])
 
 
-@pytest.mark.parametrize(("groups", "left"), [(1, 0), (2, 1)])
-def test_a_transposed_convolution_and_its_batch_norm(groups: int, left: int) -> None:
-    """FX raises. A grouped weight has no axis for all output channels, so the batch norm is not folded."""
-    torch.manual_seed(0)
-    op = nn.ConvTranspose2d(4, 8, 3, stride=2, groups=groups)
-    model = nn.Sequential(op, nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8 * 81, CLASSES))
-    mapping = QConfigMapping().set_global(get_default_qat_qconfig("qnnpack"))
-    batches = [(torch.randn(8, 4, 4, 4),) for _ in range(10)]
-    with pytest.raises(Exception, match="not yet supported in QAT"):
-        fx.prepare_qat_fx(copy.deepcopy(model), mapping, batches[0])
-    prepared = tc.prepare_qat_fx(model, mapping, batches[0])
-    train(prepared, batches)
-    converted = assert_converts_to_what_was_trained(prepared, batches[0])
-    norms = [n for n in converted.graph.nodes if n.target is torch.ops.aten.batch_norm.default]
-    assert len(norms) == left
-
-
 class Reader(nn.Module):
     """An LSTM whose quantized output is the input of a convolution with a batch norm."""
 

@@ -11,9 +11,14 @@ import pytest
 import torch
 import torch.ao.quantization.quantize_fx as fx
 from torch import Tensor, nn
-from torch.ao.quantization import get_default_qconfig_mapping
+from torch.ao.quantization import (
+    default_dynamic_qconfig,
+    float_qparams_weight_only_qconfig,
+    get_default_qconfig_mapping,
+)
 from torch.ao.quantization.backend_config import get_native_backend_config, get_tensorrt_backend_config
 from torch.ao.quantization.fx.custom_config import ConvertCustomConfig, PrepareCustomConfig
+from torch.ao.quantization.quant_type import QuantType
 from torch.fx import GraphModule
 from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e, prepare_qat_pt2e
 from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import X86InductorQuantizer
@@ -288,3 +293,31 @@ def test_a_convert_mapping_for_a_non_traceable_class_is_carried_out() -> None:
     assert abs(found - sqnr(expected, by_the_oracle(X))) < 1.5
     assert 25 < found < 45
     assert "Quantized" in next(d.reason for d in tc.explain(converted) if d.path == "1")
+
+
+class OnFloats(Quantized):
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = x.dtype
+        return (self.inner(x) * 128).round() / 128
+
+
+@pytest.mark.parametrize("kind", [QuantType.DYNAMIC, QuantType.WEIGHT_ONLY])
+def test_convert_mappings_for_non_traceable_classes_of_other_kinds(kind: QuantType) -> None:
+    """As in FX, the module is called with floats."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Opaque(), nn.Linear(8, 4)).eval()
+    qconfig = default_dynamic_qconfig if kind is QuantType.DYNAMIC else float_qparams_weight_only_qconfig
+    mapping = get_default_qconfig_mapping("x86").set_object_type(Opaque, qconfig)
+    config = PrepareCustomConfig().set_non_traceable_module_classes([Opaque])
+    to = ConvertCustomConfig().set_observed_to_quantized_mapping(Opaque, OnFloats, kind)
+    prepared = calibrated(tc.prepare_fx(model, mapping, (X,), config))
+    converted = tc.convert_to_reference_fx(prepared, to)
+    theirs = fx.convert_to_reference_fx(fx.prepare_fx(copy.deepcopy(model), mapping, (X,), config), to)
+    assert type(theirs.get_submodule("1")) is OnFloats
+    lowered = tc.convert_fx(prepared, to)
+    assert sqnr(converted(X), lowered(X)) > 45
+    assert 25 < sqnr(model(X), converted(X)) < 45
+    assert converted.get_submodule("1.quantized").seen is torch.float32
+    static = ConvertCustomConfig().set_observed_to_quantized_mapping(Opaque, Quantized)
+    with pytest.warns(tc.QuantizationWarning, match="for static qconfigs, and its qconfig is"):
+        tc.convert_to_reference_fx(prepared, static)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -78,113 +80,21 @@ def fix_averaging_factors(prepared: GraphModule) -> None:
     prepared.graph.eliminate_dead_code()
 
 
-# Folds QAT's batch norms into the ops in front of them, before torchao converts.
+# One fold for calibration and training.
 #
-# ``annotate.batch_norm`` turned ``bn(op(x, w) + b)`` into
+# The pair is ``bn(op(x, w) + b)``. With ``s = gamma / sqrt(var + eps)``, one number for each output channel,
+# it is in evaluation ``op(x, w * s) + (b - mean) * s + beta``: calibrated models are folded so before they
+# are observed. While they train, as FX's ``nn.intrinsic.qat`` modules do, they see the weight that will be
+# quantized, ``bn(op(x, fq(w * s)) / s + b)``; convert folds what is left of it.
 #
-#     s = gamma / sqrt(var + eps);  bn(op(x, fq(w * s)) / s + b)
-#
-# which in evaluation is ``op(x, fq(w * s)) + (b - mean) * s + beta``. torchao folds its own form of this
-# after conversion by exporting 96 patterns and matching each, for any model: 11 seconds for one
-# convolution. Batch norms that are not folded here are hidden from torchao.
+# torchao's folds are not used. That of calibration folds every batch norm that reads a convolution, whoever
+# else reads the convolution, its weight or its bias, and fails on grouped transposed convolutions, as FX
+# does. That of training has eps and momentum of the defaults (qat_utils.py matches with literals ignored),
+# knows no padding by name, and exports 96 patterns for any model: 11 seconds for one convolution.
 
 
 ATEN = torch.ops.aten
-
-
-@dataclass(frozen=True)
-class _Fold:
-    """One fused batch norm: the nodes of the formula above."""
-
-    batch_norm: Node
-    convolution: Node
-    weight_observer: Node
-    scaled_weight: Node
-    bias: Node | None
-
-
-def fold_batch_norms(prepared: GraphModule) -> None:
-    """Fold every fused batch norm of ``prepared``, a QAT graph in evaluation, in place."""
-    for _, node in list(batch_norm_nodes(prepared)):
-        fold = _match_folded(node)
-        if fold is not None:
-            _apply(prepared, fold)
-    prepared.graph.eliminate_dead_code()
-    prepared.delete_all_unused_submodules()
-    prepared.recompile()
-
-
-def _match_folded(batch_norm: Node) -> _Fold | None:
-    source, bias = batch_norm.args[0], None
-    if _calls(source, ATEN.add.Tensor):
-        source, reshaped = source.args[:2]  # type: ignore[union-attr]
-        bias = reshaped.args[0] if _calls(reshaped, ATEN.reshape.default) else None  # type: ignore[union-attr]
-        if bias is None:
-            return None
-    if not _calls(source, ATEN.div.Tensor):
-        return None
-    convolution = source.args[0]  # type: ignore[union-attr]
-    observer = convolution.args[1] if isinstance(convolution, Node) and len(convolution.args) > 1 else None
-    if not isinstance(observer, Node) or observer.op != "call_module":
-        return None
-    scaled = observer.args[0]
-    if not _calls(scaled, ATEN.mul.Tensor):
-        return None
-    return _Fold(batch_norm, convolution, observer, scaled, bias)  # type: ignore[arg-type]
-
-
-def _apply(prepared: GraphModule, fold: _Fold) -> None:
-    gamma, beta, mean, variance = (_value(prepared, node) for node in fold.batch_norm.args[1:5])
-    eps = fold.batch_norm.args[EPS]
-    assert isinstance(eps, float)
-    scale = gamma / torch.sqrt(variance + eps)
-    weight, reshaped = fold.scaled_weight.args[:2]
-    assert isinstance(weight, Node)
-    assert isinstance(reshaped, Node)
-    shape = reshaped.args[1]
-    bias = _value(prepared, fold.bias) if fold.bias is not None else torch.zeros_like(mean)
-    # Unique: two convolutions may share a weight, and each folds its own batch norm.
-    name = fold.batch_norm.name
-    constants = {
-        f"{name}_folded": _value(prepared, weight) * scale.reshape(shape),  # type: ignore[arg-type]
-        f"{name}_folded_bias": (bias - mean) * scale + beta,
-    }
-    nodes = []
-    with prepared.graph.inserting_before(fold.weight_observer):
-        for constant, value in constants.items():
-            prepared.register_parameter(constant, nn.Parameter(value.detach()))
-            nodes.append(prepared.graph.get_attr(constant))
-            nodes[-1].meta["val"] = value
-    fold.weight_observer.args = (nodes[0],)
-    arguments = fold.convolution.args
-    fold.convolution.args = (*arguments[:2], nodes[1], *arguments[3:])
-    fold.batch_norm.replace_all_uses_with(fold.convolution)
-    prepared.graph.erase_node(fold.batch_norm)
-
-
-def _calls(node: object, target: object) -> bool:
-    return isinstance(node, Node) and node.target is target
-
-
-def _value(prepared: GraphModule, node: object) -> Tensor:
-    assert isinstance(node, Node)
-    value = attribute_of(prepared, node)
-    assert isinstance(value, Tensor)
-    return value
-
-
-# Batch norms behind a convolution or linear in QAT, trained as FX's ``nn.intrinsic.qat`` modules train them.
-#
-# FX fuses the pair, so that training sees the weight that will be quantized, the folded one:
-#
-#     s = gamma / sqrt(var + eps);  bn(op(x, fq(w * s)) / s + b)
-#
-# torchao's prepare for QAT does this for conv1d and conv2d, with limits: eps and momentum become the
-# defaults (qat_utils.py matches with literals ignored), padding by name and inputs that a custom module
-# quantized do not work, and float pairs are rewritten too. So batch norms are hidden from torchao, and
-# fused here.
-
-
+BATCH_NORM = ATEN.batch_norm.default
 #: Op -> the number of dimensions its output must have for the batch norm behind it to normalize the op's
 #: output channels.
 OUTPUT_DIMENSIONS: dict[object, int] = {
@@ -199,129 +109,124 @@ OUTPUT_DIMENSIONS: dict[object, int] = {
     ATEN.conv_transpose2d.input: 4,
     ATEN.conv_transpose3d.input: 5,
 }
-
-
-@dataclass(frozen=True)
-class _Pair:
-    """An op whose only user is a batch norm, and the fake-quantize of its weight."""
-
-    op: Node
-    weight_fake_quantize: Node
-    batch_norm: Node
-
-    @property
-    def weight(self) -> Node:
-        weight = self.weight_fake_quantize.args[0]
-        assert isinstance(weight, Node)
-        return weight
-
-    @property
-    def weight_axis(self) -> int:
-        """The axis of the output channels."""
-        return 1 if self.op.target in TRANSPOSED else 0
-
-    @property
-    def weight_shape(self) -> list[int]:
-        return list(self.weight.meta["val"].shape)
-
-    @property
-    def channels(self) -> int:
-        gamma = self.batch_norm.args[GAMMA]
-        assert isinstance(gamma, Node)
-        return int(gamma.meta["val"].numel())
-
-
-def fuse_batch_norms(prepared: GraphModule) -> None:
-    """Fuse every such pair in ``prepared``, a QAT graph with its fake-quantizes, in place."""
-    for _, node in list(batch_norm_nodes(prepared)):
-        pair = _match_fused(prepared, node)
-        if pair is not None:
-            _rewrite(prepared, pair)
-    prepared.recompile()
-
-
-def _match_fused(prepared: GraphModule, batch_norm: Node) -> _Pair | None:
-    op = batch_norm.args[0]
-    if not isinstance(op, Node) or len(op.users) != 1 or batch_norm.args[GAMMA] is None:
-        return None
-    if has_fixed_mode(batch_norm) and training_flag(batch_norm):
-        # The batch norm uses the statistics of the batch in evaluation too, so there is nothing to fold.
-        return None
-    if op.target not in OUTPUT_DIMENSIONS or OUTPUT_DIMENSIONS[op.target] != op.meta["val"].dim():
-        return None
-    fake_quantize = op.args[1]
-    if not isinstance(fake_quantize, Node) or fake_quantize.op != "call_module":
-        return None
-    if not is_activation_post_process(prepared.get_submodule(str(fake_quantize.target))):
-        return None
-    if len(fake_quantize.users) != 1:
-        # A weight with other users cannot be scaled for this batch norm alone.
-        return None
-    pair = _Pair(op, fake_quantize, batch_norm)
-    # The weight of a grouped transposed convolution has no axis with all output channels.
-    return pair if pair.weight_shape[pair.weight_axis] == pair.channels else None
-
-
-def _rewrite(prepared: GraphModule, pair: _Pair) -> None:
-    graph, op = prepared.graph, pair.op
-    bias, options = op.args[2] if len(op.args) > 2 else None, op.args[3:]
-    scale = _scale(graph, pair)
-    op.args = (op.args[0], _scaled_weight(graph, pair, scale), None, *options)
-    graph.erase_node(pair.weight_fake_quantize)
-    shape = [1, -1, *[1] * (OUTPUT_DIMENSIONS[op.target] - 2)]
-    with graph.inserting_before(pair.batch_norm):
-        source = graph.call_function(ATEN.div.Tensor, (op, _reshaped(graph, scale, shape)))
-        if bias is not None:
-            source = graph.call_function(ATEN.add.Tensor, (source, _reshaped(graph, bias, shape)))
-    pair.batch_norm.update_arg(0, source)
-
-
-def _scale(graph: Graph, pair: _Pair) -> Node:
-    """Return ``gamma / sqrt(var + eps)``, with the statistics before they are updated by the batch."""
-    gamma, variance, eps = (pair.batch_norm.args[i] for i in (GAMMA, RUNNING_VAR, EPS))
-    with graph.inserting_before(pair.op):
-        variance_with_eps = graph.call_function(ATEN.add.Tensor, (variance, eps))
-        deviation = graph.call_function(ATEN.sqrt.default, (variance_with_eps,))
-        return graph.call_function(ATEN.div.Tensor, (gamma, deviation))
-
-
-def _scaled_weight(graph: Graph, pair: _Pair, scale: Node) -> Node:
-    """Return a call of the weight's fake-quantize on the weight times ``scale``."""
-    shape = [-1 if axis == pair.weight_axis else 1 for axis in range(len(pair.weight_shape))]
-    with graph.inserting_before(pair.op):
-        scaled = graph.call_function(ATEN.mul.Tensor, (pair.weight, _reshaped(graph, scale, shape)))
-        # Error messages take the module path from here.
-        scaled.meta["nn_module_stack"] = pair.op.meta.get("nn_module_stack")
-        return graph.node_copy(pair.weight_fake_quantize, lambda _: scaled)
-
-
-def _reshaped(graph: Graph, vector: Argument, shape: list[int]) -> Node:
-    return graph.call_function(ATEN.reshape.default, (vector, shape))
-
-
-# Which batch norms may be folded into the convolution or linear in front of them.
-#
-# torchao's ``_fuse_conv_bn_`` folds every batch norm that reads a convolution: it does not check whether
-# other nodes read the convolution, its weight or its bias, nor whether the statistics are those of the
-# batch.
-
-
-BATCH_NORM = torch.ops.aten.batch_norm.default
+#: The position of the argument in a transposed convolution.
+GROUPS = 6
 #: Positions of the arguments that make two batch norms the same function in evaluation.
 CONSTANTS = (GAMMA, BETA, RUNNING_MEAN, RUNNING_VAR, EPS)
 
+#: Computes an aten operator of tensors, or writes a node that does.
+Call = Callable[..., Any]
+#: Whether a batch norm, the second, may be folded into the op that it follows.
+MayFold = Callable[[Node, Node], bool]
 
-def unfoldable_batch_norms(graph_module: GraphModule) -> set[Node]:
-    """Return the batch norms of ``graph_module`` whose folding would change other results."""
-    batch_norms = [node for node in graph_module.graph.nodes if node.target is BATCH_NORM]
+
+def folds_all(_op: Node, _batch_norm: Node) -> bool:
+    """Return True: every batch norm whose folding changes no other result is folded."""
+    return True
+
+
+def _compute(target: Any, *args: Any) -> Tensor:
+    result: Tensor = target(*args)
+    return result
+
+
+def _scale(call: Call, gamma: Any, variance: Any, eps: Any) -> Any:
+    """Return ``s``; ``gamma`` is None for a batch norm without affine parameters."""
+    deviation = call(ATEN.sqrt.default, call(ATEN.add.Tensor, variance, eps))
+    if gamma is None:
+        return call(ATEN.reciprocal.default, deviation)
+    return call(ATEN.div.Tensor, gamma, deviation)
+
+
+def _beside_weight(call: Call, scale: Any, op: Node, weight_shape: Sequence[int]) -> Any:
+    """Return ``scale`` in a shape that multiplies the weight of ``op``."""
+    ones = [1] * (len(weight_shape) - 2)
+    if op.target not in TRANSPOSED:
+        return call(ATEN.reshape.default, scale, [-1, 1, *ones])
+    groups = op.args[GROUPS] if len(op.args) > GROUPS else 1
+    if groups == 1:
+        return call(ATEN.reshape.default, scale, [1, -1, *ones])
+    # The weight has a row for each input channel, with the output channels of that input's group.
+    inputs, outputs = weight_shape[:2]
+    of_groups = call(ATEN.reshape.default, scale, [groups, outputs])
+    of_inputs = call(ATEN.repeat_interleave.self_int, of_groups, inputs // groups, 0)  # type: ignore[operator]
+    return call(ATEN.reshape.default, of_inputs, [inputs, outputs, *ones])
+
+
+def _folded(
+    graph_module: GraphModule, batch_norm: Node, op: Node, weight: Node, bias: Argument, *factors: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the weight and the bias of ``op`` with ``batch_norm`` in them; the product of ``factors`` is
+    ``s``, and the bias is multiplied by one after the other."""
+    values = [
+        _value(graph_module, node)
+        for node in (weight, bias, batch_norm.args[BETA], batch_norm.args[RUNNING_MEAN])
+    ]
+    w, b, beta, mean = values
+    assert w is not None
+    assert mean is not None
+    shift = -mean if b is None else b - mean
+    folded = w * _beside_weight(_compute, math.prod(factors), op, w.shape)
+    folded_bias = math.prod(factors, start=shift)
+    if beta is not None:
+        folded_bias = folded_bias + beta
+    return folded.to(w.dtype).detach(), folded_bias.to(w.dtype).detach()
+
+
+def _value(graph_module: GraphModule, node: Argument) -> Tensor | None:
+    if node is None:
+        return None
+    assert isinstance(node, Node)
+    value = attribute_of(graph_module, node)
+    assert isinstance(value, Tensor)
+    return value
+
+
+# Calibration: folded before anything is observed.
+
+
+def fold_constants(graph_module: GraphModule, may_fold: MayFold) -> None:
+    """Fold every batch norm of ``graph_module``, in evaluation, whose folding changes no other result."""
     readers = _readers(graph_module)
-    parameters = dict(graph_module.named_parameters(remove_duplicate=False))
-    return {
-        node
-        for node in batch_norms
-        # torchao registers the folded weight as a parameter, which fails if the weight is a buffer.
-        if not _can_be_folded(node, readers) or not _names(node.args[0]) <= parameters.keys()
-    }
+    pairs = [
+        (op, node)
+        for _, node in batch_norm_nodes(graph_module)
+        if isinstance(op := node.args[0], Node) and _can_be_folded(node, readers) and may_fold(op, node)
+    ]
+    #: Name of a weight -> name of the folded bias. Blocks that are called several times are folded once.
+    biases: dict[str, str] = {}
+    for op, node in pairs:
+        weight, bias = op.args[1], op.args[2] if len(op.args) > 2 else None
+        assert isinstance(weight, Node)
+        name = str(weight.target)
+        if name not in biases:
+            biases[name] = f"{name}_bias" if bias is None else _name(bias)
+            gamma, variance = (_value(graph_module, node.args[i]) for i in (GAMMA, RUNNING_VAR))
+            # In the order of torch's fuse_conv_bn_weights and fuse_linear_bn_weights, for FX's bits.
+            factors = [torch.rsqrt(variance + node.args[EPS])]  # type: ignore[arg-type, operator]
+            factors += [] if gamma is None else [gamma]
+            factors = [math.prod(factors)] if op.target is ATEN.linear.default else factors  # type: ignore[list-item]
+            values = _folded(graph_module, node, op, weight, bias, *factors)
+            for constant, value in zip((name, biases[name]), values, strict=True):
+                _assign(graph_module, constant, value)
+        with graph_module.graph.inserting_before(op):
+            new_bias = graph_module.graph.get_attr(biases[name])
+        new_bias.meta["val"] = attribute_of(graph_module, new_bias)
+        op.args = (*op.args[:2], new_bias, *op.args[3:])
+        node.replace_all_uses_with(op)
+        graph_module.graph.erase_node(node)
+    if pairs:
+        graph_module.graph.eliminate_dead_code()
+        graph_module.recompile()
+
+
+def _assign(graph_module: GraphModule, name: str, value: Tensor) -> None:
+    owner, _, leaf = name.rpartition(".")
+    module = graph_module.get_submodule(owner)
+    if leaf in module._buffers:
+        module.register_buffer(leaf, value)
+    else:
+        module.register_parameter(leaf, nn.Parameter(value))
 
 
 def _readers(graph_module: GraphModule) -> dict[str, set[Node]]:
@@ -335,12 +240,10 @@ def _readers(graph_module: GraphModule) -> dict[str, set[Node]]:
 
 def _can_be_folded(batch_norm: Node, readers: dict[str, set[Node]]) -> bool:
     op = batch_norm.args[0]
-    # After the first fold, a batch norm behind a batch norm would look like one behind the convolution.
-    if not isinstance(op, Node) or op.target not in OUTPUT_DIMENSIONS or batch_norm.args[TRAINING]:
+    # A batch norm behind a batch norm stays: it does not read the convolution.
+    if not isinstance(op, Node) or not _normalizes_channels(op) or batch_norm.args[TRAINING]:
         return False
     if not all(_is_constant(batch_norm.args[position]) for position in (RUNNING_MEAN, RUNNING_VAR)):
-        return False
-    if op.target in TRANSPOSED and not _has_all_outputs(op, batch_norm):
         return False
     constants = [argument for argument in op.args[1:3] if argument is not None]
     # Other readers of the weight or the bias must feed an equal batch norm, as in a block called several
@@ -352,13 +255,8 @@ def _can_be_folded(batch_norm: Node, readers: dict[str, set[Node]]) -> bool:
     )
 
 
-def _has_all_outputs(op: Node, batch_norm: Node) -> bool:
-    """Return whether the weight of a transposed convolution has an axis with all output channels: with groups
-    it has none, and torch's ``fuse_conv_bn_weights`` fails (2.13)."""
-    weight, mean = op.args[1], batch_norm.args[RUNNING_MEAN]
-    assert isinstance(weight, Node)
-    assert isinstance(mean, Node)
-    return bool(weight.meta["val"].shape[1] == mean.meta["val"].shape[0])
+def _normalizes_channels(op: Node) -> bool:
+    return op.target in OUTPUT_DIMENSIONS and OUTPUT_DIMENSIONS[op.target] == op.meta["val"].dim()
 
 
 def _is_same_block(reader: Node, op: Node, batch_norm: Node) -> bool:
@@ -377,12 +275,6 @@ def _weights(op: Node) -> list[object]:
     return [_key(argument) for argument in op.args[1:3] if argument is not None]
 
 
-def _names(op: Argument) -> set[str]:
-    """Return the names of the weight and bias of ``op``."""
-    assert isinstance(op, Node)
-    return {_name(argument) for argument in op.args[1:3] if argument is not None}
-
-
 def _is_constant(argument: Argument) -> bool:
     return isinstance(argument, Node) and argument.op == "get_attr"
 
@@ -397,11 +289,122 @@ def _key(argument: Argument) -> object:
     return argument.target if isinstance(argument, Node) and argument.op == "get_attr" else argument
 
 
-# Hides batch norms from torchao while it prepares or converts; this package fuses, folds or keeps them.
-#
-# torchao's convert looks for its QAT patterns if there is any batch norm: it exports 96 patterns and
-# matches each, 17 seconds for a model of one batch norm (qat_utils.py, _fold_conv_bn_qat). Fused batch
-# norms are folded before; see ``annotate.batch_norm``.
+# Training: fused when fake-quantizes are there, folded at convert.
+
+
+def fuse_batch_norms(prepared: GraphModule, may_fold: MayFold) -> None:
+    """Fuse every pair in ``prepared``, a QAT graph with its fake-quantizes, in place."""
+    for _, node in list(batch_norm_nodes(prepared)):
+        op = node.args[0]
+        if isinstance(op, Node) and _can_be_fused(prepared, op, node) and may_fold(op, node):
+            _fuse(prepared.graph, op, node)
+    prepared.recompile()
+
+
+def _can_be_fused(prepared: GraphModule, op: Node, batch_norm: Node) -> bool:
+    if len(op.users) != 1 or not _normalizes_channels(op):
+        return False
+    if has_fixed_mode(batch_norm) and training_flag(batch_norm):
+        # The batch norm uses the statistics of the batch in evaluation too, so there is nothing to fold.
+        return False
+    fake_quantize = op.args[1]
+    if not isinstance(fake_quantize, Node) or fake_quantize.op != "call_module":
+        return False
+    # A weight with other users cannot be scaled for this batch norm alone.
+    is_observer = is_activation_post_process(prepared.get_submodule(str(fake_quantize.target)))
+    return is_observer and len(fake_quantize.users) == 1
+
+
+def _fuse(graph: Graph, op: Node, batch_norm: Node) -> None:
+    fake_quantize = op.args[1]
+    assert isinstance(fake_quantize, Node)
+    weight = fake_quantize.args[0]
+    assert isinstance(weight, Node)
+    bias, options = op.args[2] if len(op.args) > 2 else None, op.args[3:]
+
+    def call(target: Any, *args: Any) -> Node:
+        return graph.call_function(target, args)
+
+    with graph.inserting_before(op):
+        # With the statistics before they are updated by the batch.
+        scale = _scale(call, *(batch_norm.args[i] for i in (GAMMA, RUNNING_VAR, EPS)))
+        beside = _beside_weight(call, scale, op, list(weight.meta["val"].shape))
+        scaled = call(ATEN.mul.Tensor, weight, beside)
+        # Error messages take the module path from here.
+        scaled.meta["nn_module_stack"] = op.meta.get("nn_module_stack")
+        op.args = (op.args[0], graph.node_copy(fake_quantize, lambda _: scaled), None, *options)
+    graph.erase_node(fake_quantize)
+    shape = [1, -1, *[1] * (OUTPUT_DIMENSIONS[op.target] - 2)]
+    with graph.inserting_before(batch_norm):
+        source = call(ATEN.div.Tensor, op, call(ATEN.reshape.default, scale, shape))
+        if bias is not None:
+            source = call(ATEN.add.Tensor, source, call(ATEN.reshape.default, bias, shape))
+    batch_norm.update_arg(0, source)
+
+
+@dataclass(frozen=True)
+class _Fused:
+    """One fused pair: nodes of ``bn(op(x, fq(w * s)) / s + b)``."""
+
+    op: Node
+    weight_observer: Node
+    weight: Node
+    bias: Node | None
+
+
+def _match_fused(batch_norm: Node) -> _Fused | None:
+    source, bias = batch_norm.args[0], None
+    if _calls(source, ATEN.add.Tensor):
+        source, reshaped = source.args[:2]  # type: ignore[union-attr]
+        bias = reshaped.args[0] if _calls(reshaped, ATEN.reshape.default) else None  # type: ignore[union-attr]
+        if bias is None:
+            return None
+    if not _calls(source, ATEN.div.Tensor):
+        return None
+    op = source.args[0]  # type: ignore[union-attr]
+    observer = op.args[1] if isinstance(op, Node) and op.target in OUTPUT_DIMENSIONS else None
+    if not isinstance(observer, Node) or observer.op != "call_module":
+        return None
+    scaled = observer.args[0]
+    if not _calls(scaled, ATEN.mul.Tensor):
+        return None
+    return _Fused(op, observer, scaled.args[0], bias)  # type: ignore[arg-type, union-attr]
+
+
+def fold_batch_norms(prepared: GraphModule) -> None:
+    """Fold every fused batch norm of ``prepared``, a QAT graph in evaluation, in place."""
+    for _, node in list(batch_norm_nodes(prepared)):
+        fused = _match_fused(node)
+        if fused is not None:
+            _fold_fused(prepared, node, fused)
+    prepared.graph.eliminate_dead_code()
+    prepared.delete_all_unused_submodules()
+    prepared.recompile()
+
+
+def _fold_fused(prepared: GraphModule, batch_norm: Node, fused: _Fused) -> None:
+    gamma, variance = (_value(prepared, batch_norm.args[i]) for i in (GAMMA, RUNNING_VAR))
+    scale = _scale(_compute, gamma, variance, batch_norm.args[EPS])
+    values = _folded(prepared, batch_norm, fused.op, fused.weight, fused.bias, scale)
+    # Unique: two convolutions may share a weight, and each folds its own batch norm.
+    names = (f"{batch_norm.name}_folded", f"{batch_norm.name}_folded_bias")
+    nodes = []
+    with prepared.graph.inserting_before(fused.weight_observer):
+        for name, value in zip(names, values, strict=True):
+            prepared.register_parameter(name, nn.Parameter(value))
+            nodes.append(prepared.graph.get_attr(name))
+            nodes[-1].meta["val"] = value
+    fused.weight_observer.args = (nodes[0],)
+    fused.op.args = (*fused.op.args[:2], nodes[1], *fused.op.args[3:])
+    batch_norm.replace_all_uses_with(fused.op)
+    prepared.graph.erase_node(batch_norm)
+
+
+def _calls(node: object, target: object) -> bool:
+    return isinstance(node, Node) and node.target is target
+
+
+# Hides batch norms from torchao, whose folds are not used.
 
 
 def hide_batch_norms(graph_module: GraphModule) -> None:
@@ -409,28 +412,18 @@ def hide_batch_norms(graph_module: GraphModule) -> None:
     _replace(graph_module, BATCH_NORM, kept_batch_norm)
 
 
-def hide_unfoldable_batch_norms(graph_module: GraphModule) -> None:
-    """Hide the batch norms that torchao's prepare must not fold; see ``unfoldable_batch_norms``."""
-    for node in unfoldable_batch_norms(graph_module):
-        node.target = kept_batch_norm
-
-
 def show_batch_norms(graph_module: GraphModule) -> None:
-    """Undo ``hide_batch_norms`` and ``hide_unfoldable_batch_norms``."""
+    """Undo ``hide_batch_norms``."""
     _replace(graph_module, kept_batch_norm, BATCH_NORM)
 
 
-class ShowingBatchNorms(WrappingQuantizer):
-    """A Quantizer that first restores the batch norms that were hidden while torchao folded the others."""
+class HidingBatchNorms(WrappingQuantizer):
+    """A Quantizer that shows the batch norms to ``quantizer`` alone: in calibration torchao's prepare would
+    fold them before, in training fuse them after."""
 
     def transform_for_annotation(self, model: GraphModule) -> GraphModule:
         show_batch_norms(model)
         return super().transform_for_annotation(model)
-
-
-class HidingBatchNorms(WrappingQuantizer):
-    """A Quantizer that hides the batch norms after ``quantizer`` has annotated: torchao's prepare for QAT
-    would fuse them next, with default constants."""
 
     def annotate(self, model: GraphModule) -> GraphModule:
         annotated = super().annotate(model)
@@ -481,43 +474,36 @@ def describe(graph_module: GraphModule) -> Iterator[BatchNormParts]:
         arguments = {role: node.args[position] for role, position in ROLES.items()}
         eps = node.args[EPS]
         assert isinstance(eps, float)
-        op, bias = _fused(node)
+        fused = _match_fused(node)
+        bias = None if fused is None or fused.bias is None else str(fused.bias.target)
         names = {role: str(each.target) for role, each in arguments.items() if isinstance(each, Node)}
-        yield BatchNormParts(names, eps, op, bias)
-
-
-def _fused(batch_norm: Node) -> tuple[Node | None, str | None]:
-    """Return the op and the name of its bias in ``bn(op(x, w * s) / s + b)``; None for what is not there."""
-    source, bias = batch_norm.args[0], None
-    if isinstance(source, Node) and source.target is ATEN.add.Tensor:
-        reshaped = source.args[1]
-        if isinstance(reshaped, Node) and isinstance(reshaped.args[0], Node):
-            bias = str(reshaped.args[0].target)
-        source = source.args[0]
-    if not isinstance(source, Node) or source.target is not ATEN.div.Tensor:
-        return None, None
-    op = source.args[0]
-    return (op, bias) if isinstance(op, Node) and op.target in OUTPUT_DIMENSIONS else (None, None)
+        yield BatchNormParts(names, eps, None if fused is None else fused.op, bias)
 
 
 # torchao's prepare and convert, with batch norms as FX treats them.
 
 
 def prepare(
-    graph_module: GraphModule, quantizer: Quantizer, *, is_qat: bool, cumulative: Collection[str] = ()
+    graph_module: GraphModule,
+    quantizer: Quantizer,
+    *,
+    is_qat: bool,
+    cumulative: Collection[str] = (),
+    may_fold: MayFold = folds_all,
 ) -> GraphModule:
     """Insert observers or fake-quantizes into ``graph_module`` where ``quantizer`` annotates.
 
     Args:
         cumulative: the paths of running means that ``before_capture`` returned.
     """
+    if not is_qat:
+        fold_constants(graph_module, may_fold)
+        hide_batch_norms(graph_module)
+    insert = prepare_qat_pt2e if is_qat else prepare_pt2e
+    prepared = insert(graph_module, HidingBatchNorms(quantizer))
+    show_batch_norms(prepared)
     if is_qat:
-        prepared = prepare_qat_pt2e(graph_module, HidingBatchNorms(quantizer))
-        show_batch_norms(prepared)
-        fuse_batch_norms(prepared)
-    else:
-        hide_unfoldable_batch_norms(graph_module)
-        prepared = prepare_pt2e(graph_module, ShowingBatchNorms(quantizer))
+        fuse_batch_norms(prepared, may_fold)
     if cumulative:
         average_cumulatively(prepared, cumulative)
     return prepared

@@ -117,21 +117,32 @@ def prepare_graph(
     *,
     is_qat: bool,
     cumulative: Collection[str] = (),
+    may_fold: batch_norm.MayFold = batch_norm.folds_all,
 ) -> GraphModule:
     """Put observers (or fake-quantizes) into ``graph_module`` where ``decide`` says."""
-    return prepare_with(graph_module, SpecQuantizer(decide), is_qat=is_qat, cumulative=cumulative)
+    return prepare_with(
+        graph_module, SpecQuantizer(decide), is_qat=is_qat, cumulative=cumulative, may_fold=may_fold
+    )
 
 
 def prepare_with(
-    graph_module: GraphModule, quantizer: Quantizer, *, is_qat: bool, cumulative: Collection[str] = ()
+    graph_module: GraphModule,
+    quantizer: Quantizer,
+    *,
+    is_qat: bool,
+    cumulative: Collection[str] = (),
+    may_fold: batch_norm.MayFold = batch_norm.folds_all,
 ) -> GraphModule:
     """Put observers (or fake-quantizes) into ``graph_module`` where ``quantizer`` says.
 
     Args:
         cumulative: what ``batch_norm.before_capture`` returned.
+        may_fold: which batch norms may be folded into the op that they follow.
     """
     asked = OuterGraphQuantizer(quantizer)
-    prepared = batch_norm.prepare(graph_module, asked, is_qat=is_qat, cumulative=cumulative)
+    prepared = batch_norm.prepare(
+        graph_module, asked, is_qat=is_qat, cumulative=cumulative, may_fold=may_fold
+    )
     if is_qat:
         _prepare_bodies(prepared, asked)
     _call_shared_observers_by_one_name(prepared)

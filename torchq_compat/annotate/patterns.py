@@ -184,11 +184,6 @@ def _nodes_in_order(node: Node) -> list[Node]:
 # applies.
 
 
-ATEN = torch.ops.aten
-#: The position of their argument of that name.
-GROUPS = 6
-
-
 @dataclass(frozen=True)
 class FusedPattern:
     """Ops that run as one; most patterns have a single op.
@@ -289,9 +284,19 @@ class _Matcher:
         ops = longest
         while (follower := self._follower(ops, may_join)) is not None:
             ops = (*ops, follower)
-            if _entry(ops, self.backend) is not None:
+            if _entry(ops, self.backend) is not None and not self._is_taken_from_behind(ops, may_join):
                 longest = ops
         return longest
+
+    def _is_taken_from_behind(self, ops: tuple[SourcePartition, ...], may_join: MayJoin) -> bool:
+        """Return whether the last of ``ops`` is fused with its follower instead, as a batch norm behind a
+        transposed convolution with its ReLU: FX looks for fused modules from the last op backwards."""
+        follower = self._follower(ops[-1:], may_join)
+        if follower is None:
+            return False
+        entry = _entry((ops[-1], follower), self.backend)
+        is_fused = entry is not None and entry.is_fused_module
+        return is_fused and _entry((*ops, follower), self.backend) is None
 
     def _follower(self, ops: tuple[SourcePartition, ...], may_join: MayJoin) -> SourcePartition | None:
         """Return the op behind ``ops`` that continues a fused pattern of the backend, or None."""
@@ -341,10 +346,6 @@ def _fused_pattern(
     entry, own_entry = _entry(ops, backend), _entry(ops[:1], backend)
     if entry is not None and ops[0].label in folded_into and not _fuses_batch_norm(ops, backend):
         entry = replace(entry, is_fused_module=False)
-    if entry is not None and _is_grouped_and_transposed(ops[0]):
-        entry = replace(
-            entry, is_fused_module=False
-        )  # Its batch norm stays apart: see annotate/batch_norm.py.
     roles = own_entry.input_type_to_index if own_entry else {}
     first, deciding = _record(ops[0], ops[0].label), _record(ops[-1], ops[0].label)
     if entry is not None and entry.is_fused_module:
@@ -352,11 +353,6 @@ def _fused_pattern(
         deciding = first
     observes_inputs = first.select(rules).qconfig is not None
     return FusedPattern(ops, entry, roles, deciding.select(rules), deciding, observes_inputs)
-
-
-def _is_grouped_and_transposed(op: SourcePartition) -> bool:
-    node = op.nodes[-1]
-    return node.target in TRANSPOSED and len(node.args) > GROUPS and bool(node.args[GROUPS] != 1)
 
 
 def _fuses_batch_norm(ops: tuple[SourcePartition, ...], backend: BackendTable) -> bool:
@@ -368,6 +364,20 @@ def _fuses_batch_norm(ops: tuple[SourcePartition, ...], backend: BackendTable) -
     return backend.find(first, BATCH_NORMS, *rest) is not None
 
 
+def is_folded_in_fx(op: Node, batch_norm: Node, model: nn.Module, backend: BackendTable) -> bool:
+    """Return whether FX folds ``batch_norm`` into ``op``: it knows modules of the classes that the backend
+    names, and matches from the last op backwards, so that a ReLU may take the batch norm first."""
+    pair = [find_origin(node, model) for node in (op, batch_norm)]
+    kinds = [origin.object_types for origin in pair]
+    if not all(origin.is_module_call for origin in pair) or backend.find(*kinds) is None:
+        return False
+    if len(batch_norm.users) != 1:
+        return True
+    (reader,) = batch_norm.users
+    kinds.append(find_origin(reader, model).object_types)
+    return backend.find(*kinds[1:]) is None or backend.find(*kinds) is not None
+
+
 def _record(op: SourcePartition, label: str) -> OpRecord:
     return OpRecord(label, op.origin, op.call_index)
 
@@ -376,7 +386,11 @@ def _check_one_qconfig(ops: tuple[SourcePartition, ...], entry: PatternEntry, ru
     pattern = entry.pattern if isinstance(entry.pattern, tuple) else (entry.pattern,)
     types = [_module_type(part) for part in pattern if not isinstance(part, Join)]
     first, *others = (rules.object_types.get(kind) for kind in types)
+    is_transposed = ops[0].nodes[-1].target in TRANSPOSED
     for kind, qconfig in zip(types[1:], others, strict=True):
+        # The default mappings name transposed convolutions alone; FX trains none with a batch norm.
+        if is_transposed and kind not in rules.object_types:
+            continue
         if not qconfig_equals(qconfig, first):
             raise _conflict_in_fused_pattern(
                 ops[0].label, [getattr(part, "__name__", str(part)) for part in types], str(kind.__name__)

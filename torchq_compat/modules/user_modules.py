@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,13 +29,19 @@ from torchq_compat.modules.registry import (
     register,
 )
 from torchq_compat.modules.user_shapes import fake_call_of
+from torchq_compat.read.custom_configs import ClassMapping
 from torchq_compat.read.observers import translate_constructor
 from torchq_compat.read.qdq import DEQUANTIZE
 from torchq_compat.read.qparams import PerTensorQParams, QParams, covering
 from torchq_compat.read.qspecs import OpSpecs, make_spec
 from torchq_compat.support.dtypes import LEGACY_DTYPES, dtype_name, dtype_range, is_integer
 from torchq_compat.support.quantized_tensors import as_float, of_integers, quantize
-from torchq_compat.support.torch_ao import FakeQuantize, HistogramObserver, MovingAverageMinMaxObserver
+from torchq_compat.support.torch_ao import (
+    FakeQuantize,
+    HistogramObserver,
+    MovingAverageMinMaxObserver,
+    QuantType,
+)
 from torchq_compat.support.upstream import pytree
 from torchq_compat.support.user_warnings import warn_user
 
@@ -447,9 +453,14 @@ class QuantizedCall(nn.Module):
 
 
 def convert_float_calls(
-    converted: GraphModule, mapping: Mapping[type[nn.Module], type[nn.Module]]
+    converted: GraphModule, mappings: ClassMapping, quant_type_of: Callable[[str, nn.Module], QuantType]
 ) -> dict[str, type[nn.Module]]:
-    """Replace every module of a ``mapping`` class that the graph calls with floats; return path -> new class.
+    """Replace every module that the graph calls with floats and whose class is mapped for its QConfig; return
+    path -> new class.
+
+    Args:
+        mappings: what a ConvertCustomConfig maps.
+        quant_type_of: returns the kind of the QConfig of the module at a path.
 
     Raises:
         CustomModuleError: if ``from_observed`` of a quantized class fails.
@@ -460,11 +471,21 @@ def convert_float_calls(
         if node.op != "call_module" or path in replaced:
             continue
         module = converted.get_submodule(path)
-        if isinstance(module, OpaqueModule) or type(module) not in mapping:
+        kinds = [kind for kind, mapping in mappings.items() if type(module) in mapping]
+        if isinstance(module, OpaqueModule) or not kinds:
             continue
-        quantized_class = mapping[type(module)]
+        kind = quant_type_of(path, module)
+        if kind not in kinds:
+            warn_user(
+                "TQ407",
+                f"{type(module).__name__} at {path!r} stays float: observed_to_quantized_mapping has its "
+                f"class for {kinds[0].name.lower()} qconfigs, and its qconfig is {kind.name.lower()}.",
+            )
+            continue
+        quantized_class = mappings[kind][type(module)]
         quantized = made_by(quantized_class, "from_observed", module, path)
-        takes_floats = getattr(quantized, "takes_floats", False)
+        # As in FX, a module with a dynamic or weight-only QConfig is called with floats.
+        takes_floats = kind is not QuantType.STATIC or getattr(quantized, "takes_floats", False)
         converted.set_submodule(path, QuantizedCall(quantized, None if takes_floats else _qparams(node)))
         replaced[path] = quantized_class
     return replaced

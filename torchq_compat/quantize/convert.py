@@ -40,7 +40,13 @@ from torchq_compat.quantize.edited_observers import settle_observers, with_remov
 from torchq_compat.quantize.passes import CONVERT, carries_out, run_passes
 from torchq_compat.read.backend_configs import BackendTable
 from torchq_compat.read.custom_configs import ConvertSettings
-from torchq_compat.read.qconfig_mappings import QConfigRules, check_convert_rules, same_qconfig
+from torchq_compat.read.qconfig_mappings import (
+    QConfigRules,
+    check_convert_rules,
+    same_qconfig,
+    select_for_module,
+)
+from torchq_compat.read.qspecs import OpSpecs
 from torchq_compat.support import metadata
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.torch_ao import QuantType
@@ -250,8 +256,17 @@ def _convert_graph(state: _Converting) -> None:
     )
     quantize_boundaries(state.converted)
     expose_integers(state.converted, state.record.interface)
-    static = state.settings.observed_to_quantized.get(QuantType.STATIC, {})
-    state.replaced = convert_float_calls(state.converted, static)
+    state.replaced = convert_float_calls(
+        state.converted,
+        state.settings.observed_to_quantized,
+        lambda path, module: _quant_type(state.record.rules, path, module),
+    )
+
+
+def _quant_type(rules: QConfigRules | None, path: str, module: nn.Module) -> QuantType:
+    """Return the kind of the QConfig of a float module; static if it has none."""
+    qconfig = None if rules is None else select_for_module(rules, type(module), path).qconfig
+    return QuantType.STATIC if qconfig is None else OpSpecs(qconfig).quant_type
 
 
 @carries_out(CONVERT, "wrap")

@@ -55,8 +55,11 @@ def explain(model: nn.Module) -> Report:
     places = _Places(model)
     told: list[tuple[int, list[Decision]]] = []
     before = 0
-    folded = _folded(model, record.batch_norms)
+    own = {each.path: each for each in record.decisions if each.action is Action.FOLDED}
+    folded = _folded(model, record.batch_norms, own)
     for decision in record.decisions:
+        if decision.action is Action.FOLDED:
+            continue
         if decision.action is Action.FLOAT and decision.node in on_integers:
             continue  # The lowering's decision says what runs, and that the configuration left the op float.
         # A quantize behind a float op belongs to a consumer, and says nothing about the op.
@@ -114,14 +117,18 @@ class _Places:
         return self._by_path.get(decision.path, self._by_name.get(decision.path, self.behind))
 
 
-def _folded(model: GraphModule, before: Mapping[str, str]) -> dict[str, list[Decision]]:
-    """Return the decisions about batch norms that left the graph, by the path of the op before them."""
+def _folded(
+    model: GraphModule, before: Mapping[str, str], own: Mapping[str, Decision]
+) -> dict[str, list[Decision]]:
+    """Return the decisions about batch norms that left the graph, by the path of the op before them; ``own``
+    are those of prepare. Behind a folded batch norm its path may have an activation."""
     left = {module_path_of(node) for node in model.graph.nodes}
     found: dict[str, list[Decision]] = {}
     for path, producer in before.items():
-        if path not in left:
+        if path not in left or path in own:
             reason = f"it is in the weight of {producer}" if producer else "it is in the weight it follows"
-            found.setdefault(producer, []).append(Decision(path, "BatchNorm", Action.FOLDED, reason))
+            decision = own.get(path) or Decision(path, "BatchNorm", Action.FOLDED, reason)
+            found.setdefault(producer, []).append(decision)
     return found
 
 

@@ -19,6 +19,7 @@ from torchq_compat.annotate.observed_graph import (
     prepare_graph,
     prepare_with,
 )
+from torchq_compat.annotate.patterns import is_folded_in_fx
 from torchq_compat.annotate.quantizers import UserQuantizer
 from torchq_compat.annotate.unmatched import decide_unmatched_rules, decide_unmatched_settings
 from torchq_compat.capture.checked import (
@@ -30,7 +31,7 @@ from torchq_compat.capture.checked import (
 )
 from torchq_compat.capture.example_inputs import is_one_value_a_channel, with_two_samples
 from torchq_compat.capture.opaque_calls import OpaqueBoundary
-from torchq_compat.capture.origins import decide_leftovers
+from torchq_compat.capture.origins import decide_leftovers, find_origin
 from torchq_compat.capture.signature import CallSignature
 from torchq_compat.capture.torch_export import copied_inputs, restore_source_functions
 from torchq_compat.capture.training import (
@@ -69,10 +70,8 @@ from torchq_compat.quantize.request import (
     signature_of,
     with_rolled_loops,
 )
-from torchq_compat.read.backend_configs import BackendTable
-from torchq_compat.read.qconfig_mappings import QConfigRules
 from torchq_compat.support.decisions import Action, Decision
-from torchq_compat.support.graph_nodes import copied_model
+from torchq_compat.support.graph_nodes import copied_model, module_path_of
 from torchq_compat.support.text_table import slow_stage
 from torchq_compat.support.user_warnings import warn_user
 
@@ -80,6 +79,10 @@ from torchq_compat.support.user_warnings import warn_user
 
 
 Observed = tuple[GraphModule, tuple[Decision, ...]]
+APART_IN_FX = (
+    "FX leaves the batch norm apart: it folds modules of torch.nn's own classes that its BackendConfig "
+    "names; fuse_as_fx=True does so here"
+)
 
 
 @dataclass(frozen=True)
@@ -103,11 +106,19 @@ class Captured:
     batch_norms: Mapping[str, str] = field(default_factory=dict)
 
 
-def observe_by_rules(
-    captured: Captured, rules: QConfigRules, backend: BackendTable, *, is_qat: bool
-) -> Observed:
+def observe_by_rules(captured: Captured, request: PrepareRequest) -> Observed:
     """Annotate and prepare the graph by a QConfigMapping and a BackendConfig; return the decisions too."""
     decisions: list[Decision] = []
+    rules, backend = request.rules, request.backend
+
+    def may_fold(op: Node, norm: Node) -> bool:
+        if is_folded_in_fx(op, norm, captured.model, backend):
+            return True
+        if not request.fuse_as_fx and not request.is_qat:
+            path, kind = module_path_of(norm), find_origin(norm, captured.model).module_type.__name__
+            reason = f"it is in the weight of {module_path_of(op)}"
+            decisions.append(Decision(path, kind, Action.FOLDED, reason, unlike_fx=APART_IN_FX, code="TQ584"))
+        return not request.fuse_as_fx
 
     def decide(graph_module: GraphModule) -> dict[Node, NodeSpecs]:
         decided = decide_graph(
@@ -124,7 +135,13 @@ def observe_by_rules(
         write_op_records(decided.records)
         return decided.specs
 
-    prepared = prepare_graph(captured.graph_module, decide, is_qat=is_qat, cumulative=captured.cumulative)
+    prepared = prepare_graph(
+        captured.graph_module,
+        decide,
+        is_qat=request.is_qat,
+        cumulative=captured.cumulative,
+        may_fold=may_fold,
+    )
     return prepared, tuple(decisions)
 
 
@@ -372,12 +389,11 @@ def _read_interface(captured: CapturedModel, request: PrepareRequest) -> Quantiz
 def _insert_observers(
     captured: Captured, request: PrepareRequest
 ) -> tuple[GraphModule, tuple[Decision, ...]]:
-    is_qat = request.is_qat
     if request.quantizer is not None:
-        prepared, decided = observe_by_quantizer(captured, request.quantizer, is_qat=is_qat)
+        prepared, decided = observe_by_quantizer(captured, request.quantizer, is_qat=request.is_qat)
     else:
-        prepared, decided = observe_by_rules(captured, request.rules, request.backend, is_qat=is_qat)
-    if not is_qat:
+        prepared, decided = observe_by_rules(captured, request)
+    if not request.is_qat:
         calibrate_with_float_weights(prepared)
     return prepared, decided
 

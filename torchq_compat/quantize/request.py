@@ -40,6 +40,7 @@ class PrepareRequest:
         untraced_because: why modules of torch.nn that FX does not trace are one float call each; empty if
             they are traced.
         has_two_samples: whether each single sample of the example was doubled.
+        fuse_as_fx: whether only the batch norms that FX folds are folded.
         quantizer: annotates everything but custom modules, in place of ``rules`` and ``backend``.
     """
 
@@ -54,6 +55,7 @@ class PrepareRequest:
     unrolled_because: str = ""
     untraced_because: str = ""
     has_two_samples: bool = False
+    fuse_as_fx: bool = False
 
     def inside(self, inner: ObserveRequest) -> PrepareRequest:
         """Return the request for preparing a standalone module or the step of a loop."""
@@ -81,6 +83,7 @@ class PrepareRequest:
             backend=standalone.backend or self.backend,
             dynamic_shapes=None,
             is_qat=self.is_qat,
+            fuse_as_fx=self.fuse_as_fx,
         )
 
 
