@@ -156,3 +156,31 @@ def test_a_comparison_in_a_notebook() -> None:
     assert table["sqnr"].iloc[0] == found.capture.outputs[0].ours.sqnr
     assert table["fx_sqnr"].isna().all()
     assert found.to_dict() == found.as_dict()
+
+
+def test_the_ranges_of_a_calibrated_model(reports: dict[str, Report]) -> None:
+    ranges = {place.path: place for place in reports["prepared"].ranges}
+    part = ranges["lstm.layers.0.layer_bw.cell.gates"]
+    assert part.dtype == "uint8"
+    for place in ranges.values():
+        step = (place.last - place.first) / 127  # the reduced range of x86
+        assert place.least >= place.first - step or place.clipped
+        assert place.largest <= place.last + step or place.clipped
+        assert 0 <= (place.clipped or 0.0) < 0.05
+    assert ranges["relu"].least == 0.0, "behind the ReLU"
+    figure = reports["prepared"].plot()
+    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert labels == [f"{place.path} (uint8)" for place in reports["prepared"].ranges]
+    assert len(figure.axes[0].lines) == 2 * len(labels)
+
+
+def test_outliers_are_clipped_and_nothing_is_plotted_without_data() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4)).eval(), torch.randn(4000, 4)
+    x[0, 0] = 300.0
+    prepared = tc.prepare_fx(model, get_default_qconfig_mapping("x86"), (x[:2],))
+    with pytest.raises(ScriptError, match=r"no observer of the model has seen data.*\n.*after calibration"):
+        tc.explain(prepared).plot()
+    prepared(x)
+    (place,) = (place for place in tc.explain(prepared).ranges if place.largest == 300.0)
+    assert place.last < 300
+    assert 0 < (place.clipped or 0) < 0.001

@@ -5,10 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
+import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
+from torchq_compat.annotate.observed_graph import observer_nodes
 from torchq_compat.capture.opaque_calls import OpaqueModule
 from torchq_compat.capture.origins import is_fx_leaf
 from torchq_compat.custom_modules import handler_of
@@ -17,6 +20,7 @@ from torchq_compat.model.quantized_interface import quantized_values, result_det
 from torchq_compat.support.argument_checks import checked_arguments, instance_of
 from torchq_compat.support.decisions import Action, Decision, QuantizedValue, Report
 from torchq_compat.support.graph_nodes import module_path_of
+from torchq_compat.support.report import ObservedRange
 
 
 @checked_arguments(model=instance_of(nn.Module, what="an nn.Module"))
@@ -29,7 +33,8 @@ def explain(model: nn.Module) -> Report:
     Returns:
         A report that prints as a table, also in a notebook. Iterating over it yields the decisions;
         ``report.rows`` and ``report.to_pandas()`` also have a row for every weight and quantized input;
-        ``report.to_dict()`` and ``report.to_json()`` are for machines.
+        ``report.to_dict()`` and ``report.to_json()`` are for machines. Of a calibrated model
+        ``report.plot()`` shows the ranges.
 
     Example:
         >>> import torch
@@ -78,7 +83,8 @@ def explain(model: nn.Module) -> Report:
         told.append((place, [decision, *folded.pop(decision.path, ()), *_inside(model, decision)]))
     told.extend((places.of(decision), [decision]) for decision in itertools.chain(*folded.values()))
     in_order = sorted(told, key=lambda pair: pair[0])
-    return Report((*itertools.chain(*(decisions for _, decisions in in_order)), *lowering))
+    decisions = itertools.chain(*(decisions for _, decisions in in_order))
+    return Report((*decisions, *lowering), tuple(_ranges(model)))
 
 
 class _Places:
@@ -145,3 +151,33 @@ def _inside(model: GraphModule, decision: Decision) -> Iterator[Decision]:
     handler = handler_of(opaque)
     if handler is not None and isinstance(opaque, OpaqueModule):
         yield from handler.explain(opaque, decision.path, explain)
+
+
+def _ranges(model: nn.Module) -> Iterator[ObservedRange]:
+    """Yield what the observers per tensor in ``model`` and in the cells inside have seen."""
+    graphs = ((path, graph) for path, graph in model.named_modules() if isinstance(graph, GraphModule))
+    for path, graph in graphs:
+        for node, module in observer_nodes(graph):
+            observer: Any = getattr(module, "activation_post_process", module)  # of a fake-quantize
+            least, largest = getattr(observer, "min_val", None), getattr(observer, "max_val", None)
+            if least is None or largest is None or least.numel() != 1 or not bool(least <= largest):
+                continue  # Fixed qparams, channels, or no data yet.
+            scale, zero_point = (float(value) for value in observer.calculate_qparams())
+            first, last = ((value - zero_point) * scale for value in (observer.quant_min, observer.quant_max))
+            source = node.args[0]
+            assert isinstance(source, Node)
+            place = ".".join(filter(None, (path, module_path_of(source) or source.name)))
+            dtype = str(observer.dtype).removeprefix("torch.")
+            clipped = _clipped(observer, first, last)
+            yield ObservedRange(place, dtype, float(least), float(largest), first, last, clipped)
+
+
+def _clipped(observer: Any, first: float, last: float) -> float | None:
+    """Return the share of a histogram's counts beyond ``first`` and ``last``; None without a histogram."""
+    counts = getattr(observer, "histogram", None)
+    if counts is None:
+        return None
+    least, largest = float(observer.min_val), float(observer.max_val)
+    centers = least + (torch.arange(len(counts)) + 0.5) * (largest - least) / len(counts)
+    beyond = (centers < first) | (centers > last)
+    return float(counts[beyond].sum() / counts.sum())

@@ -13,11 +13,20 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torchq_compat.errors import ScriptError
 from torchq_compat.support.argument_checks import INDEX, Expected, checked_arguments, instance_of, optional
-from torchq_compat.support.report import Role, Row, headline, report_html, report_text
+from torchq_compat.support.report import (
+    ObservedRange,
+    Role,
+    Row,
+    headline,
+    range_plot,
+    report_html,
+    report_text,
+)
 from torchq_compat.support.text_table import fitted_width
 
 if TYPE_CHECKING:
     import pandas as pd
+    from matplotlib.figure import Figure
 
 
 WIDTH = Expected("an int above 0", lambda value: INDEX.accepts(value) and value > 0)
@@ -150,10 +159,12 @@ class Report:
 
     Iteration, ``find`` and ``as_dicts()`` return the decisions; ``rows``, ``to_dict()`` and ``to_pandas()``
     return the rows of the printed table, which has a row for every weight and quantized input too. ``str()``
-    returns that table in the width of the terminal.
+    returns that table in the width of the terminal. ``ranges`` is what the observers of a prepared model have
+    seen, in the order of the model; it is empty before calibration and after conversion.
     """
 
     decisions: tuple[Decision, ...]
+    ranges: tuple[ObservedRange, ...] = ()
 
     def __iter__(self) -> Iterator[Decision]:
         return iter(self.decisions)
@@ -201,6 +212,23 @@ class Report:
         """
         return data_frame([row.as_dict() for row in self.rows], [*Row.__dataclass_fields__])
 
+    def plot(self) -> Figure:
+        """Return a matplotlib figure of ``ranges``: what was seen, what is covered, and the share clipped.
+
+        Raises:
+            ScriptError: matplotlib is not installed, or nothing was calibrated.
+        """
+        if not self.ranges:
+            raise ScriptError(
+                "there are no ranges to plot: no observer of the model has seen data.",
+                hint="explain a model that prepare_fx returned, after calibration.",
+                code="TQ974",
+            )
+        try:
+            return range_plot(self.ranges)
+        except ModuleNotFoundError as missing:
+            raise _not_installed("plot", "matplotlib", "report") from missing
+
     @checked_arguments(width=optional(WIDTH))
     def to_text(self, width: int | None = None) -> str:
         """Return the table as lines of text.
@@ -240,14 +268,18 @@ def data_frame(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> pd.
     try:
         import pandas as pd
     except ModuleNotFoundError as missing:
-        raise ScriptError(
-            "to_pandas needs pandas, which is not installed.",
-            hint="install the extra: pip install torchq-compat[notebook]; to_dict() needs nothing.",
-            code="TQ974",
-        ) from missing
+        raise _not_installed("to_pandas", "pandas", "notebook") from missing
     # pandas' own integer dtype allows missing values; otherwise all values would be shown as floats.
     integers = {name: "Int64" for name in columns if name.endswith(("zero_point", "channels"))}
     return pd.DataFrame(list(rows), columns=list(columns)).astype(integers)
+
+
+def _not_installed(what: str, package: str, extra: str) -> ScriptError:
+    return ScriptError(
+        f"{what} needs {package}, which is not installed.",
+        hint=f"install the extra: pip install torchq-compat[{extra}]; to_dict() needs nothing.",
+        code="TQ974",
+    )
 
 
 def _rows(decisions: tuple[Decision, ...]) -> Iterator[Row]:

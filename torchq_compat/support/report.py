@@ -6,9 +6,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torchq_compat.support.text_table import columns_with_content, folded_prefixes, text_table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # The rows of ``explain``: decisions, their weights and inputs, and the counts of all rows.
 
@@ -176,3 +179,50 @@ def html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         f'<div style="overflow-x:auto"><table><thead><tr>{head}</tr></thead>'
         f"<tbody>{''.join(lines)}</tbody></table></div>"
     )
+
+
+# The ranges of a calibrated model, as a plot.
+
+
+@dataclass(frozen=True)
+class ObservedRange:
+    """What an observer has seen, and what its qparams cover; minima and maxima in units of the value.
+
+    Attributes:
+        path: the place of the value, as in the report.
+        dtype: the integer dtype, without ``torch.``.
+        least: the least value seen; ``largest`` the largest.
+        first: the least value that an integer stands for; ``last`` the largest.
+        clipped: the share of the values seen that is beyond, by the observer's histogram; None without one.
+    """
+
+    path: str
+    dtype: str
+    least: float
+    largest: float
+    first: float
+    last: float
+    clipped: float | None = None
+
+
+def range_plot(ranges: Sequence[ObservedRange]) -> Figure:
+    """Return a figure with a line for each range: what was seen, what is covered, what is clipped."""
+    # A Figure of its own needs no window system, and leaves pyplot's figures alone.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 1 + 0.22 * len(ranges)), layout="constrained")
+    axes = figure.subplots()
+    for row, place in enumerate(ranges):
+        # In shares of the largest magnitude, so that layers of any size are seen beside each other.
+        unit = max(map(abs, (place.least, place.largest, place.first, place.last))) or 1.0
+        seen, covered = (place.least, place.largest), (place.first, place.last)
+        axes.plot([value / unit for value in covered], [row, row], color="#9ecae1", linewidth=7)
+        axes.plot([value / unit for value in seen], [row, row], color="#08519c", linewidth=2)
+        if place.clipped:
+            axes.annotate(
+                f"{place.clipped:.2%} clipped", (1.02, row), va="center", fontsize=7, color="#a50f15"
+            )
+    axes.set_yticks(range(len(ranges)), [f"{place.path} ({place.dtype})" for place in ranges], fontsize=7)
+    axes.set(ylim=(len(ranges) - 0.5, -0.5), xlim=(-1.05, 1.3), xlabel="share of the largest magnitude")
+    axes.set_title("dark: values seen; light: values that the integers cover", fontsize=9)
+    return figure
