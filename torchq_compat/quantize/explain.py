@@ -19,6 +19,7 @@ from torchq_compat.model.graph_module import QuantizationGraphModule, record_of
 from torchq_compat.model.quantized_interface import quantized_values, result_details
 from torchq_compat.support.argument_checks import checked_arguments, instance_of
 from torchq_compat.support.decisions import Action, Decision, QuantizedValue, Report
+from torchq_compat.support.dtypes import dtype_name
 from torchq_compat.support.graph_nodes import module_path_of
 from torchq_compat.support.report import ObservedRange
 
@@ -167,7 +168,7 @@ def _ranges(model: nn.Module) -> Iterator[ObservedRange]:
             source = node.args[0]
             assert isinstance(source, Node)
             place = ".".join(filter(None, (path, module_path_of(source) or source.name)))
-            dtype = str(observer.dtype).removeprefix("torch.")
+            dtype = dtype_name(observer.dtype)
             clipped = _clipped(observer, first, last)
             yield ObservedRange(place, dtype, float(least), float(largest), first, last, clipped)
 
