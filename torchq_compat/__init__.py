@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from torchq_compat import operators as operators
     from torchq_compat import profiles as profiles
     from torchq_compat import pt2e as pt2e
+    from torchq_compat import quantize_eager as quantize_eager
     from torchq_compat import quantize_fx as quantize_fx
     from torchq_compat import recurrent_parts as recurrent_parts
     from torchq_compat.annotate.outputs import annotate_outputs, check_annotations, check_sharing

@@ -27,6 +27,11 @@ PUBLIC = {
         decompose_lstm decompose_recurrent prepare_decomposed_lstm prepare_pt2e prepare_qat_pt2e
         quantizer_from reroute_tuples whole_op_lstm_quantizer whole_op_recurrent_quantizer
     """,
+    "torchq_compat.quantize_eager": """
+        DeQuantStub FloatFunctional QConfig QuantStub QuantWrapper add_quant_dequant convert default_qconfig
+        fuse_modules fuse_modules_qat get_default_qat_qconfig get_default_qconfig prepare prepare_qat
+        propagate_qconfig_ quantize quantize_qat swap_module
+    """,
     "torchq_compat.quantize_fx": QUANTIZE_FX,
     "torchq_compat.custom_modules": "CustomModuleHandler UserModuleHandler register",
     "torchq_compat.checkpoints": "load_checkpoint load_fx_state save_checkpoint",

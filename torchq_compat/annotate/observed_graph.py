@@ -225,7 +225,7 @@ def observer_faults(graph_module: GraphModule) -> list[tuple[str, ObserverFault]
         if isinstance(module, WeightObserver):
             fault = ObserverFault.NO_QPARAMS if isinstance(module.observer, WITHOUT_QPARAMS) else None
         else:
-            fault = _fault(module)
+            fault = observer_fault(module)
         if fault is not None:
             found.append((observer_label(node), fault))
     return found
@@ -294,7 +294,7 @@ def _observe_weights(prepared: GraphModule) -> None:
         if isinstance(module, WeightObserver):
             module.observe_attribute(prepared, str(source.target))
         elif _fake_quantizes_weight(source, module) and not has_loaded_qparams(module):
-            if _fault(module) is ObserverFault.UNSEEN:
+            if observer_fault(module) is ObserverFault.UNSEEN:
                 module.disable_fake_quant()  # type: ignore[operator]  # No training used its qparams.
             module(attribute_of(prepared, source).detach())
 
@@ -425,7 +425,7 @@ def _quantizes_static(module: nn.Module) -> bool:
     return is_integer(module.dtype) and not getattr(module, "is_dynamic", False)  # type: ignore[arg-type]
 
 
-def _fault(module: nn.Module) -> ObserverFault | None:
+def observer_fault(module: nn.Module) -> ObserverFault | None:
     if has_loaded_qparams(module):
         return None
     if isinstance(module, LegacyFakeQuantizeAdapter) and module.learns_qparams:

@@ -91,7 +91,7 @@ def qconfigs_by_path(model: nn.Module, spec: ModuleSpec, *, is_given: bool) -> d
     Args:
         is_given: whether a user wrote ``spec``, and is warned about entries that match nothing.
     """
-    found = dict(_propagated(model, spec, spec.get("") if "" in spec else None, ""))
+    found = dict(propagated_qconfigs(model, spec, spec.get("") if "" in spec else None, ""))
     if is_given:
         _warn_of_no_match(model, spec, found)
     return found
@@ -112,7 +112,7 @@ def _warn_of_no_match(model: nn.Module, spec: ModuleSpec, paths: Container[str])
         )
 
 
-def _propagated(
+def propagated_qconfigs(
     module: nn.Module, spec: ModuleSpec, inherited: QConfig | None, path: str
 ) -> Iterator[tuple[str, QConfig | None]]:
     qconfig = spec.get(type(module), inherited)
@@ -120,7 +120,7 @@ def _propagated(
     qconfig = getattr(module, "qconfig", qconfig)
     yield path, qconfig
     for name, child in module.named_children():
-        yield from _propagated(child, spec, qconfig, f"{path}.{name}" if path else name)
+        yield from propagated_qconfigs(child, spec, qconfig, f"{path}.{name}" if path else name)
 
 
 # ``torch.ao.nn.quantized.dynamic.Linear`` whose inputs use the whole 8-bit range.

@@ -18,7 +18,7 @@ from torchq_compat.custom_modules import handler_of
 from torchq_compat.model.graph_module import QuantizationGraphModule, record_of
 from torchq_compat.model.quantized_interface import quantized_values, result_details
 from torchq_compat.support.argument_checks import checked_arguments, instance_of
-from torchq_compat.support.decisions import Action, Decision, QuantizedValue, Report
+from torchq_compat.support.decisions import MODULE_DECISIONS, Action, Decision, QuantizedValue, Report
 from torchq_compat.support.dtypes import dtype_name
 from torchq_compat.support.graph_nodes import module_path_of
 from torchq_compat.support.report import ObservedRange
@@ -48,7 +48,9 @@ def explain(model: nn.Module) -> Report:
     """
     record = record_of(model)
     if record is None or not isinstance(model, QuantizationGraphModule):
-        return Report(tuple(_of_float_model(model)))
+        about_modules = vars(model).get(MODULE_DECISIONS) or tuple(_of_float_model(model))
+        modules = dict(model.named_modules())
+        return Report(tuple(itertools.chain(*([each, *_inside(modules, each)] for each in about_modules))))
     lowering, model = model.lowering, model.reference
     nodes = {node.name: node for node in model.graph.nodes}
     last = {nodes[each.node] for each in record.decisions if each.node in nodes}
@@ -63,6 +65,7 @@ def explain(model: nn.Module) -> Report:
     before = 0
     own = {each.path: each for each in record.decisions if each.action is Action.FOLDED}
     folded = _folded(model, record.batch_norms, own)
+    modules = dict(model.named_modules())
     for decision in record.decisions:
         if decision.action is Action.FOLDED:
             continue
@@ -81,7 +84,7 @@ def explain(model: nn.Module) -> Report:
             # The node of this op was replaced: place the op behind the op of the previous decision.
             place = before
         before = place if decision.node else before
-        told.append((place, [decision, *folded.pop(decision.path, ()), *_inside(model, decision)]))
+        told.append((place, [decision, *folded.pop(decision.path, ()), *_inside(modules, decision)]))
     told.extend((places.of(decision), [decision]) for decision in itertools.chain(*folded.values()))
     in_order = sorted(told, key=lambda pair: pair[0])
     decisions = itertools.chain(*(decisions for _, decisions in in_order))
@@ -145,10 +148,10 @@ def _of_float_model(model: nn.Module) -> Iterator[Decision]:
             yield Decision(path, type(module).__name__, Action.FLOAT, "the model has not been prepared")
 
 
-def _inside(model: GraphModule, decision: Decision) -> Iterator[Decision]:
+def _inside(modules: Mapping[str, nn.Module], decision: Decision) -> Iterator[Decision]:
     if decision.node or decision.action is Action.FLOAT:
         return
-    opaque = dict(model.named_modules()).get(decision.path)
+    opaque = modules.get(decision.path)
     handler = handler_of(opaque)
     if handler is not None and isinstance(opaque, OpaqueModule):
         yield from handler.explain(opaque, decision.path, explain)

@@ -65,6 +65,8 @@ _CODES = {
     Action.LOWERED: "TQ413",
     Action.REFERENCE: "TQ413",
 }
+#: The attribute of a model without a graph that has the decisions about its modules.
+MODULE_DECISIONS = "_torchq_compat_decisions"
 SHOWN_APART = ("dtype", "scale", "zero_point", "observer")
 
 

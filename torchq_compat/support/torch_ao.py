@@ -15,9 +15,11 @@ from typing import Any
 import torch.ao.quantization.backend_config.utils
 import torch.ao.quantization.fx._decomposed  # noqa: F401 - it registers the q-dq operators
 from torch.ao.nn import quantizable, quantized
+from torch.ao.nn.intrinsic.modules.fused import _FusedModule as fused_module
 from torch.ao.nn.intrinsic.qat import freeze_bn_stats, update_bn_stats
-from torch.ao.nn.quantized import FloatFunctional, FXFloatFunctional
+from torch.ao.nn.quantized import FloatFunctional, FXFloatFunctional, QFunctional
 from torch.ao.quantization import (
+    DeQuantStub,
     FakeQuantize,
     HistogramObserver,
     MinMaxObserver,
@@ -26,15 +28,20 @@ from torch.ao.quantization import (
     PlaceholderObserver,
     QConfig,
     QConfigMapping,
+    QuantStub,
+    QuantWrapper,
     default_dynamic_qconfig,
     default_per_channel_weight_observer,
+    default_qconfig,
     disable_fake_quant,
     fake_quantize,
     float16_dynamic_qconfig,
     float_qparams_weight_only_qconfig,
     float_qparams_weight_only_qconfig_4bit,
     get_default_custom_config_dict,
+    get_default_qat_qconfig,
     get_default_qat_qconfig_mapping,
+    get_default_qconfig,
     get_default_qconfig_mapping,
     observer,
 )
@@ -48,7 +55,7 @@ from torch.ao.quantization.backend_config import (
     get_native_backend_config,
 )
 from torch.ao.quantization.fake_quantize import FakeQuantizeBase
-from torch.ao.quantization.fuse_modules import fuse_known_modules
+from torch.ao.quantization.fuse_modules import fuse_known_modules, fuse_modules, fuse_modules_qat
 from torch.ao.quantization.fx.custom_config import (
     ConvertCustomConfig,
     FuseCustomConfig,
@@ -61,12 +68,19 @@ from torch.ao.quantization.qconfig_mapping import (
     _FIXED_QPARAMS_OP_TO_OBSERVER as FIXED_QPARAMS_OP_TO_OBSERVER,
 )
 from torch.ao.quantization.quant_type import QuantType
-from torch.ao.quantization.quantization_mappings import get_default_dynamic_quant_module_mappings
+from torch.ao.quantization.quantization_mappings import (
+    DEFAULT_MODULE_TO_ACT_POST_PROCESS,
+    get_default_dynamic_quant_module_mappings,
+    get_default_qat_module_mappings,
+    get_default_qconfig_propagation_list,
+    get_default_static_quant_module_mappings,
+)
 from torch.ao.quantization.utils import MatchAllNode
 
 from torchq_compat.support.versions import warn_of_untested_pair
 
 __all__ = [
+    "DEFAULT_MODULE_TO_ACT_POST_PROCESS",
     "FIXED_QPARAMS_OP_TO_OBSERVER",
     "FX_ENGINE",
     "BackendConfig",
@@ -74,6 +88,7 @@ __all__ = [
     "ConvertCustomConfig",
     "DTypeConfig",
     "DTypeWithConstraints",
+    "DeQuantStub",
     "FXFloatFunctional",
     "FakeQuantize",
     "FakeQuantizeBase",
@@ -90,13 +105,17 @@ __all__ = [
     "PrepareCustomConfig",
     "QConfig",
     "QConfigMapping",
+    "QFunctional",
+    "QuantStub",
     "QuantType",
+    "QuantWrapper",
     "QuantizationTracer",
     "QuantizedGraphModule",
     "StandaloneModuleConfigEntry",
     "backend_config",
     "default_dynamic_qconfig",
     "default_per_channel_weight_observer",
+    "default_qconfig",
     "disable_fake_quant",
     "fake_quantize",
     "float16_dynamic_qconfig",
@@ -104,12 +123,20 @@ __all__ = [
     "float_qparams_weight_only_qconfig_4bit",
     "freeze_bn_stats",
     "fuse_known_modules",
+    "fuse_modules",
+    "fuse_modules_qat",
+    "fused_module",
     "fx_engine",
     "fx_utils",
     "get_default_custom_config_dict",
     "get_default_dynamic_quant_module_mappings",
+    "get_default_qat_module_mappings",
+    "get_default_qat_qconfig",
     "get_default_qat_qconfig_mapping",
+    "get_default_qconfig",
     "get_default_qconfig_mapping",
+    "get_default_qconfig_propagation_list",
+    "get_default_static_quant_module_mappings",
     "get_native_backend_config",
     "observer",
     "qconfig_equals",

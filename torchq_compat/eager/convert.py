@@ -1,0 +1,297 @@
+"""Convert of eager mode: the observed modules of a model replaced, at their paths, by ones that compute q-dq.
+
+Legacy: ``torch.ao.quantization.convert`` and ``swap_module``; also the step of ``prepare_qat`` that replaces
+float modules by those that train with fake-quantized weights.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils.fusion import fuse_conv_bn_weights, fuse_linear_bn_weights
+from torch.nn.utils.parametrize import is_parametrized, remove_parametrizations, type_before_parametrizations
+
+from torchq_compat.annotate.observed_graph import ObserverFault, observer_fault
+from torchq_compat.capture.opaque_calls import OpaqueModule
+from torchq_compat.custom_modules import handler_of
+from torchq_compat.eager.converted import keep_custom_results
+from torchq_compat.eager.observe import OBSERVER, OBSERVERS, forget_observers, is_observing
+from torchq_compat.eager.qdq_modules import (
+    CLASSES,
+    DeQuantize,
+    Embedding,
+    EmbeddingBag,
+    Linear,
+    OnGrid,
+    Weighted,
+    observed_qparams,
+)
+from torchq_compat.errors import ConvertError
+from torchq_compat.modules.registry import ConvertRequest
+from torchq_compat.support.decisions import Action, Decision
+from torchq_compat.support.dtypes import plain_dtype
+from torchq_compat.support.torch_ao import fused_module
+from torchq_compat.support.user_warnings import warn_user
+
+#: The packages of torch.ao's quantized classes: what they compute, classes here do.
+LEGACY_QUANTIZED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.nn.quantized")
+#: Classes of torch.ao whose float module computes the same on a grid.
+KEPT_FLOAT = ("Dropout", "ReLU6")
+
+
+@dataclass
+class ConvertSettings:
+    """What convert was given.
+
+    Attributes:
+        mapping: type of a float or observed module -> class with ``from_float``.
+        custom_modules: observed class -> quantized class.
+        as_trained: whether the ranges of trained weights are not observed once more.
+        decisions: what was done, filled in.
+    """
+
+    mapping: Mapping[Any, Any]
+    custom_modules: Mapping[Any, Any]
+    as_trained: bool = False
+    decisions: list[Decision] = field(default_factory=list)
+
+
+def tell_of_observers(model: nn.Module) -> None:
+    """Warn about observers that have seen no data, and refuse those without a finite range.
+
+    Raises:
+        ConvertError: an observer has seen NaN or infinity.
+    """
+    faults: dict[ObserverFault | None, list[str]] = {}
+    for path, module in model.named_modules():
+        observer, handler = getattr(module, OBSERVER, None), handler_of(module)
+        if isinstance(module, OpaqueModule) and handler is not None:
+            module.opaque_layouts = getattr(module, "opaque_layouts", [])
+            for name, fault in handler.observer_faults(module):
+                faults.setdefault(fault, []).append(f"{path}.{name}")
+        elif isinstance(observer, OBSERVERS) and getattr(module, "qconfig", None) is not None:
+            own = observer_fault(observer)
+            faults.setdefault(own, []).append(path)
+    if not_finite := faults.get(ObserverFault.NOT_FINITE):
+        raise ConvertError(
+            f"observers have seen NaN or infinity: {', '.join(not_finite[:5])}.",
+            hint="find the batch with torch.isfinite, prepare again, and calibrate without it.",
+            code="TQ905",
+        )
+    if unseen := faults.get(ObserverFault.UNSEEN):
+        warn_user(
+            "TQ405",
+            f"{len(unseen)} observers have seen no data, so their qparams mean nothing: "
+            f"{', '.join(unseen[:5])}. Run the prepared model on calibration data before converting it.",
+        )
+
+
+def convert_children(module: nn.Module, settings: ConvertSettings, path: str = "") -> None:
+    """Replace the modules inside ``module``; all are made before the first is replaced in its parent.
+
+    Raises:
+        ConvertError: a module cannot be converted; names its path.
+    """
+    replaced: dict[str, nn.Module] = {}
+    for name, child in module.named_children():
+        where = f"{path}.{name}" if path else name
+        if isinstance(child, OBSERVERS):
+            replaced[name] = child
+            continue
+        if not isinstance(child, (fused_module, OpaqueModule)) and not _custom_class(child, settings):
+            convert_children(child, settings, where)
+        replaced[name] = convert_module(child, settings, where)
+    # The same module may stand under several names.
+    by_identity = {id(child): replaced[name] for name, child in module.named_children()}
+    for name, standing in list(module._modules.items()):
+        if standing is not None:
+            module._modules[name] = by_identity[id(standing)]
+
+
+def convert_module(module: nn.Module, settings: ConvertSettings, path: str) -> nn.Module:
+    """Return what replaces ``module``, or ``module`` itself.
+
+    Raises:
+        ConvertError: the module cannot be converted.
+    """
+    kind = type_before_parametrizations(module)
+    if getattr(module, "qconfig", None) is None:
+        if not list(module.children()):
+            settings.decisions.append(Decision(path, kind.__name__, Action.FLOAT, "its qconfig is None"))
+        return module
+    custom_class = _custom_class(module, settings)
+    if custom_class is not None or isinstance(module, OpaqueModule):
+        made = _converted_custom(module, custom_class, path)
+    elif kind in settings.mapping:
+        made = _made_by(settings.mapping[kind], module, settings, path)
+    else:
+        made = module
+    if made is not module:
+        _hand_hooks_on(module, made)
+        devices = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
+        if len(devices) == 1:
+            made.to(next(iter(devices)))
+        made.training = module.training
+    if made is not module or not list(module.children()):
+        settings.decisions.append(_decision(made, kind, path))
+    return made
+
+
+def _decision(made: nn.Module, kind: type[nn.Module], path: str) -> Decision:
+    if isinstance(made, OnGrid):
+        details = {"dtype": made.output.dtype, "scale": made.scale, "zero_point": made.zero_point}
+        return Decision(path, kind.__name__, Action.QUANTIZED, "by its qconfig", details)
+    if isinstance(made, DeQuantize):
+        return Decision(path, kind.__name__, Action.FLOAT, "hands floats out")
+    is_kept = type(made) is kind and not isinstance(made, OpaqueModule)
+    reason = "computes on the grid of its input" if is_kept else "by its qconfig"
+    return Decision(path, kind.__name__, Action.SHARED if is_kept else Action.QUANTIZED, reason)
+
+
+def _custom_class(module: nn.Module, settings: ConvertSettings) -> Any:
+    classes = [type_before_parametrizations(module), getattr(module, "opaque_observed_class", None)]
+    return next((settings.custom_modules[each] for each in classes if each in settings.custom_modules), None)
+
+
+def _converted_custom(module: nn.Module, quantized_class: Any, path: str) -> nn.Module:
+    handler = handler_of(module)
+    if handler is None or not isinstance(module, OpaqueModule):
+        made: nn.Module = quantized_class.from_observed(module)
+        return made
+    converted = handler.convert(ConvertRequest(module, quantized_class, path, ()))
+    keep_custom_results(converted)
+    return converted
+
+
+def _made_by(target: Any, module: nn.Module, settings: ConvertSettings, path: str) -> nn.Module:
+    """Return the module that ``target``, a class of the mapping, stands for."""
+    if not str(getattr(target, "__module__", "")).startswith(LEGACY_QUANTIZED):
+        if not hasattr(target, "from_float"):
+            raise ConvertError(
+                f"the mapping gives {target!r} for {path!r}, which has no from_float.",
+                hint="give classes of modules with a classmethod from_float(cls, module).",
+                code="TQ905",
+            )
+        made: nn.Module = target.from_float(module)
+        return made
+    name = target.__name__
+    if name in KEPT_FLOAT:
+        forget_observers(module)
+        return module
+    cls = CLASSES.get(name)
+    if cls is None or ".dynamic" in target.__module__:
+        raise ConvertError(
+            f"the mapping gives {target.__module__}.{name} for {path!r}, which has no counterpart here.",
+            hint="leave it out of the mapping; quantize_dynamic does the dynamic ones.",
+            code="TQ905",
+        )
+    if issubclass(cls, DeQuantize):
+        return cls()
+    if issubclass(cls, (Embedding, EmbeddingBag)):
+        return _table(cls, module, settings, path)
+    observer = getattr(module, OBSERVER, None)
+    if observer is None:
+        raise ConvertError(
+            f"{path!r} has a qconfig and no observer, so its range is not known.",
+            hint="call prepare first, and convert what it returns, once it has seen calibration data.",
+            code="TQ905",
+        )
+    output = observed_qparams(observer, path)
+    if issubclass(cls, Weighted):
+        made = _weighted(cls, module, settings, path)
+    elif issubclass(cls, CLASSES["Quantize"]) or issubclass(cls, CLASSES["QFunctional"]):
+        made = cls()
+    else:
+        made = _function(cls, module)
+    made.output = output  # type: ignore[assignment]
+    made.place = path  # type: ignore[assignment]
+    return made
+
+
+def _weighted(cls: type[Weighted], module: nn.Module, settings: ConvertSettings, path: str) -> Weighted:
+    """Return a module with the weight of ``module`` on the qparams of its qconfig, or of its training."""
+    source: Any = module
+    if is_parametrized(source):
+        for name in list(source.parametrizations):
+            remove_parametrizations(source, name)
+    trained = getattr(source, "weight_fake_quant", None)
+    after: Any = None
+    if trained is None and isinstance(source, nn.Sequential):
+        after = source[1] if len(source) > 1 else None
+        source = source[0]
+    weight, bias = source.weight, source.bias
+    if trained is not None and hasattr(source, "bn"):
+        norm = source.bn
+        fuse: Any = fuse_linear_bn_weights if issubclass(cls, Linear) else fuse_conv_bn_weights
+        statistics = norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias
+        weight, bias = fuse(weight, bias, *statistics)
+    observer = source.qconfig.weight() if trained is None else trained
+    if not settings.as_trained or trained is None:
+        with torch.no_grad():
+            observer.to(weight.device)(weight)
+    if plain_dtype(observer.dtype) is not torch.int8:
+        raise ConvertError(
+            f"the weight observer of {path!r} is of {observer.dtype}.",
+            hint="give its qconfig a weight of qint8, or set the qconfig to None to leave it float.",
+            code="TQ905",
+        )
+    made = cls()
+    made.take(source, weight, observer)
+    made.register_buffer("float_bias", None if bias is None else bias.detach().clone(), persistent=False)
+    if cls.__name__ == "LinearLeakyReLU":
+        made.after = functools.partial(F.leaky_relu, negative_slope=after.negative_slope)
+    return made
+
+
+def _function(cls: type[nn.Module], module: nn.Module) -> nn.Module:
+    """Return ``module`` as an instance of ``cls``, with its parameters, buffers and settings."""
+    forget_observers(module)
+    source: Any = module[0] if isinstance(module, nn.Sequential) else module
+    made = cls.__new__(cls)
+    vars(made).update(vars(source))
+    for name in ("_modules", "_parameters", "_buffers"):
+        vars(made)[name] = dict(vars(source)[name])
+    hooks = {name: value for name, value in vars(nn.Module()).items() if name.endswith("_hooks")}
+    vars(made).update(hooks)
+    if cls.__name__ == "PReLU":
+        observer = source.qconfig.weight()
+        observer(source.weight)
+        scale, zero_point = observer.calculate_qparams()
+        values = torch.round(source.weight.detach() / scale) + zero_point
+        values = (values.clamp(0, 255) - zero_point) * scale
+        made._parameters["weight"] = nn.Parameter(values, requires_grad=False)
+    return made.eval()
+
+
+def _table(cls: Any, module: Any, settings: ConvertSettings, path: str) -> nn.Module:
+    trained = getattr(module, "weight_fake_quant", None)
+    observer = module.qconfig.weight() if trained is None else trained
+    if observer.qscheme is not torch.per_channel_affine_float_qparams:
+        raise ConvertError(
+            f"the qconfig of the embedding {path!r} has weights of {observer.qscheme}.",
+            hint="give embeddings float_qparams_weight_only_qconfig, or None to leave them float.",
+            code="TQ905",
+        )
+    if not settings.as_trained or trained is None:
+        with torch.no_grad():
+            observer(module.weight)
+    made = cls()
+    made.take(module, module.weight, observer)
+    made.place = path
+    return made  # type: ignore[no-any-return]
+
+
+def _hand_hooks_on(module: nn.Module, made: nn.Module) -> None:
+    """Register the user's hooks of ``module`` on ``made``: they are called with values on a grid."""
+    for hook in module._forward_pre_hooks.values():
+        if not is_observing(hook):
+            made.register_forward_pre_hook(hook)
+    for hook in module._forward_hooks.values():
+        if not is_observing(hook):
+            made.register_forward_hook(hook)

@@ -1,0 +1,234 @@
+"""The quantized values of a converted eager model: floats whose qparams are known while the model runs.
+
+A quantized tensor of torch.ao carried its qparams from module to module, through the user's own code. Here
+the values between modules are plain floats that lie on a grid, ``(q - zero_point) * scale``, and a
+``FollowGrid`` knows the grid of each. It sees every torch function that the user's code calls and does what
+the kernel for quantized tensors did: values are moved, or rounded to the grid of the input. In an export it
+does the same, so that the captured graph is q-dq.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from torchq_compat.read.qparams import PerTensorQParams
+from torchq_compat.support.dtypes import LEGACY_DTYPES, dtype_range, plain_dtype
+from torchq_compat.support.quantized_tensors import is_quantized, qparams_of, quantize
+from torchq_compat.support.upstream import pytree
+
+#: Functions whose results have values of their input, or zeros: nothing has to be rounded.
+MOVES = frozenset(
+    """
+    __getitem__ adaptive_max_pool1d adaptive_max_pool2d alpha_dropout amax amin as_strided broadcast_to
+    channel_shuffle chunk clone contiguous cpu cuda detach diagonal dropout dropout1d dropout2d
+    dropout3d expand expand_as feature_alpha_dropout flatten flip gather index_select masked_select max
+    max_pool1d max_pool1d_with_indices max_pool2d max_pool2d_with_indices max_pool3d
+    max_pool3d_with_indices median min moveaxis movedim narrow native_channel_shuffle permute
+    pixel_shuffle pixel_unshuffle relu relu_ repeat repeat_interleave requires_grad_ reshape reshape_as
+    roll select sort split split_with_sizes squeeze squeeze_ swapaxes swapdims t take tensor_split tile
+    to topk transpose transpose_ type_as unbind unflatten unfold unsqueeze unsqueeze_ upsample_nearest
+    view view_as
+    """.split()  # noqa: SIM905 - one to a line would be a page
+)
+#: Functions whose results are rounded to the qparams of their input.
+ROUNDED = frozenset(
+    """
+    adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d avg_pool1d avg_pool2d avg_pool3d clamp
+    clamp_ clamp_max clamp_min clip fill_ gelu hardtanh hardtanh_ interpolate leaky_relu leaky_relu_
+    masked_fill mean pad relu6 std threshold threshold_ upsample upsample_bilinear zero_
+    """.split()  # noqa: SIM905 - one to a line would be a page
+)
+#: Functions whose results have qparams of their own: scale, and zero point above the least integer.
+FIXED = {
+    "hardsigmoid": (1 / 256, 0),
+    "hardsigmoid_": (1 / 256, 0),
+    "sigmoid": (1 / 256, 0),
+    "sigmoid_": (1 / 256, 0),
+    "tanh": (2 / 256, 128),
+    "tanh_": (2 / 256, 128),
+}
+#: Functions that join tensors, whose results have the qparams of the first.
+JOINS = frozenset(["cat", "concat", "concatenate", "hstack", "stack", "vstack"])
+
+#: Functions that make quantized tensors.
+MADE_BY_HAND = ("quantize_per_tensor",)
+#: What a quantized tensor answered.
+ANSWERS: dict[str, Callable[[Tensor, PerTensorQParams], Any]] = {
+    "dequantize": lambda value, grid: value.detach(),
+    "int_repr": lambda value, grid: grid.quantize(value),
+    "q_scale": lambda value, grid: grid.scale,
+    "q_zero_point": lambda value, grid: grid.zero_point,
+    "qscheme": lambda value, grid: torch.per_tensor_affine,
+}
+
+_ACTIVE: ContextVar[FollowGrid | None] = ContextVar("torchq_compat_grid", default=None)
+
+
+class FollowGrid(TorchFunctionMode):
+    """Knows the qparams of the values of a converted eager model, during one call.
+
+    Attributes:
+        left: the names of functions that computed floats from values on a grid.
+        unquantized: the paths of quantized modules that were given values on no grid.
+        by_hand: the names of kernels for quantized tensors that the user's code calls.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._grids: Any = WeakIdKeyDictionary()
+        self.is_paused = False
+        self.left: dict[str, None] = {}
+        self.unquantized: dict[str, None] = {}
+        self.by_hand: dict[str, None] = {}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Call ``func``; round its results, or hand the qparams of its inputs on."""
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if self.is_paused or (not self._grids and name not in MADE_BY_HAND):
+            return func(*args, **kwargs)
+        before = next(self._of(args, kwargs), None)
+        if before is not None and name in ANSWERS:
+            return ANSWERS[name](args[0], before)
+        if getattr(func, "_qualified_op_name", "").startswith("quantized::"):
+            args, kwargs = pytree.tree_map(self._as_quantized_tensor, (args, kwargs))
+            self.by_hand[name] = None
+        if before is not None and name in JOINS:
+            args = tuple(pytree.tree_map(lambda leaf: self._joined(leaf, before), each) for each in args)
+        result = func(*args, **kwargs)
+        if is_quantized(result):
+            return self._of_quantized_tensor(result)
+        if before is None:
+            return result
+        for value in pytree.tree_leaves(result):
+            if isinstance(value, Tensor) and value.is_floating_point():
+                result = self._with_grid(name, result, value, before)
+        return result
+
+    def of(self, value: Tensor) -> PerTensorQParams | None:
+        """Return the qparams of ``value``; None if it is not known to lie on any."""
+        grid: PerTensorQParams | None = self._grids.get(value)
+        return grid
+
+    def know(self, value: Tensor, qparams: PerTensorQParams) -> Tensor:
+        """Return ``value``, which lies on ``qparams``."""
+        self._grids[value] = qparams
+        return value
+
+    def _of(self, *values: Any) -> Iterator[PerTensorQParams]:
+        for value in pytree.tree_leaves(values):
+            if isinstance(value, Tensor) and (grid := self.of(value)) is not None:
+                yield grid
+
+    def _as_quantized_tensor(self, value: Any) -> Any:
+        grid = self.of(value) if isinstance(value, Tensor) else None
+        if grid is None:
+            return value
+        return quantize(value, grid.scale, grid.zero_point, LEGACY_DTYPES[grid.dtype])
+
+    def _of_quantized_tensor(self, value: Tensor) -> Tensor:
+        if value.qscheme() not in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+            return value
+        dtype = plain_dtype(value.dtype)
+        scale, zero_point = qparams_of(value)
+        return self.know(value.dequantize(), PerTensorQParams(scale, zero_point, *dtype_range(dtype), dtype))
+
+    def _joined(self, value: Any, qparams: PerTensorQParams) -> Any:
+        if not isinstance(value, Tensor) or self.of(value) in (None, qparams):
+            return value
+        return qparams.dequantize(qparams.quantize(value), value.dtype)
+
+    def _with_grid(self, name: str, result: Any, value: Tensor, before: PerTensorQParams) -> Any:
+        """Return ``result``, whose float tensor ``value`` has qparams if the kernel had given it any."""
+        if name in MOVES or name in JOINS or name in ("__get__", "__set__"):
+            self.know(value, before)
+            return result
+        grid = _fixed(name, before) if name in FIXED else before
+        if name not in FIXED and name not in ROUNDED:
+            self.left[name] = None
+            return result
+        rounded = put_on(as_quantize_per_tensor(value, grid), grid)
+        if name.endswith("_") and value is result:
+            value.copy_(rounded)
+            return self.know(value, grid)
+        return pytree.tree_map(lambda leaf: rounded if leaf is value else leaf, result)
+
+
+def _fixed(name: str, before: PerTensorQParams) -> PerTensorQParams:
+    scale, zero_point = FIXED[name]
+    return replace(before, scale=scale, zero_point=before.quant_min + zero_point)
+
+
+def active() -> FollowGrid | None:
+    """Return what follows the values of the call that runs, or None."""
+    return _ACTIVE.get()
+
+
+@contextmanager
+def following() -> Iterator[FollowGrid]:
+    """Follow the values of a converted model; inside another such call, go on with that."""
+    running = _ACTIVE.get()
+    if running is not None:
+        yield running
+        return
+    with FollowGrid() as mode:
+        token = _ACTIVE.set(mode)
+        try:
+            yield mode
+        finally:
+            _ACTIVE.reset(token)
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """Let torch functions be, inside a module whose results get their qparams from it."""
+    mode = _ACTIVE.get()
+    if mode is None:
+        yield
+        return
+    was, mode.is_paused = mode.is_paused, True
+    try:
+        yield
+    finally:
+        mode.is_paused = was
+
+
+def as_quantize_per_tensor(value: Tensor, qparams: PerTensorQParams) -> Tensor:
+    """Return ``value`` rounded as ``torch.quantize_per_tensor`` does.
+
+    It adds the zero point before it rounds, which halfway between two steps gives the other one. An exported
+    graph keeps to the operator of q-dq.
+    """
+    if torch.compiler.is_exporting() or value.dtype is not torch.float32:
+        return value
+    steps = torch.round(value * (1.0 / qparams.scale) + qparams.zero_point)
+    return (steps.clamp(qparams.quant_min, qparams.quant_max) - qparams.zero_point) * qparams.scale
+
+
+def put_on(value: Tensor, qparams: PerTensorQParams) -> Tensor:
+    """Round ``value`` to ``qparams``."""
+    rounded = qparams.dequantize(qparams.quantize(value), value.dtype)
+    mode = active()
+    return rounded if mode is None else mode.know(rounded, qparams)
+
+
+def grid_of(value: Tensor) -> PerTensorQParams | None:
+    """Return the qparams that ``value`` is known to lie on."""
+    mode = active()
+    return None if mode is None else mode.of(value)
+
+
+def floats_of(value: Any) -> Any:
+    """Return ``value``; a quantized tensor of the user's own code as the floats it stands for."""
+    return value.dequantize() if is_quantized(value) else value

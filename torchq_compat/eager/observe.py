@@ -1,0 +1,219 @@
+"""Prepare of eager mode: observers as submodules of the user's own modules, by their qconfigs.
+
+Legacy: ``torch.ao.quantization.prepare`` and ``prepare_qat``. The names of the observers, and so the
+keys of the state_dict, are theirs: ``conv.activation_post_process.min_val``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.parametrize import type_before_parametrizations
+
+from torchq_compat.capture.opaque_calls import OpaqueModule
+from torchq_compat.custom_modules import handler_of
+from torchq_compat.eager.quantize_dynamic import ModuleSpec, propagated_qconfigs
+from torchq_compat.errors import ConfigError
+from torchq_compat.modules.registry import ObserveRequest, handlers
+from torchq_compat.read.qspecs import OpSpecs
+from torchq_compat.support.decisions import Action, Decision
+from torchq_compat.support.torch_ao import (
+    DEFAULT_MODULE_TO_ACT_POST_PROCESS,
+    DeQuantStub,
+    FakeQuantizeBase,
+    FloatFunctional,
+    ObserverBase,
+    QConfig,
+    QFunctional,
+    fused_module,
+)
+from torchq_compat.support.user_warnings import warn_user
+
+OBSERVER = "activation_post_process"
+#: Names of the hooks that observe, here and in torch.ao, whose prepared models convert too.
+HOOKS = ("observe_result", "observe_input", "_observer_forward_hook", "_observer_forward_pre_hook")
+#: The classes of observers; torchao's are registered as torch.ao's.
+OBSERVERS = (ObserverBase, FakeQuantizeBase)
+ClassMapping = Mapping[type[nn.Module], Any]
+
+
+@dataclass(frozen=True)
+class ObserveSettings:
+    """What prepare was given.
+
+    Attributes:
+        observed_types: the types of modules without submodules that are observed.
+        observed_whole: the types of modules that are observed though they have submodules.
+        custom_modules: float class -> observed class.
+    """
+
+    observed_types: Collection[Any]
+    observed_whole: Collection[Any]
+    custom_modules: ClassMapping
+
+
+def observe_result(module: Any, _inputs: Any, result: Any) -> Any:
+    """Forward hook: observe the result."""
+    return getattr(module, OBSERVER)(result)
+
+
+def observe_input(module: Any, inputs: Any) -> Any:
+    """Forward pre-hook: observe the first input."""
+    return getattr(module, OBSERVER)(inputs[0])
+
+
+def set_qconfigs(model: nn.Module, spec: ModuleSpec, left_out: Collection[Any] = ()) -> None:
+    """Set ``qconfig`` of every module: its own, or else that of its type, its path or its parent in ``spec``.
+
+    Args:
+        left_out: the names and types of modules whose insides are left as they are.
+
+    Raises:
+        ConfigError: a qconfig is no QConfig.
+    """
+    qconfigs = dict(propagated_qconfigs(model, spec, None, ""))
+    for path, qconfig in qconfigs.items():
+        if qconfig is not None and not isinstance(qconfig, QConfig):
+            raise ConfigError(
+                f"the qconfig of {path or 'the model'!r} is a {type(qconfig).__name__}.",
+                hint="set a QConfig, such as get_default_qconfig('x86'), or None.",
+                code="TQ905",
+            )
+    inside: tuple[str, ...] = ()
+    for path, module in model.named_modules():
+        if path and (path.rpartition(".")[2] in left_out or type(module) in left_out):
+            inside = (*inside, path, f"{path}.")
+        if path not in inside and not path.startswith(tuple(each for each in inside if each.endswith("."))):
+            module.qconfig = qconfigs[path]
+
+
+def observe(model: nn.Module, settings: ObserveSettings) -> list[Decision]:
+    """Add observers to the modules of ``model``, and replace its custom modules by observed ones; return a
+    decision about each module without submodules.
+
+    Raises:
+        ConfigError: an observer cannot be made.
+        CustomModuleError: an observed class does not do what the mapping requires of it.
+    """
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())} - {torch.device("meta")}
+    device = next(iter(devices)) if len(devices) == 1 else None
+    if not any(getattr(module, "qconfig", None) for module in model.modules()):
+        warn_user(
+            "TQ424",
+            "prepare: no module has a qconfig, so nothing is observed. Set model.qconfig before prepare.",
+        )
+    _observe(model, "", settings, device)
+    return list(_decisions(model))
+
+
+def _decisions(model: nn.Module) -> Iterator[Decision]:
+    above: str | None = None
+    for path, module in model.named_modules():
+        if above is not None and path.startswith(above):
+            continue
+        observer = getattr(module, OBSERVER, None)
+        is_observed = isinstance(observer, OBSERVERS) or isinstance(module, OpaqueModule)
+        if not path or isinstance(module, OBSERVERS) or not (is_observed or not list(module.children())):
+            continue
+        above = f"{path}."
+        kind = type_before_parametrizations(module).__name__
+        if is_observed:
+            details = {"observer": type(observer).__name__, "dtype": observer.dtype} if observer else {}
+            yield Decision(path, kind, Action.QUANTIZED, "by its qconfig", details)
+        elif getattr(module, "qconfig", None) is None:
+            yield Decision(path, kind, Action.FLOAT, "its qconfig is None")
+        else:
+            yield Decision(path, kind, Action.SHARED, "computes on the grid of its input")
+
+
+def _observe(module: nn.Module, path: str, settings: ObserveSettings, device: torch.device | None) -> None:
+    for name, child in list(module.named_children()):
+        kind: Any = type_before_parametrizations(child)
+        where = f"{path}.{name}" if path else name
+        qconfig = getattr(child, "qconfig", None)
+        if kind is nn.Dropout:
+            continue
+        if issubclass(kind, (FloatFunctional, QFunctional)):
+            if qconfig is not None:
+                setattr(child, OBSERVER, _observer(qconfig.activation, device))
+        elif isinstance(child, fused_module) or kind in settings.observed_whole:
+            _insert(child, device)
+        elif child.training and kind in DEFAULT_MODULE_TO_ACT_POST_PROCESS:
+            _insert(child, device, DEFAULT_MODULE_TO_ACT_POST_PROCESS[kind])
+        elif qconfig is not None and kind in settings.custom_modules:
+            setattr(module, name, _observed_custom(child, where, settings.custom_modules[kind], device))
+        else:
+            _observe(child, where, settings, device)
+    is_leaf = not any(name != "parametrizations" for name, _ in module.named_children())
+    # torch.ao's AdaRound has weight_fake_quant beside the weight.
+    if is_leaf or hasattr(module, "weight_fake_quant"):
+        kind = type_before_parametrizations(module)
+        if kind in settings.observed_types and not isinstance(module, nn.Sequential):
+            _insert(module, device)
+
+
+def _insert(module: nn.Module, device: torch.device | None, constructor: Any = None) -> None:
+    qconfig = getattr(module, "qconfig", None)
+    if qconfig is None or isinstance(module, DeQuantStub):
+        return
+    forget_observers(module)
+    module.add_module(OBSERVER, _observer(constructor or qconfig.activation, device))
+    if _chooses_at_run_time(getattr(module, OBSERVER)):
+        module.register_forward_pre_hook(observe_input, prepend=True)
+    else:
+        module.register_forward_hook(observe_result, prepend=True)
+
+
+def _observer(constructor: Callable[[], nn.Module], device: torch.device | None) -> nn.Module:
+    made = constructor()
+    return made if device is None else made.to(device)
+
+
+def _chooses_at_run_time(observer: Any) -> bool:
+    """Return whether qparams follow each input: they are those of the input, not of the result."""
+    inner = getattr(observer, OBSERVER, observer)
+    is_dynamic = getattr(inner, "is_dynamic", False)
+    return bool(is_dynamic) or getattr(inner, "averaging_constant", None) == 1
+
+
+def _observed_custom(
+    module: nn.Module, path: str, observed_class: type[nn.Module], device: torch.device | None
+) -> nn.Module:
+    """Return the observed module of a custom one: of a known kind by its handler, else by its own class."""
+    qconfig: Any = module.qconfig
+    kind = type_before_parametrizations(module)
+    for handler in handlers():
+        if not handler.is_fallback and handler.takes(kind, observed_class):
+            request = ObserveRequest(module, path, observed_class, qconfig, OpSpecs(qconfig))
+            observed = handler.observe(request)
+            observed.opaque_observed_class = observed_class
+            observed.qconfig = qconfig
+            return observed
+    made = observed_class.from_float(module)  # type: ignore[attr-defined]
+    if not isinstance(made, nn.Module):
+        raise ConfigError(
+            f"{observed_class.__name__}.from_float returned a {type(made).__name__} at {path!r}.",
+            hint="return the observed module.",
+            code="TQ905",
+        )
+    if handler_of(made) is None:
+        _insert(made, device)
+    return made
+
+
+def forget_observers(module: nn.Module) -> None:
+    """Remove the observer of the results of ``module``, and the hooks that call it."""
+    if isinstance(getattr(module, OBSERVER, None), OBSERVERS):
+        delattr(module, OBSERVER)
+    for hooks in (module._forward_hooks, module._forward_pre_hooks):
+        for key in [key for key, hook in hooks.items() if is_observing(hook)]:
+            del hooks[key]
+
+
+def is_observing(hook: Any) -> bool:
+    """Return whether ``hook`` calls an observer of eager mode."""
+    return getattr(hook, "__name__", "") in HOOKS

@@ -1,0 +1,479 @@
+"""``torch.ao.quantization``'s eager mode: the same functions, arguments and meaning, without its engine.
+
+An eager model is an ``nn.Module`` and stays one. Its Python runs as it is: nothing is captured, so control
+flow, hooks, training flags and models without example inputs work as they did. ``prepare`` puts observers
+into the modules that have a qconfig, under torch.ao's names; ``prepare_qat`` makes them train with
+fake-quantized weights; ``convert`` replaces them, at their paths, by modules that compute q-dq of plain
+integer weights and of results, by the qparams observed.
+
+There are no quantized tensors: between the stubs values are floats that lie on a grid, and a converted model
+rounds to the grid what functions such as ``mean`` make of them, as the kernels for quantized tensors did.
+``torch.export.export`` of a converted model is the q-dq graph that ``convert_pt2e`` would make.
+
+Custom modules (``prepare_custom_config_dict``, by default LSTM and MultiheadAttention) are those of
+``prepare_fx``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.nn.utils.parametrize import type_before_parametrizations
+
+from torchq_compat.eager.convert import ConvertSettings, convert_children, convert_module, tell_of_observers
+from torchq_compat.eager.converted import ConvertedEager, decide, mark_converted
+from torchq_compat.eager.observe import ObserveSettings, forget_observers, observe, set_qconfigs
+from torchq_compat.errors import ConfigError
+from torchq_compat.model.graph_module import record_of
+from torchq_compat.support.argument_checks import (
+    ANYTHING,
+    FLAG,
+    checked_arguments,
+    instance_of,
+    mapping_of,
+    names_of,
+    optional,
+)
+from torchq_compat.support.graph_nodes import copied_model
+from torchq_compat.support.torch_ao import (
+    DeQuantStub,
+    FloatFunctional,
+    QConfig,
+    QuantStub,
+    QuantWrapper,
+    default_qconfig,
+    fuse_known_modules,
+    get_default_custom_config_dict,
+    get_default_qat_module_mappings,
+    get_default_qat_qconfig,
+    get_default_qconfig,
+    get_default_qconfig_propagation_list,
+    get_default_static_quant_module_mappings,
+)
+from torchq_compat.support.torch_ao import fuse_modules as legacy_fuse_modules
+from torchq_compat.support.torch_ao import fuse_modules_qat as legacy_fuse_modules_qat
+
+__all__ = [
+    "DeQuantStub",
+    "FloatFunctional",
+    "QConfig",
+    "QuantStub",
+    "QuantWrapper",
+    "add_quant_dequant",
+    "convert",
+    "default_qconfig",
+    "fuse_modules",
+    "fuse_modules_qat",
+    "get_default_qat_qconfig",
+    "get_default_qconfig",
+    "prepare",
+    "prepare_qat",
+    "propagate_qconfig_",
+    "quantize",
+    "quantize_qat",
+    "swap_module",
+]
+
+MODULE = instance_of(nn.Module, what="an nn.Module")
+CONFIG = optional(mapping_of(instance_of(str), ANYTHING))
+MAPPING = optional(mapping_of(instance_of(type, what="a class"), ANYTHING))
+CLASSES = optional(names_of(instance_of(type, what="a class of modules")))
+
+
+@checked_arguments(
+    model=MODULE,
+    inplace=FLAG,
+    allow_list=CLASSES,
+    observer_non_leaf_module_list=CLASSES,
+    prepare_custom_config_dict=CONFIG,
+)
+def prepare(
+    model: nn.Module,
+    inplace: bool = False,
+    allow_list: Iterable[type] | None = None,
+    observer_non_leaf_module_list: Iterable[type] | None = None,
+    prepare_custom_config_dict: Mapping[str, Any] | None = None,
+) -> nn.Module:
+    """Add observers to the modules of a float model that have a qconfig, their own or that of their parent.
+
+    Legacy: ``torch.ao.quantization.prepare``. Observed is the result of each module that has a quantized
+    class, of each fused module and ``FloatFunctional``, and the input of each ``QuantStub``.
+
+    Args:
+        model: the float model, with ``qconfig`` set on it or on its modules; None leaves a module float.
+        inplace: whether to change ``model`` itself.
+        allow_list: the types of modules without submodules to observe; default: torch.ao's.
+        observer_non_leaf_module_list: the types of modules to observe though they have submodules.
+        prepare_custom_config_dict: ``{"float_to_observed_custom_module_class": {nn.LSTM: ObservedLSTM}}``;
+            default: torch.ao's quantizable LSTM and MultiheadAttention.
+
+    Returns:
+        The observed model.
+
+    Raises:
+        ConfigError: a qconfig is none, or an observer cannot be made; or ``prepare_fx`` prepared the model.
+        CustomModuleError: an observed class does not do what the mapping requires of it.
+        ArgumentError: an argument is of another type.
+
+    Example:
+        >>> import torch
+        >>> from torchq_compat import quantize_eager
+        >>> model = quantize_eager.QuantWrapper(torch.nn.Linear(4, 2)).eval()
+        >>> model.qconfig = quantize_eager.get_default_qconfig("x86")
+        >>> prepared = quantize_eager.prepare(model)
+        >>> _ = prepared(torch.randn(50, 4))  # calibrate
+        >>> type(prepared.module.activation_post_process).__name__
+        'HistogramObserver'
+    """
+    config = _config(prepare_custom_config_dict)
+    working = _working(model, "prepare", inplace=inplace)
+    set_qconfigs(working, {})
+    settings = ObserveSettings(
+        get_default_qconfig_propagation_list() if allow_list is None else tuple(allow_list),
+        tuple(observer_non_leaf_module_list or ()),
+        config.get("float_to_observed_custom_module_class", {}),
+    )
+    decide(working, observe(working, settings))
+    return working
+
+
+@checked_arguments(model=MODULE, mapping=MAPPING, inplace=FLAG)
+def prepare_qat(
+    model: nn.Module, mapping: Mapping[type, Any] | None = None, inplace: bool = False
+) -> nn.Module:
+    """Replace the modules of a float model that have a qconfig by ones that train with rounded weights.
+
+    Legacy: ``torch.ao.quantization.prepare_qat``.
+
+    Args:
+        model: the float model in training mode, with ``qconfig`` set; see ``prepare``.
+        mapping: type of float module -> class with ``from_float``; default: torch.ao's modules for QAT.
+        inplace: whether to change ``model`` itself.
+
+    Returns:
+        The model to train, with fake-quantizes.
+
+    Raises:
+        ConfigError: ``model`` is in evaluation mode; or as for ``prepare``.
+
+    Example:
+        >>> import torch
+        >>> from torchq_compat import quantize_eager
+        >>> model = quantize_eager.QuantWrapper(torch.nn.Linear(4, 2)).train()
+        >>> model.qconfig = quantize_eager.get_default_qat_qconfig("x86")
+        >>> prepared = quantize_eager.prepare_qat(model)
+        >>> prepared(torch.randn(3, 4)).sum().backward()  # train it as any module
+    """
+    if not model.training:
+        raise ConfigError(
+            "prepare_qat: the model is in evaluation mode.",
+            hint="call model.train() first; prepare is for a model that is calibrated.",
+            code="TQ905",
+        )
+    classes = get_default_qat_module_mappings() if mapping is None else mapping
+    working = _working(model, "prepare_qat", inplace=inplace)
+    set_qconfigs(working, {})
+    convert_children(working, ConvertSettings(classes, {}))
+    return prepare(working, inplace=True, observer_non_leaf_module_list=set(classes.values()))
+
+
+@checked_arguments(
+    module=MODULE,
+    mapping=MAPPING,
+    inplace=FLAG,
+    remove_qconfig=FLAG,
+    is_reference=FLAG,
+    convert_custom_config_dict=CONFIG,
+    use_precomputed_fake_quant=FLAG,
+)
+def convert(
+    module: nn.Module,
+    mapping: Mapping[type, Any] | None = None,
+    inplace: bool = False,
+    remove_qconfig: bool = True,
+    is_reference: bool = False,
+    convert_custom_config_dict: Mapping[str, Any] | None = None,
+    use_precomputed_fake_quant: bool = False,
+) -> nn.Module:
+    """Replace the observed modules of a calibrated or trained model by quantized ones, at their paths.
+
+    Legacy: ``torch.ao.quantization.convert``. A model that torch.ao's ``prepare`` made converts too.
+
+    Args:
+        module: the observed model.
+        mapping: type of float module -> quantized class; default: torch.ao's. A class of
+            torch.ao.nn.quantized stands for the class here that computes the same; of any other
+            ``from_float`` is called.
+        inplace: whether to change ``module`` itself.
+        remove_qconfig: whether to remove ``qconfig`` and the observers that are left.
+        is_reference: has no effect: the modules always compute q-dq.
+        convert_custom_config_dict: ``{"observed_to_quantized_custom_module_class": {Observed: Quantized}}``;
+            default: torch.ao's.
+        use_precomputed_fake_quant: whether trained weights keep the ranges of their fake-quantizes, which
+            else observe them once more.
+
+    Returns:
+        The converted model: of the class of ``module``, with floats in and out.
+
+    Raises:
+        ConvertError: a module cannot be converted; the message has its path.
+        CustomModuleError: a quantized class does not do what the mapping requires of it.
+        ArgumentError: an argument is of another type.
+
+    Warns:
+        QuantizationWarning: TQ405, observers have seen no data; TQ425 and TQ426, at a call: values reach a
+            quantized module, or are computed, in a way that eager mode refuses.
+
+    Example:
+        >>> import torch
+        >>> from torchq_compat import quantize_eager
+        >>> model = quantize_eager.QuantWrapper(torch.nn.Linear(4, 2)).eval()
+        >>> model.qconfig = quantize_eager.get_default_qconfig("x86")
+        >>> prepared = quantize_eager.prepare(model)
+        >>> _ = prepared(torch.randn(50, 4))  # calibrate
+        >>> quantize_eager.convert(prepared).module.weight().dtype
+        torch.qint8
+    """
+    config = _config(convert_custom_config_dict)
+    settings = ConvertSettings(
+        get_default_static_quant_module_mappings() if mapping is None else mapping,
+        config.get("observed_to_quantized_custom_module_class", {}),
+        as_trained=use_precomputed_fake_quant,
+    )
+    working = _working(module, "convert", inplace=inplace)
+    tell_of_observers(working)
+    convert_children(working, settings)
+    if remove_qconfig:
+        for each in working.modules():
+            vars(each).pop("qconfig", None)
+            forget_observers(each)
+    mark_converted(working)
+    decide(working, settings.decisions)
+    return working
+
+
+@checked_arguments(model=MODULE, mapping=MAPPING, inplace=FLAG)
+def quantize(
+    model: nn.Module,
+    run_fn: Callable[..., Any],
+    run_args: Sequence[Any],
+    mapping: Mapping[type, Any] | None = None,
+    inplace: bool = False,
+) -> nn.Module:
+    """Prepare a float model, calibrate it and convert it.
+
+    Legacy: ``torch.ao.quantization.quantize``.
+
+    Args:
+        model: the float model, with ``qconfig`` set.
+        run_fn: called with the prepared model and ``run_args``.
+        run_args: the other arguments of ``run_fn``.
+        mapping: as for ``convert``.
+        inplace: whether to change ``model`` itself.
+
+    Returns:
+        The converted model.
+    """
+    working = _working(model, "quantize", inplace=inplace).eval()
+    prepare(working, inplace=True)
+    run_fn(working, *run_args)
+    return convert(working, mapping, inplace=True)
+
+
+@checked_arguments(model=MODULE, inplace=FLAG)
+def quantize_qat(
+    model: nn.Module, run_fn: Callable[..., Any], run_args: Sequence[Any], inplace: bool = False
+) -> nn.Module:
+    """Prepare a float model for training, train it and convert it.
+
+    Legacy: ``torch.ao.quantization.quantize_qat``.
+
+    Args:
+        model: the float model, with ``qconfig`` set.
+        run_fn: called with the prepared model and ``run_args``; it trains.
+        run_args: the other arguments of ``run_fn``.
+        inplace: whether to change ``model`` itself.
+
+    Returns:
+        The converted model.
+    """
+    working = _working(model, "quantize_qat", inplace=inplace).train()
+    prepare_qat(working, inplace=True)
+    run_fn(working, *run_args)
+    return convert(working, inplace=True)
+
+
+@checked_arguments(model=MODULE, inplace=FLAG)
+def fuse_modules(
+    model: nn.Module,
+    modules_to_fuse: Sequence[Any],
+    inplace: bool = False,
+    fuser_func: Callable[..., Any] = fuse_known_modules,
+    fuse_custom_config_dict: Mapping[str, Any] | None = None,
+) -> nn.Module:
+    """Make one module of each chain of a convolution or linear module, a batch norm and a ReLU.
+
+    Legacy: ``torch.ao.quantization.fuse_modules``. The fused module stands at the path of the first,
+    identities at the others.
+
+    Args:
+        model: the float model, in evaluation mode if batch norms are to be folded.
+        modules_to_fuse: the paths of one chain, or a list of chains.
+        inplace: whether to change ``model`` itself.
+        fuser_func: (modules, is_qat, mapping) -> the modules to put in their places.
+        fuse_custom_config_dict: ``{"additional_fuser_method_mapping": {(A, B): function}}``.
+
+    Returns:
+        The model with fused modules.
+
+    Raises:
+        ConfigError: a path is not of the model, or there is no fused module for a chain.
+    """
+    return _fused(legacy_fuse_modules, model, modules_to_fuse, inplace, fuser_func, fuse_custom_config_dict)
+
+
+@checked_arguments(model=MODULE, inplace=FLAG)
+def fuse_modules_qat(
+    model: nn.Module,
+    modules_to_fuse: Sequence[Any],
+    inplace: bool = False,
+    fuser_func: Callable[..., Any] = fuse_known_modules,
+    fuse_custom_config_dict: Mapping[str, Any] | None = None,
+) -> nn.Module:
+    """Make one module, which trains, of each chain; as ``fuse_modules``, with batch norms that are kept.
+
+    Legacy: ``torch.ao.quantization.fuse_modules_qat``.
+
+    Args:
+        model: the float model, in training mode.
+        modules_to_fuse: as for ``fuse_modules``.
+        inplace: as for ``fuse_modules``.
+        fuser_func: as for ``fuse_modules``.
+        fuse_custom_config_dict: as for ``fuse_modules``.
+
+    Returns:
+        The model with fused modules.
+
+    Raises:
+        ConfigError: as for ``fuse_modules``.
+    """
+    return _fused(
+        legacy_fuse_modules_qat, model, modules_to_fuse, inplace, fuser_func, fuse_custom_config_dict
+    )
+
+
+@checked_arguments(module=MODULE, qconfig_dict=optional(mapping_of(ANYTHING, ANYTHING)))
+def propagate_qconfig_(
+    module: nn.Module,
+    qconfig_dict: Mapping[Any, Any] | None = None,
+    prepare_custom_config_dict: Mapping[str, Any] | None = None,
+) -> None:
+    """Set ``qconfig`` of every module: its own, or else that of its type, its path or its parent.
+
+    Legacy: ``torch.ao.quantization.propagate_qconfig_``.
+
+    Args:
+        module: the float model, changed.
+        qconfig_dict: type or path -> QConfig or None.
+        prepare_custom_config_dict: modules in its ``non_traceable_module_name`` and
+            ``non_traceable_module_class`` get none.
+
+    Raises:
+        ConfigError: a qconfig is none.
+    """
+    config = prepare_custom_config_dict or {}
+    left_out = (
+        *config.get("non_traceable_module_name", ()),
+        *config.get("non_traceable_module_class", ()),
+    )
+    set_qconfigs(module, qconfig_dict or {}, left_out)
+
+
+@checked_arguments(module=MODULE)
+def add_quant_dequant(module: nn.Module) -> nn.Module:
+    """Wrap each module without submodules that has a qconfig in a ``QuantWrapper``, in place.
+
+    Legacy: ``torch.ao.quantization.add_quant_dequant``.
+
+    Args:
+        module: the model, whose modules have a ``qconfig``; see ``propagate_qconfig_``.
+
+    Returns:
+        ``module``, or the wrapper of it if it has no submodules.
+    """
+    is_leaf = not any(name != "parametrizations" for name, _ in module.named_children())
+    if is_leaf and getattr(module, "qconfig", None):
+        wrapper: nn.Module = QuantWrapper(module)
+        return wrapper
+    for name, child in list(module.named_children()):
+        module._modules[name] = add_quant_dequant(child)
+    return module
+
+
+@checked_arguments(mod=MODULE)
+def swap_module(
+    mod: nn.Module,
+    mapping: Mapping[type, Any],
+    custom_module_class_mapping: Mapping[type, Any],
+    use_precomputed_fake_quant: bool = False,
+) -> nn.Module:
+    """Return the quantized module of one observed module, or the module itself.
+
+    Legacy: ``torch.ao.quantization.swap_module``.
+
+    Args:
+        mod: the observed module.
+        mapping: as for ``convert``.
+        custom_module_class_mapping: observed class -> quantized class.
+        use_precomputed_fake_quant: as for ``convert``.
+
+    Returns:
+        What ``convert`` would put at its place.
+
+    Raises:
+        ConvertError: the module cannot be converted.
+    """
+    settings = ConvertSettings(mapping, custom_module_class_mapping, as_trained=use_precomputed_fake_quant)
+    return convert_module(mod, settings, type_before_parametrizations(mod).__name__)
+
+
+def _config(given: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    default: Mapping[str, Any] = get_default_custom_config_dict()  # type: ignore[no-untyped-call]
+    return default if given is None else given
+
+
+def _working(model: nn.Module, function: str, *, inplace: bool) -> nn.Module:
+    """Return the model to change.
+
+    Raises:
+        ConfigError: ``model`` is no model of eager mode.
+    """
+    if record_of(model) is not None:
+        raise ConfigError(
+            f"{function}: the model was prepared or converted by prepare_fx or convert_fx.",
+            hint="give the float model, or go on with the functions of torchq_compat.quantize_fx.",
+            code="TQ905",
+        )
+    if function != "convert" and isinstance(model, ConvertedEager):
+        raise ConfigError(
+            f"{function}: the model is converted already.",
+            hint="give the float model.",
+            code="TQ905",
+        )
+    return model if inplace else copied_model(model)
+
+
+def _fused(
+    fuse: Callable[..., nn.Module], model: nn.Module, chains: Any, inplace: bool, *others: Any
+) -> nn.Module:
+    try:
+        return fuse(model, chains, inplace, *others)
+    except (AttributeError, NotImplementedError, AssertionError) as cause:
+        raise ConfigError(
+            f"fuse_modules: {type(cause).__name__}: {cause}",
+            hint="give the paths of modules that follow each other: Conv, BatchNorm and ReLU, or Linear and "
+            "ReLU; in evaluation mode for fuse_modules, in training mode for fuse_modules_qat.",
+            code="TQ905",
+        ) from cause
