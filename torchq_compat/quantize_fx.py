@@ -16,8 +16,9 @@ from torchq_compat.lower.integers.lowered_module import lower_to_integers
 from torchq_compat.model.graph_module import ConvertedModel, QuantizationGraphModule, record_of
 from torchq_compat.quantize.convert import convert_to_reference
 from torchq_compat.quantize.distributed.ranks import ready_to_convert
+from torchq_compat.quantize.first_call import takes_waiting_models, waits_for_first_call
 from torchq_compat.quantize.prepare import prepare
-from torchq_compat.quantize.request import PrepareRequest
+from torchq_compat.quantize.request import PrepareRequest, check_float_model
 from torchq_compat.read.backend_configs import read_backend_config
 from torchq_compat.read.custom_configs import (
     read_convert_custom_config,
@@ -50,6 +51,7 @@ __all__ = [
 ]
 
 
+@waits_for_first_call
 @takes_old_keywords(missing=MISSING)
 def prepare_fx(
     model: nn.Module,
@@ -88,7 +90,7 @@ def prepare_fx(
         sizes.
 
     Raises:
-        InputError: ``example_inputs`` are missing or do not fit the model.
+        InputError: ``example_inputs`` hold a PackedSequence.
         ConfigError: a setting cannot be read or is not supported.
         CaptureError: torch.export cannot capture the model; the message names the user's line.
         CustomModuleError: an observed class does not do what the mapping requires of it.
@@ -116,6 +118,7 @@ def prepare_fx(
     )
 
 
+@waits_for_first_call
 @takes_old_keywords(missing=MISSING)
 def prepare_qat_fx(
     model: nn.Module,
@@ -160,6 +163,7 @@ def prepare_qat_fx(
     )
 
 
+@takes_waiting_models
 @takes_old_keywords(reference=lambda: _reference())
 @checked_arguments(_remove_qconfig=FLAG, keep_original_weights=FLAG, observer_qparams=FLAG)
 def convert_fx(
@@ -225,6 +229,7 @@ def convert_fx(
     return lower_to_integers(reference, None if record is None else record.trial_inputs)
 
 
+@takes_waiting_models
 @takes_old_keywords()
 @checked_arguments(_remove_qconfig=FLAG, observer_qparams=FLAG)
 def convert_to_reference_fx(
@@ -387,12 +392,14 @@ def _prepare(
             hint=f"the order is {name}(model, qconfig_mapping, example_inputs).",
         )
     rules = read_qconfig_mapping(qconfig_mapping)
+    settings, backend = read_prepare_custom_config(prepare_custom_config), read_backend_config(backend_config)
+    check_float_model(model)
     request = PrepareRequest(
         rules=rules,
         quantizer=quantizer,
         example_inputs=read_example_inputs(example_inputs, model),
-        settings=read_prepare_custom_config(prepare_custom_config),
-        backend=read_backend_config(backend_config),
+        settings=settings,
+        backend=backend,
         dynamic_shapes=dynamic_shapes,
         is_qat=is_qat,
         fuse_as_fx=fuse_as_fx,

@@ -40,7 +40,6 @@ RUNNING = "torchq_compat.port.running"
 IMPORTED = (
     "torchq_compat.cli",
     "torchq_compat.comparison.comparing",
-    f"{RUNNING}.first_call",
     f"{RUNNING}.fx_draws",
     f"{RUNNING}.recorder",
     f"{RUNNING}.redirections",

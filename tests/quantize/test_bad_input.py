@@ -33,10 +33,13 @@ from torchq_compat.errors import (
     QuantizationWarning,
     TorchQCompatError,
 )
+from torchq_compat.quantize.first_call import at_once
 
 INPUTS, HIDDEN = 8, 16
 MAPPING = QConfigMapping().set_global(QConfig(MinMaxObserver, default_weight_observer))
 PREPARES = [tc.prepare_fx, tc.prepare_qat_fx]
+#: What these raise is a warning of the others; see test_first_call.py.
+AT_ONCE = [at_once(prepare) for prepare in PREPARES]
 CONVERTS = [tc.convert_fx, tc.convert_to_reference_fx]
 
 
@@ -121,7 +124,7 @@ def refused(
 # example_inputs
 
 
-@pytest.mark.parametrize("prepare", PREPARES)
+@pytest.mark.parametrize("prepare", AT_ONCE)
 def test_example_inputs_missing(prepare: Callable[..., Any]) -> None:
     """For a while FX accepted None and warned."""
     model = Model()
@@ -131,7 +134,7 @@ def test_example_inputs_missing(prepare: Callable[..., Any]) -> None:
         prepare(model, MAPPING, None)
 
 
-@pytest.mark.parametrize("prepare", PREPARES)
+@pytest.mark.parametrize("prepare", AT_ONCE)
 @pytest.mark.parametrize(
     ("value", "name"),
     [
@@ -169,7 +172,7 @@ def test_example_inputs_that_do_not_fit(
     with refused(
         model, InputError, "Model.forward does not run on the example_inputs", named, builtin=ValueError
     ):
-        tc.prepare_fx(model, MAPPING, inputs, config)
+        at_once(tc.prepare_fx)(model, MAPPING, inputs, config)
 
 
 class StateGiven(nn.Module):
@@ -199,7 +202,7 @@ def test_what_does_not_fit_the_lstm_names_it_and_the_sizes(
 ) -> None:
     model = StateGiven()
     with refused(model, TorchQCompatError, "'lstm'", *named):
-        tc.prepare_fx(model, MAPPING, (x, h), config)
+        at_once(tc.prepare_fx)(model, MAPPING, (x, h), config)
 
 
 @pytest.mark.parametrize("prepare", PREPARES)
@@ -433,7 +436,9 @@ def test_nothing_is_left_behind_by_failures() -> None:
     model = Model().eval()
     expected = quantized_output(model)
     for fail in (
-        lambda: tc.prepare_fx(model, MAPPING, (torch.randn(5, 3, INPUTS + 1), torch.zeros(INPUTS)), MAP_LSTM),
+        lambda: at_once(tc.prepare_fx)(
+            model, MAPPING, (torch.randn(5, 3, INPUTS + 1), torch.zeros(INPUTS)), MAP_LSTM
+        ),
         lambda: tc.prepare_fx(BranchOnValue(), MAPPING, good_inputs(), MAP_LSTM),
         lambda: tc.prepare_fx(model, {"modul_name": []}, good_inputs(), MAP_LSTM),
         lambda: tc.convert_fx(model),
@@ -454,9 +459,9 @@ def quantized_output(model: nn.Module) -> Tensor:
 
 def test_an_error_prints_problem_and_hint() -> None:
     with pytest.raises(InputError) as caught:
-        tc.prepare_fx(Model(), MAPPING)
+        at_once(tc.prepare_fx)(Model(), MAPPING)  # type: ignore[call-arg]
     assert re.fullmatch(r"example_inputs is missing: .*\nHint: pass a tuple .*", str(caught.value))
-    assert f"{caught.value.message}\nHint: {caught.value.hint} [TQ903]" == str(caught.value)
+    assert f"{caught.value.message}\nHint: {caught.value.hint} [TQ902]" == str(caught.value)
 
 
 def test_an_empty_batch_of_a_dynamic_linear_names_it() -> None:

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 import torchq_compat as tc
 from torchq_compat.errors import ArgumentError, InputError, QuantizationWarning
+from torchq_compat.quantize.first_call import at_once
 
 MAPPING = get_default_qconfig_mapping("x86")
 
@@ -72,7 +73,7 @@ def test_taken_with_a_warning(model: nn.Module, given: Any, called: tuple[Any, .
 )
 def test_refused_in_a_sentence(given: Any, told: str) -> None:
     with pytest.raises(InputError, match=told):
-        tc.prepare_fx(Two().eval(), MAPPING, given)
+        at_once(tc.prepare_fx)(Two().eval(), MAPPING, given)
 
 
 def test_old_keywords() -> None:

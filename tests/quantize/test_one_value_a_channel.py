@@ -13,6 +13,7 @@ from torch.ao.quantization import get_default_qat_qconfig_mapping
 
 import torchq_compat as tc
 from torchq_compat.errors import TorchQCompatError
+from torchq_compat.quantize.first_call import at_once
 
 
 class Net(nn.Module):
@@ -47,7 +48,7 @@ def test_it_trains_with_the_losses_of_fx() -> None:
 
 def test_sizes_given_by_hand_are_kept() -> None:
     with pytest.raises(TorchQCompatError, match="more than 1 value per channel"):
-        tc.prepare_qat_fx(
+        at_once(tc.prepare_qat_fx)(
             Net().train(),
             get_default_qat_qconfig_mapping("x86"),
             (torch.randn(1, 3, 4, 4),),

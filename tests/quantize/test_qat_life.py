@@ -215,8 +215,7 @@ def test_a_float_model_in_the_other_mode() -> None:
     assert not prepared.training
     assert model.training
     qat = tc.prepare_qat_fx(model.eval(), mapping, example, MAP_LSTM)
-    assert qat.training
-    assert qat.lstm.training
+    assert not qat.training
     assert not model.training
     said = [[d for d in tc.explain(m) if "mode of" in d.kind] for m in (prepared, qat)]
     assert [[(d.path, d.kind, d.action) for d in found] for found in said] == [
@@ -225,16 +224,63 @@ def test_a_float_model_in_the_other_mode() -> None:
     ]
 
 
+class Flagged(nn.Module):
+    """A batch norm behind a quantized op, behind a float op and by itself, and three kinds of dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.fused, self.alone = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.BatchNorm2d(4)
+        self.kept, self.unfused = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+        self.fc, self.norm = nn.Linear(4, 5), nn.BatchNorm1d(5)
+        self.first, self.second = nn.Dropout(0.5), nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.alone(torch.relu(self.fused(self.conv(x))))
+        x = self.first(self.unfused(self.kept(x)).relu().mean((2, 3)))
+        return nn.functional.dropout(self.second(self.norm(self.fc(x))), 0.5, self.training)
+
+
+@pytest.mark.parametrize("in_evaluation", [[""], ["", "alone"], ["alone", "first"], ["second"]])
+def test_flags_of_dropout_and_batch_norm_are_those_of_fx(in_evaluation: list[str]) -> None:
+    torch.manual_seed(0)
+    model, x = Flagged(), torch.randn(4, 3, 8, 8)
+    for path in in_evaluation:
+        model.get_submodule(path).eval()
+    if in_evaluation == ["", "alone"]:
+        model.second.train()
+    mapping = get_default_qat_qconfig_mapping("x86").set_module_name("kept", None)
+    theirs = fx.prepare_qat_fx(copy.deepcopy(model), mapping, (x,))
+    ours = tc.prepare_qat_fx(model, mapping, (x,))
+    flags = {path: module.training for path, module in theirs.named_modules()}
+    for path, module in ours.named_modules():
+        assert module.training == flags.get(path, module.training), path
+    for seed in range(6):
+        if seed == 3 and model.training:
+            ours.train()
+            theirs.train()
+        torch.manual_seed(seed)
+        expected = theirs(x)
+        torch.manual_seed(seed)
+        assert torch.equal(ours(x), expected)
+    assert int(ours.alone.num_batches_tracked) == int(theirs.alone.num_batches_tracked)
+    copied = copy.deepcopy(ours)
+    torch.manual_seed(0)
+    expected = ours(x)
+    torch.manual_seed(0)
+    assert torch.equal(copied(x), expected)
+
+
 def test_a_float_module_in_another_mode_than_its_model() -> None:
-    model = SequenceNet().train()
-    model.bn.eval()
+    """FX refuses a batch norm in another mode than its convolution."""
+    model, x = Flagged().train(), torch.randn(4, 3, 8, 8)
+    model.fused.eval()
     mapping = get_default_qat_qconfig_mapping("qnnpack")
     with pytest.warns(
-        QuantizationWarning, match=r"evaluation mode of BatchNorm1d at 'bn' is dropped.*freeze_bn"
+        QuantizationWarning, match=r"evaluation mode of BatchNorm2d at 'fused' is dropped.*freeze_bn"
     ):
-        qat = tc.prepare_qat_fx(model, mapping, (torch.randn(8, 4, 7),), MAP_LSTM)
-    train(qat, SequenceNet, 1)
-    assert int(qat.bn.num_batches_tracked) == 1
+        qat = tc.prepare_qat_fx(model, mapping, (x,))
+    qat(x)
+    assert int(qat.fused.num_batches_tracked) == 1
     assert not any("mode of" in d.kind for d in tc.explain(prepare(SequenceNet)))
 
 

@@ -67,8 +67,8 @@ def read_example_inputs(value: Any, model: nn.Module | None = None) -> tuple[Any
         model: the model whose ``forward`` is called with the inputs; if None, names are not checked.
 
     Raises:
-        ArgumentError: ``value`` is missing.
-        InputError: ``value`` is None, is a custom config, or holds a PackedSequence.
+        InputError: ``value`` is missing, None or a custom config, or fits no model or not this one.
+        InputError: ``value`` holds a PackedSequence.
     """
     if value is MISSING or value is None:
         # A missing argument is a TypeError, which scripts for several versions of torch catch.
@@ -79,13 +79,15 @@ def read_example_inputs(value: Any, model: nn.Module | None = None) -> tuple[Any
             f"example_inputs is missing{stands}: torch.export captures the model by running it once.",
             hint="pass a tuple with one example of every argument, e.g. prepare_fx(model, mapping, (x,)); "
             f"{WHERE_FROM}.",
+            code="TQ902",
         )
-    if _is_old_config(value):
+    if is_old_config(value):
         raise InputError(
             f"{shown(value)} stands in the place of example_inputs: before torch 1.13 the custom config was "
             "the third argument.",
             hint="pass a tuple with one example of every argument third, and this as "
             f"prepare_custom_config=; {WHERE_FROM}.",
+            code="TQ902",
         )
     if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
         model = None  # It is refused later, with an error of its own.
@@ -108,7 +110,7 @@ def _is_packed(value: Any) -> bool:
     return isinstance(value, PackedSequence)
 
 
-def _is_old_config(value: Any) -> bool:
+def is_old_config(value: Any) -> bool:
     if isinstance(value, dict):
         return not value or OLD_CONFIG_KEYS.issuperset(value)
     return isinstance(value, CONFIGS)
@@ -127,6 +129,7 @@ def _as_tuple(value: Any, model: nn.Module | None) -> tuple[Any, ...]:
         raise InputError(
             f"example_inputs must be a tuple of positional arguments, got {kind}.",
             hint=f"write example_inputs=(x,) with a trailing comma for one argument; {WHERE_FROM}.",
+            code="TQ902",
         )
     warn_user(
         "TQ303",
@@ -139,7 +142,7 @@ def _by_names(value: Mapping[str, Any], model: nn.Module) -> tuple[Any, ...] | N
     """Return keyword arguments as positional ones; None if ``value`` is itself an argument.
 
     Raises:
-        InputError: only some of the keys are parameters of ``forward``, or a required one is left out.
+        InputError: only some of the keys are parameters of ``forward``, or one is missing.
     """
     parameters = inspect.signature(model.forward).parameters
     taken = [name for name, each in parameters.items() if each.kind in BY_POSITION]
@@ -152,6 +155,7 @@ def _by_names(value: Mapping[str, Any], model: nn.Module) -> tuple[Any, ...] | N
         raise InputError(
             f"example_inputs is a dict with {unknown[0]!r}, which {forward} does not take by position.",
             hint=f"give a tuple of positional arguments; {forward} takes ({', '.join(taken)}).",
+            code="TQ902",
         )
     used = taken[: taken.index(given[-1]) + 1]
     args = []
@@ -161,6 +165,7 @@ def _by_names(value: Mapping[str, Any], model: nn.Module) -> tuple[Any, ...] | N
             raise InputError(
                 f"example_inputs is a dict without {name!r}, which {forward} needs.",
                 hint=f"give a tuple of positional arguments; {forward} takes ({', '.join(taken)}).",
+                code="TQ902",
             )
         args.append(value.get(name, default))
     warn_user(

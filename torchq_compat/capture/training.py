@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,12 +21,18 @@ from torchq_compat.support.upstream import BatchNormBase, DropoutBase
 
 # The float model's training flags: they do not decide that prepare_fx calibrates and prepare_qat_fx trains.
 #
-# In FX the flag of an LSTM, not the function called, chose between observers and fake-quantizes.
+# In FX the flag of an LSTM, not the function called, chose between observers and fake-quantizes. As there,
+# dropouts and batch norms keep their flags in prepare_qat_fx, until the script calls train() or eval(), but
+# for batch norms fused into a quantized op, which FX makes anew.
 
 
 TRAINS = (
     "prepare_qat_fx trains every module; batch norms freeze with "
     "prepared.apply(torch.ao.nn.intrinsic.qat.freeze_bn_stats)"
+)
+WAITS = (
+    "as in FX, dropouts and batch norms stay in evaluation until train() is called, but for batch norms "
+    "fused into a quantized op: these and the fake-quantizes train"
 )
 KEPT = (
     "it was set apart in a model in evaluation: it trains in every mode of the prepared and converted model"
@@ -34,14 +40,22 @@ KEPT = (
 CALIBRATES = "prepare_fx calibrates in evaluation mode; prepare_qat_fx is for training"
 
 
-def decide_training_flags(model: nn.Module, *, is_qat: bool) -> Iterator[Decision]:
-    """Yield a decision about each outermost module of ``model``, itself included, whose flag is overridden.
+def decide_training_flags(
+    model: nn.Module, *, is_qat: bool, fused: Collection[str] = ()
+) -> Iterator[Decision]:
+    """Yield a decision about each outermost module of ``model``, itself included, whose flag is another than
+    that of the function called.
 
     If ``model`` itself has the right flag, a submodule with the other one was set apart on purpose, so its
-    decision is a warning.
+    decision is a warning if the flag is not kept.
+
+    Args:
+        model: the float model.
+        is_qat: whether it is prepared for training.
+        fused: paths of batch norms fused into a quantized op.
     """
     kept = set(_trained_on_purpose(model, is_qat=is_qat))
-    found, reason = ("evaluation", TRAINS) if is_qat else ("training", CALIBRATES)
+    mode = "evaluation" if is_qat else "training"
     reported: list[str] = []
     for path, module in model.named_modules():
         # torch.fx.symbolic_trace makes plain modules as containers, whose flags nobody set.
@@ -52,8 +66,41 @@ def decide_training_flags(model: nn.Module, *, is_qat: bool) -> Iterator[Decisio
             yield Decision(path, f"training mode of {type(module).__name__}", Action.FLOAT, KEPT)
             continue
         reported.append(path)
-        kind = f"{found} mode of {type(module).__name__}"
-        yield Decision(path, kind, Action.DROPPED, reason, warn=bool(path), code="TQ313")
+        is_lost = not is_qat or any(norm == path or _is_inside(norm, path) for norm in fused)
+        reason = CALIBRATES if not is_qat else (TRAINS if path and is_lost else WAITS)
+        kind = f"{mode} mode of {type(module).__name__}"
+        yield Decision(path, kind, Action.DROPPED, reason, warn=bool(path) and is_lost, code="TQ313")
+
+
+def keep_training_flags(prepared: GraphModule, model: nn.Module, fused: Collection[str]) -> None:
+    """Give the dropouts and batch norms of ``prepared``, for training, the flags that FX leaves them.
+
+    Args:
+        prepared: the prepared model, all of which trains.
+        model: the float model.
+        fused: paths of batch norms fused into a quantized op.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    evaluates = {path for path, module in modules.items() if not module.training} - set(fused)
+    if not evaluates:
+        return
+    for owner, module in prepared.named_modules():
+        if isinstance(module, GraphModule):
+            flagged = [node for node in module.graph.nodes if training_flag(node) is not None]
+            stays = [n for n in flagged if not has_fixed_mode(n) and _path_in(modules, owner, n) in evaluates]
+            counters = [n for n in batch_counters(module) if _path_in(modules, owner, n) in evaluates]
+            changed = [_set(node, FLAGS[node.target], False) for node in stays]
+            if any((*changed, *(_set(node, 1, 0) for node in counters))):
+                module.recompile()
+        elif owner in evaluates and isinstance(modules[owner], (DropoutBase, BatchNormBase, nn.RNNBase)):
+            module.training = False
+    prepared.training = model.training
+
+
+def _path_in(modules: Mapping[str, nn.Module], owner: str, node: Node) -> str:
+    """Return the path in the float model of the module behind ``node`` of the graph at ``owner``."""
+    own = _module_path(node)
+    return next((path for path in (f"{owner}.{own}".strip("."), own) if path in modules), "")
 
 
 def set_training_flags(working: nn.Module, *, is_qat: bool) -> None:

@@ -32,6 +32,7 @@ from torchq_compat.comparison.sides import (
 from torchq_compat.modules.parts import PartKind, PartOwner, part_nodes, part_of
 from torchq_compat.port.running.recorder import computes_nothing
 from torchq_compat.quantize.explain import explain
+from torchq_compat.quantize.first_call import at_once
 from torchq_compat.quantize_fx import convert_fx, convert_to_reference_fx, prepare_fx, prepare_qat_fx
 from torchq_compat.read.qdq import QUANTIZE, is_dequantize
 from torchq_compat.read.qparams import QParams
@@ -120,7 +121,8 @@ def quantize_by_us(case: Case) -> OurSide:
         TorchQCompatError: the errors of ``prepare_fx`` and ``convert_fx``.
     """
     # Fake-quantizes observe in evaluation mode too, and batch norms keep their statistics there.
-    prepare, model = (prepare_qat_fx, case.as_trained()) if case.is_qat else (prepare_fx, case.model)
+    model = case.as_trained() if case.is_qat else case.model
+    prepare = at_once(prepare_qat_fx) if case.is_qat else at_once(prepare_fx)
     prepared = prepare(
         model,
         case.qconfig_mapping,

@@ -30,6 +30,7 @@ from torchq_compat.errors import (
     TorchQCompatError,
 )
 from torchq_compat.quantize.explain import explain
+from torchq_compat.quantize.first_call import at_once
 from torchq_compat.quantize_fx import convert_to_reference_fx, prepare_fx
 from torchq_compat.support.argument_checks import INDEX, checked_arguments, instance_of, one_of
 from torchq_compat.support.decisions import Action
@@ -151,7 +152,7 @@ def suggest(
     _check_batches(model, case.evaluation_data)
 
     def calibrated(mapping: QConfigMapping) -> _Trial:
-        prepared = prepare_fx(
+        prepared = at_once(prepare_fx)(
             model, mapping, case.example_inputs, prepare_custom_config, backend_config=backend_config
         )
         with torch.no_grad():

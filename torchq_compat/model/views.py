@@ -242,6 +242,13 @@ class ModuleView(nn.Module):
         return ", ".join(shown)
 
 
+def hand_over_views(old: nn.Module, new: nn.Module) -> None:
+    """Make the views in ``old`` views of ``new``, which has its attributes."""
+    for view in new.modules():
+        if isinstance(view, ModuleView) and vars(view)["_view"][0]() is old:
+            vars(view)["_view"] = (weakref.ref(new), *vars(view)["_view"][1:])
+
+
 #: The answer for an attribute that a view does not have.
 MISSING = object()
 

@@ -17,6 +17,7 @@ from torchq_compat.capture.origins import is_fx_leaf
 from torchq_compat.custom_modules import handler_of
 from torchq_compat.model.graph_module import QuantizationGraphModule, record_of
 from torchq_compat.model.quantized_interface import quantized_values, result_details
+from torchq_compat.quantize.first_call import WaitingModel
 from torchq_compat.support.argument_checks import checked_arguments, instance_of
 from torchq_compat.support.decisions import MODULE_DECISIONS, Action, Decision, QuantizedValue, Report
 from torchq_compat.support.dtypes import dtype_name
@@ -46,6 +47,8 @@ def explain(model: nn.Module) -> Report:
         >>> explain(prepared).find("0")[0].action.value
         'quantized'
     """
+    if isinstance(model, WaitingModel):
+        model._refuse("explain")
     record = record_of(model)
     if record is None or not isinstance(model, QuantizationGraphModule):
         about_modules = vars(model).get(MODULE_DECISIONS) or tuple(_of_float_model(model))

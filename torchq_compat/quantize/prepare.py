@@ -39,6 +39,7 @@ from torchq_compat.capture.training import (
     decide_evaluation,
     decide_training_flags,
     fix_modes,
+    keep_training_flags,
     run_in_evaluation,
     set_training_flags,
 )
@@ -323,6 +324,8 @@ def _observe(state: _Preparing) -> None:
 @carries_out(PREPARE, "wrap")
 def _wrap(state: _Preparing) -> None:
     request, captured = state.request, state.captured
+    if state.is_qat and not request.is_step:
+        state.decisions[:0] = decide_training_flags(state.model, is_qat=True, fused=_fused(state))
     state.decisions.extend(decide_evaluation(state.model, state.in_evaluation))
     state.decisions.extend(decide_blocks(captured.found, is_qat=state.is_qat))
     state.decisions.extend(decide_sizes(captured.case, captured.found))
@@ -355,13 +358,21 @@ def _check(state: _Preparing) -> None:
         captured = state.captured
         differing = check_prepared(state.prepared, captured.case, captured.found, users_own, lost)
     state.prepared.add_decisions(differing)
+    if state.is_qat:
+        keep_training_flags(state.prepared, state.model, _fused(state))
     _warn(state.prepared.record.decisions)
+
+
+def _fused(state: _Preparing) -> set[str]:
+    """Return the paths of the batch norms behind a quantized op, which FX makes one module with it."""
+    quantized = {each.path for each in state.decisions if each.action is Action.QUANTIZED}
+    return {norm for norm, source in state.batch_norms.items() if source in quantized}
 
 
 def _decide_leftovers(model: nn.Module, working: nn.Module, request: PrepareRequest) -> tuple[Decision, ...]:
     """Return the decisions about flags, attributes, hooks and rules, which are not modules of the graph."""
     return (
-        *decide_training_flags(model, is_qat=request.is_qat),
+        *(() if request.is_qat else decide_training_flags(model, is_qat=False)),
         *decide_leftovers(working, request.settings.preserved_attributes),
         *decide_unmatched_settings(working, request.settings),
         *(_about_rules(model, working, request) if request.quantizer is None else ()),

@@ -310,11 +310,11 @@ def test_summary_and_warnings_on_standard_error() -> None:
 
 
 def test_an_error_of_ours_in_the_script_is_an_ordinary_traceback(script: Script) -> None:
-    result = warm_python(*RUN, script(MODEL + "prepare_fx(Model(), mapping, None)\n"))
+    result = warm_python(*RUN, script(MODEL + "prepare_fx(Model(), 'x86', None)\n"))
     assert result.returncode == 1
     assert "Traceback (most recent call last):" in result.stderr
-    assert "prepare_fx(Model(), mapping, None)" in result.stderr
-    assert re.search(r"^torchq_compat\.errors\.InputError: .*\nHint: ", result.stderr, re.MULTILINE)
+    assert "prepare_fx(Model(), 'x86', None)" in result.stderr
+    assert re.search(r"^torchq_compat\.errors\.ConfigError: .*\nHint: ", result.stderr, re.MULTILINE)
     assert "port/running/script_process.py" not in result.stderr
 
 

@@ -9,7 +9,7 @@ import io
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from torchq_compat.model.graph_module import QuantizationGraphModule, Stage
 from torchq_compat.model.state import accept_fx_states
 from torchq_compat.port.legacy_api.names import CONVERTING, PREPARING
 from torchq_compat.port.running.redirections import calling_fx, fx_is_called
+from torchq_compat.quantize.first_call import WaitingModel
 from torchq_compat.support import metadata
 
 # torch's random generator in a legacy script under ``run``: it goes on as behind FX's functions.
@@ -71,11 +72,12 @@ def drawing_as_fx(function: Function, original: Function) -> Function:
         draw = functools.partial(_drawn, original, before)
         if function.__name__ in PREPARING:
             prepared = draw(args, kwargs)
-            if prepared is not None and isinstance(result, GraphModule):
-                metadata.FX_MODEL.write(result, FxModel(prepared))
+            if prepared is not None and isinstance(result, (GraphModule, WaitingModel)):
+                metadata.FX_MODEL.write(cast("GraphModule", result), FxModel(prepared))
         elif function.__name__ in CONVERTING:
             source = args[0] if args else kwargs.get("graph_module")
-            theirs = metadata.FX_MODEL.of(source) if isinstance(source, GraphModule) else None
+            has_meta = isinstance(source, (GraphModule, WaitingModel))
+            theirs = metadata.FX_MODEL.of(cast("GraphModule", source)) if has_meta else None
             if theirs is not None:
                 others = {name: value for name, value in kwargs.items() if name != "graph_module"}
                 draw((theirs.model, *args[1:]), others)

@@ -8,6 +8,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from torchq_compat import quantize_fx
+from torchq_compat.quantize.first_call import at_once
 
 
 def prepare_fx(
@@ -21,8 +22,8 @@ def prepare_fx(
     is_standalone_module: bool = False,
 ) -> GraphModule:
     """Replace ``torch.ao.quantization.quantize_fx._prepare_fx``."""
-    prepare = quantize_fx.prepare_qat_fx if is_qat else quantize_fx.prepare_fx
-    return prepare(
+    prepare = at_once(quantize_fx.prepare_qat_fx) if is_qat else at_once(quantize_fx.prepare_fx)
+    prepared: GraphModule = prepare(
         model,
         qconfig_mapping,
         example_inputs,
@@ -30,6 +31,7 @@ def prepare_fx(
         _equalization_config=_equalization_config,
         backend_config=backend_config,
     )
+    return prepared
 
 
 def convert_fx(
@@ -46,11 +48,13 @@ def convert_fx(
     observer_qparams: bool = False,
 ) -> GraphModule:
     """Replace ``torch.ao.quantization.quantize_fx._convert_fx``."""
-    to_reference = is_reference or is_decomposed
-    arguments = (graph_module, convert_custom_config, _remove_qconfig, qconfig_mapping, backend_config)
-    if to_reference:
-        return quantize_fx.convert_to_reference_fx(*arguments, observer_qparams=observer_qparams)
-    return quantize_fx.convert_fx(*arguments, keep_original_weights, observer_qparams=observer_qparams)
+    arguments = [graph_module, convert_custom_config, _remove_qconfig, qconfig_mapping, backend_config]
+    convert = at_once(quantize_fx.convert_to_reference_fx)
+    if not is_reference and not is_decomposed:
+        convert = at_once(quantize_fx.convert_fx)
+        arguments.append(keep_original_weights)
+    converted: GraphModule = convert(*arguments, observer_qparams=observer_qparams)
+    return converted
 
 
 def convert_to_reference_fx(

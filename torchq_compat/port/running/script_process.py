@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Any
 
 from torchq_compat.errors import QuantizationNote
+from torchq_compat.port.legacy_api.names import CONVERTING, PREPARING
 from torchq_compat.port.process import import_noise_held_back, stopping_cleanly
 from torchq_compat.port.run_command import RunOptions
 
@@ -64,7 +65,6 @@ def _redirect(options: RunOptions) -> Callable[[str], str]:
     """Redirect the FX names and return the function that reports the recorded models."""
     with import_noise_held_back():
         from torchq_compat.model.other_tools import tell_graph_readers
-        from torchq_compat.port.running.first_call import waiting_for_first_call
         from torchq_compat.port.running.fx_draws import (
             accept_checkpoints,
             drawing_as_fx,
@@ -76,15 +76,21 @@ def _redirect(options: RunOptions) -> Callable[[str], str]:
             redirect_removed_imports,
             restore_removed_captures,
         )
+        from torchq_compat.quantize.first_call import at_once, takes_waiting_models, waits_for_first_call
 
         # The summary tells where FX gives other numbers.
         warnings.filterwarnings("ignore", message=r".*\[TQ5", category=QuantizationNote)
         recorder = Recorder(strict=options.strict)
 
         def wrapped(function: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+            function = at_once(function)
             converting = function if options.trained_qparams else converting_as_fx(function)
-            waiting = waiting_for_first_call(recorder.wrap(remembering_prepared(converting)))
-            return drawing_as_fx(waiting, original)
+            recorded = recorder.wrap(remembering_prepared(converting))
+            if function.__name__ in PREPARING:
+                recorded = waits_for_first_call(recorded)
+            elif function.__name__ in CONVERTING:
+                recorded = takes_waiting_models(recorded)
+            return drawing_as_fx(recorded, original)
 
         redirect(wrapped, options.replacements)
         refuse_numeric_suite()

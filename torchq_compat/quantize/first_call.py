@@ -1,0 +1,446 @@
+"""Models whose example inputs are missing or do not run, which FX accepts because it never looks at them.
+
+``torch.export`` captures a model by running it. Without inputs that run, prepare warns at the line of the
+call and returns a model that waits: its first call has arguments that do run. It is then prepared with these,
+and becomes the prepared model, or the converted one if the script has converted it meanwhile. Until then it
+has the modules, parameters, buffers and state of the float model.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, ParamSpec, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torchao.quantization.pt2e.quantizer import Quantizer
+
+from torchq_compat.capture.example_inputs import is_old_config
+from torchq_compat.errors import InputError, ModuleAttributeError
+from torchq_compat.model.view_hooks import HOOK_STATE, HOOKED, check_hookable
+from torchq_compat.model.views import ModuleView, hand_over_views
+from torchq_compat.read.qconfig_mappings import read_qconfig_mapping
+from torchq_compat.read.qspecs import OpSpecs
+from torchq_compat.support.graph_nodes import copied_model
+from torchq_compat.support.torch_ao import PrepareCustomConfig
+from torchq_compat.support.upstream import pytree
+from torchq_compat.support.user_warnings import warn_user
+
+EXAMPLES = "example_inputs"
+#: The code of the error about them.
+NO_EXAMPLES = "TQ902"
+CUSTOM_CONFIG = "prepare_custom_config"
+#: The attribute of a function that has it without waiting.
+AT_ONCE = "at_once"
+#: What the waiting model shares with the float model.
+SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+#: Attributes that only the captured model has, and that the float model must not answer for.
+OF_A_GRAPH = ("graph", "code", "recompile", "print_readable", "reference", "record", "lowering")
+#: Attribute for the object that a waiting model took the attributes of.
+MADE = "_torchq_compat_made"
+OWN_HOOKS = (*HOOK_STATE, "_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook")
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Function = Callable[..., Any]
+
+
+def at_once(function: Function) -> Function:
+    """Return ``function``, which prepares or converts, so that it raises where it would wait."""
+    return cast("Function", getattr(function, AT_ONCE, function))
+
+
+def waits_for_first_call(function: Callable[P, R]) -> Callable[P, R]:
+    """Return ``function``, which prepares, so that it returns a model that waits if the example inputs are
+    missing or do not run."""
+
+    @functools.wraps(function)
+    def prepare(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except InputError as error:
+            if error.code != NO_EXAMPLES:
+                raise
+            preparation = _Preparation(function, args, kwargs)
+            warn_user(
+                "TQ316",
+                f"{error.message.rstrip('.')}. FX does not look at them; here the model is captured at its "
+                "first call, from the arguments of that call. Give example_inputs that run: the first batch "
+                "of the calibration loader will do, without its targets.",
+            )
+            model = copied_model(cast("nn.Module", args[0] if args else kwargs["model"]))
+            is_qat = function.__name__ == "prepare_qat_fx" or bool(preparation.given("is_qat"))
+            waiting = WaitingModel(model, preparation, error.message)
+            vars(waiting)["training"] = is_qat and model.training
+            return cast("R", waiting)
+
+    setattr(prepare, AT_ONCE, function)
+    return prepare
+
+
+def takes_waiting_models(function: Callable[P, R]) -> Callable[P, R]:
+    """Return ``function``, which converts, so that a model that waits is converted at its first call."""
+    first = next(iter(inspect.signature(function).parameters))
+
+    @functools.wraps(function)
+    def convert(*args: P.args, **kwargs: P.kwargs) -> R:
+        source = args[0] if args else kwargs.get(first)
+        if not isinstance(source, WaitingModel) or source.is_converted:
+            return function(*args, **kwargs)
+        others = {key: value for key, value in kwargs.items() if key != first}
+        if _is_static(cast("_Preparation", source.make)):
+            warn_user(
+                "TQ325",
+                f"{function.__name__}: the model was not called since it was prepared without example_inputs "
+                "that run, so its observers have seen no data. As in FX, what is quantized statically gets "
+                "scale 1 and zero point 0; the model is captured and converted at its first call.",
+            )
+        waiting = copy.deepcopy(source)
+        waiting.eval()
+        vars(waiting).update(make=_Conversion(source.make, function, args[1:], others), is_converted=True)
+        return cast("R", waiting)
+
+    setattr(convert, AT_ONCE, function)
+    return convert
+
+
+@dataclass(frozen=True)
+class _Preparation:
+    """A call of a function that prepares, to be made with other example inputs; pickled by its name."""
+
+    function: Function
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def given(self, name: str) -> Any:
+        position = _position(self.function, name)
+        at = position is not None and position < len(self.args)
+        return self.args[cast("int", position)] if at else self.kwargs.get(name)
+
+    def __call__(self, model: nn.Module, examples: tuple[Any, ...]) -> nn.Module:
+        args, kwargs = list(self.args), dict(self.kwargs)
+        stands = self.given(EXAMPLES)
+        _put(self.function, args, kwargs, next(iter(inspect.signature(self.function).parameters)), model)
+        _put(self.function, args, kwargs, EXAMPLES, examples)
+        is_config = isinstance(stands, (dict, PrepareCustomConfig)) and is_old_config(stands)
+        if stands and is_config and self.given(CUSTOM_CONFIG) is None:
+            # The third argument before torch 1.13, which FX ignores today.
+            _put(self.function, args, kwargs, CUSTOM_CONFIG, stands)
+        prepared: nn.Module = self.function(*args, **kwargs)
+        return prepared
+
+    def __reduce__(self) -> Any:
+        return _preparation, (*_name_of(self.function), self.args, dict(self.kwargs))
+
+
+def _is_static(preparation: _Preparation) -> bool:
+    """Return whether activations are quantized by what calibration has seen."""
+    mapping = preparation.given("qconfig_mapping") or preparation.given("qconfig_dict")
+    if isinstance(mapping, Quantizer):
+        return True
+    return any(qconfig and OpSpecs(qconfig).is_static for qconfig in read_qconfig_mapping(mapping).qconfigs)
+
+
+def _position(function: Function, name: str) -> int | None:
+    names = list(inspect.signature(function).parameters)
+    return names.index(name) if name in names else None
+
+
+def _put(function: Function, args: list[Any], kwargs: dict[str, Any], name: str, value: Any) -> None:
+    position = _position(function, name)
+    if position is not None and position < len(args):
+        args[position] = value
+    else:
+        kwargs[name] = value
+
+
+@dataclass(frozen=True)
+class _Conversion:
+    prepare: Function
+    function: Function
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def __call__(self, model: nn.Module, examples: tuple[Any, ...]) -> nn.Module:
+        converted: nn.Module = self.function(self.prepare(model, examples), *self.args, **self.kwargs)
+        return converted
+
+    def __reduce__(self) -> Any:
+        return _conversion, (self.prepare, *_name_of(self.function), self.args, dict(self.kwargs))
+
+
+def _name_of(function: Function) -> tuple[str, str]:
+    return function.__module__, function.__qualname__
+
+
+def _function(module: str, name: str) -> Function:
+    named: Any = functools.reduce(getattr, name.split("."), importlib.import_module(module))
+    return at_once(named)
+
+
+def _preparation(module: str, name: str, args: Any, kwargs: Any) -> _Preparation:
+    return _Preparation(_function(module, name), args, kwargs)
+
+
+def _conversion(prepare: Function, module: str, name: str, args: Any, kwargs: Any) -> _Conversion:
+    return _Conversion(prepare, _function(module, name), args, kwargs)
+
+
+@dataclass
+class _Since:
+    """What a script did with a model while it waits.
+
+    Attributes:
+        mode: the last argument of ``train()``; None if there was no call.
+        flags: path -> the training flag before the first ``train()``.
+        state: the arguments of a ``load_state_dict`` that only the captured model can take.
+        gave_parameters: whether an optimizer may have the parameters.
+    """
+
+    mode: bool | None = None
+    flags: dict[str, bool] = field(default_factory=dict)
+    state: tuple[Any, bool, bool] | None = None
+    gave_parameters: bool = False
+
+
+class WaitingModel(nn.Module):
+    """A model that is captured at its first call, and then becomes the model ``make`` returns.
+
+    Args:
+        float_model: a copy of the script's model; its modules and tensors are those of this model.
+        make: (float model, positional arguments) -> the prepared or converted model.
+        problem: why there are no example inputs that run.
+        is_converted: whether ``make`` converts.
+    """
+
+    float_model: nn.Module
+    make: Callable[[nn.Module, tuple[Any, ...]], nn.Module]
+    problem: str
+    is_converted: bool
+    since: _Since
+    meta: dict[str, Any]
+
+    def __init__(
+        self,
+        float_model: nn.Module,
+        make: Callable[[nn.Module, tuple[Any, ...]], nn.Module],
+        problem: str,
+        *,
+        is_converted: bool = False,
+        since: _Since | None = None,
+    ) -> None:
+        super().__init__()
+        vars(self).update({name: vars(float_model)[name] for name in SHARED if name in vars(float_model)})
+        # Not as a submodule: the float model's modules are this model's.
+        vars(self).update(float_model=float_model, make=make, problem=problem, is_converted=is_converted)
+        vars(self).update(since=since or _Since(), meta={}, training=float_model.training)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Capture the model with these arguments, become the model that is made, and call it."""
+        if torch.jit.is_tracing() or torch.compiler.is_exporting():  # type: ignore[attr-defined,no-untyped-call]
+            self._refuse("torch.jit.trace and torch.export")
+        made = self._made(args, kwargs)
+        own = {name: vars(self)[name] for name in OWN_HOOKS}
+        self.__class__ = type(made)  # type: ignore[assignment]
+        object.__setattr__(self, "__dict__", made.__dict__)
+        vars(self)[MADE] = made  # Finalizers forget its packed weights with it.
+        hand_over_views(made, self)
+        result = self(*args, **kwargs)
+        # Give it the hooks only now: torch calls those of this first call around this method.
+        self.__dict__.update(own)
+        return result
+
+    def _made(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
+        bound = inspect.signature(self.float_model.forward).bind(*args, **kwargs)
+        if len(bound.args) < len(args) + len(kwargs):
+            bound.apply_defaults()
+        since, modules = self.since, dict(self.named_modules())
+        modes = {path: module.training for path, module in modules.items()}
+        hooks = {path: _taken_hooks(module) for path, module in modules.items() if path}
+        try:
+            self._set_flags({**modes, **since.flags})
+            with torch.inference_mode(mode=False), torch.enable_grad():
+                examples = pytree.tree_map(_out_of_inference_mode, bound.args)
+                made = self.make(self.float_model, examples)
+        except BaseException:
+            self._set_flags(modes)
+            for path, state in hooks.items():
+                modules[path].__dict__.update(state)
+            raise
+        self._adopt_parameters(made)
+        if since.mode is not None:
+            made.train(since.mode)
+        if since.state is not None:
+            state, strict, assign = since.state
+            made.load_state_dict(state, strict=strict, assign=assign)
+        for path, state in hooks.items():
+            _give_hooks(made, path, state)
+        cast("GraphModule", made).meta.update(self.meta)
+        return made
+
+    def _set_flags(self, flags: Mapping[str, bool]) -> None:
+        for path, module in self.float_model.named_modules():
+            module.training = flags.get(path, module.training)
+
+    def _adopt_parameters(self, made: nn.Module) -> None:
+        """Put this model's parameters in the place of their copies in ``made``: an optimizer has them."""
+        lost = []
+        for name, parameter in nn.Module.named_parameters(self):
+            path, _, leaf = name.rpartition(".")
+            owner = _submodule(made, path)
+            copied = None if owner is None else owner._parameters.get(leaf)
+            if owner is None or copied is None or copied.shape != parameter.shape:
+                lost.append(name)
+                continue
+            parameter.data = copied.data
+            owner._parameters[leaf] = parameter
+        if lost and self.since.gave_parameters and self.training:
+            warn_user(
+                "TQ326",
+                f"the prepared model has no parameters by the names {', '.join(lost[:3])}"
+                f"{' and more' if len(lost) > 3 else ''}: an optimizer that was made before its first call "
+                "does not train them. Make the optimizer after that, or give example_inputs that run.",
+            )
+
+    def train(self, mode: bool = True) -> WaitingModel:
+        """Set the mode, which the captured model gets too."""
+        if self.since.mode is None:
+            flags = {path: module.training for path, module in self.float_model.named_modules()}
+            self.since.flags = flags
+        self.since.mode = mode
+        return super().train(mode)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Return the parameters of the float model, which the captured model keeps."""
+        self.since.gave_parameters = True
+        return super().named_parameters(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state of the float model.
+
+        Raises:
+            InputError: the model was converted, and nothing is quantized before its first call.
+        """
+        if self.is_converted:
+            self._refuse("state_dict")
+        return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load the state of a float model now, and any other into the captured model, at the first call."""
+        if not self.is_converted and state_dict.keys() <= super().state_dict().keys():
+            return super().load_state_dict(state_dict, strict=strict, assign=assign)
+        self.since.state = (copy.copy(state_dict), strict, assign)
+        return nn.Module().load_state_dict({})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WaitingModel:
+        copied = WaitingModel(
+            copied_model(self.float_model),
+            self.make,
+            self.problem,
+            is_converted=self.is_converted,
+            since=copy.copy(self.since),
+        )
+        vars(copied).update({name: copy.copy(vars(self)[name]) for name in ("training", "meta", *OWN_HOOKS)})
+        return copied
+
+    def __reduce__(self) -> Any:
+        return _restored, (
+            self.float_model,
+            self.make,
+            self.problem,
+            self.is_converted,
+            self.since,
+            self.training,
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.__reduce__()
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        self._refuse("torch.jit.script")
+
+    def __getattr__(self, name: str) -> Any:
+        if name in OF_A_GRAPH:
+            raise ModuleAttributeError(
+                f"the model has no {name} yet: {self.problem.rstrip('.')}, and it was not called since.",
+                hint="call it once, with a batch of the calibration data, or give example_inputs that run.",
+            )
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            # FX keeps preserved attributes; which those are is known at the first call.
+            if name.startswith("_") or not hasattr(vars(self).get("float_model"), name):
+                raise
+        return getattr(self.float_model, name)
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise InputError(
+            f"{what}: {self.problem.rstrip('.')}, and the model was not called since.",
+            hint="call the model once before, or give example_inputs that model(*example_inputs) takes; the "
+            "first batch of the calibration loader will do, without its targets.",
+            code="TQ902",
+        )
+
+    def __repr__(self) -> str:
+        return f"{type(self.float_model).__name__}, captured at its first call: {self.problem}"
+
+
+def _restored(
+    float_model: nn.Module, make: Function, problem: str, is_converted: bool, since: _Since, training: bool
+) -> WaitingModel:
+    waiting = WaitingModel(float_model, make, problem, is_converted=is_converted, since=since)
+    vars(waiting)["training"] = training
+    return waiting
+
+
+def _taken_hooks(module: nn.Module) -> dict[str, Any]:
+    """Take the forward hooks off ``module``, which would be captured with it, and return them."""
+    state = {name: vars(module)[name] for name in HOOK_STATE}
+    if not any(state.values()):
+        return {}
+    vars(module).update({name: OrderedDict() for name in HOOK_STATE})
+    return state
+
+
+def _give_hooks(made: nn.Module, path: str, state: dict[str, Any]) -> None:
+    """Give the module or view at ``path`` the hooks themselves, whose handles then remove them there."""
+    if not state:
+        return
+    owner = _submodule(made, path)
+    try:
+        if owner is not None and isinstance(owner, ModuleView):
+            check_hookable(cast("GraphModule", made), path)
+            HOOKED.add(owner)
+        # A plain module only holds others, as in FX.
+        is_called = owner is not None and type(owner) is not nn.Module
+        reason = "" if is_called else "the captured model calls no module there"
+    except ModuleAttributeError as error:
+        reason = error.message
+    if owner is None or reason:
+        warn_user(
+            "TQ327",
+            f"a hook at {path!r}, set before the first call, is not called: {reason}. Read the values of "
+            "another module.",
+        )
+        return
+    vars(owner).update(state)
+
+
+def _submodule(model: nn.Module, path: str) -> nn.Module | None:
+    module: nn.Module | None = model
+    for name in path.split(".") if path else ():
+        module = None if module is None else module._modules.get(name)
+    return module
+
+
+def _out_of_inference_mode(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
