@@ -53,6 +53,7 @@ class Saved:
         lowered: FX's converted model, kept because its state does not own the scales of its embeddings:
             torch.ops.quantized.embedding_bag_unpack leaves them in the memory of the packed weight.
         states: by the form of the model that they were saved from.
+        fuse_as_fx: whether only what FX folds is folded here.
     """
 
     float_model: nn.Module
@@ -62,6 +63,7 @@ class Saved:
     reference: GraphModule
     lowered: GraphModule | None
     states: Mapping[str, Mapping[str, Any]]
+    fuse_as_fx: bool = False
 
     def prepared(self) -> GraphModule:
         """Return the model prepared here, uncalibrated."""
@@ -78,6 +80,7 @@ class Saved:
                 self.mapping(),
                 self.batches[0],
                 backend_config=BACKENDS["default"](),
+                fuse_as_fx=self.fuse_as_fx,
             )
 
 
@@ -96,11 +99,13 @@ def saved_from(
     batches: list[tuple[Any, ...]],
     is_qat: bool = False,
     lowered: bool = True,
+    fuse_as_fx: bool = False,
 ) -> Saved:
     """Calibrate or train ``model`` by FX.
 
     Args:
         lowered: whether FX can lower it.
+        fuse_as_fx: whether only what FX folds is folded here.
     """
     model = with_statistics(model).train(is_qat)
     with warnings.catch_warnings(), torch.no_grad(), searched_in_arrays():
@@ -118,14 +123,14 @@ def saved_from(
         states["lowered"] = made.state_dict()
     for parameter in model.parameters():
         nn.init.normal_(parameter)
-    return Saved(model, make_mapping, batches, is_qat, reference, made, states)
+    return Saved(model, make_mapping, batches, is_qat, reference, made, states, fuse_as_fx)
 
 
-def differences_of(saved: Saved, form: str) -> set[str]:
+def differences_of(saved: Saved, form: str, *, observer_qparams: bool = False) -> set[str]:
     """Return how the model made here from that state differs from FX's: "qparams", "outputs", or nothing."""
     prepared = saved.prepared()
     load_fx_state(prepared, saved.states[form])
-    converted = tc.convert_to_reference_fx(prepared.eval())
+    converted = tc.convert_to_reference_fx(prepared.eval(), observer_qparams=observer_qparams)
     found = set()
     if not same_qparams(fx_activation_qparams(saved.reference), activation_qparams(converted), 1e-6):
         found.add("qparams")

@@ -33,7 +33,7 @@ from torchq_compat.read.observers import (
     adapted,
     is_of_torch_ao,
 )
-from torchq_compat.read.qparams import has_loaded_qparams, qparams_of, set_loaded_observer
+from torchq_compat.read.qparams import fold_weight, has_loaded_qparams, qparams_of, set_loaded_observer
 from torchq_compat.support import metadata
 from torchq_compat.support.dtypes import SIXTEEN_BITS, dtype_range, is_integer, plain_dtype
 from torchq_compat.support.graph_nodes import attribute_of, module_path_of
@@ -180,6 +180,7 @@ def convert_graph(
                 _use_observer_qparams(folded)
             _freeze_activation_observers(folded, is_trained=is_trained and not observer_qparams)
             _quantize_on_the_fly(folded)
+        _fold_float_qparams(folded)
         _use_loaded_qparams(folded)
         _cast_around_observers(folded)
         _forget_annotations(folded)
@@ -354,6 +355,15 @@ def activations_as_observed(prepared: GraphModule) -> None:
 def _use_observer_qparams(prepared: GraphModule) -> None:
     for _, module in observer_nodes(prepared):
         use_observer_qparams(module)
+
+
+def _fold_float_qparams(prepared: GraphModule) -> None:
+    """Fold the weights with float zero points, whatever observes them and wherever their qparams are from."""
+    for node, module in observer_nodes(prepared):
+        source = node.args[0]
+        is_weight = isinstance(source, Node) and source.op == "get_attr"
+        if is_weight and getattr(module, "qscheme", None) is torch.per_channel_affine_float_qparams:
+            fold_weight(prepared, node, *qparams_of(module), module)
 
 
 def _use_loaded_qparams(prepared: GraphModule) -> None:

@@ -38,7 +38,7 @@ from torchq_compat.fx_state.numbered import (
 )
 from torchq_compat.fx_state.states import SCALE_NAME, FxState
 from torchq_compat.model.graph_module import QuantizationGraphModule
-from torchq_compat.ops import named_parameters_of, weight_of
+from torchq_compat.ops import TRANSPOSED, named_parameters_of, weight_of
 from torchq_compat.read.observers import WeightObserver
 from torchq_compat.read.qconfig_mappings import QConfigRules
 from torchq_compat.read.qparams import Qparams, release_qparams
@@ -161,6 +161,7 @@ class _Reader:
                 is_weight=any(site.reader is not None for site in sites),
                 kernel=_kernel_qparams(sites[0]),
                 handed_on=tuple(self._handed_on(sites[0], scale_of)),
+                trained_float=all(_is_transposed(site) for site in sites),
             )
             for path, sites in by_path.items()
         )
@@ -179,7 +180,8 @@ class _Reader:
 
     def folded(self) -> Iterator[FoldedBatchNorm]:
         for norm in batch_norm.describe(self.graph_module):
-            if norm.op is not None:
+            # FX trains no batch norm without affine parameters.
+            if norm.op is not None and "weight" in norm.names:
                 path = self._module_path(norm.op)
                 yield FoldedBatchNorm(
                     norm.names["weight"],
@@ -431,6 +433,10 @@ def _first_reader(observer: Node) -> OpRecord | None:
     records = [op_record(user) for user in observer.users]
     linear = (each for each in records if each is not None and F.linear in each.origin.object_types)
     return next(linear, records[0] if records else None)
+
+
+def _is_transposed(site: _Site) -> bool:
+    return site.is_module_weight and site.reader is not None and site.reader.target in TRANSPOSED
 
 
 def _kernel_qparams(site: _Site) -> tuple[float, int] | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from torchq_compat.capture.opaque_calls import OpaqueModule, opaque_call_nodes
 from torchq_compat.errors import CheckpointError
@@ -23,6 +23,7 @@ from torchq_compat.read.observers import WeightObserver
 from torchq_compat.read.qconfig_mappings import QConfigRules
 from torchq_compat.read.qparams import hold_qparams, release_qparams
 from torchq_compat.read.torch_ao_classes import FIXED_QPARAMS
+from torchq_compat.support.graph_nodes import attribute_of
 from torchq_compat.support.user_warnings import warn_user
 
 #: Buffers that only our observers have: counts of the values that they saw and that their range cut off.
@@ -30,6 +31,10 @@ COUNTS = ("seen", "saturated")
 #: A buffer that observers saved by older versions of torch do not have.
 EPS = "eps"
 SHOWN = 6
+FUSED_HERE = (
+    "FX leaves batch norms of this model apart that are folded here (TQ584): prepare it with "
+    "fuse_as_fx=True, and load the state into that model."
+)
 COMPUTED_WEIGHTS = (
     "after training the weight is computed once here, in QAT at every step; FX's state of a calibrated model "
     "has what it is computed of, its converted state the weight. Load the former into the float model, and "
@@ -63,6 +68,13 @@ def load_state(
             "TQ502",
             f"FX's lowered model has one scale for all calls of a module: {_shorten(plan.of_several_calls)}. "
             "So has this model now; the state of FX's prepared model has one for each call.",
+        )
+
+    if plan.trained_float:
+        warn_user(
+            "TQ431",
+            "FX trains the weights of transposed convolutions in floats, and its state lacks "
+            f"{_shorten(list(plan.trained_float.values()))}. Those here have observed the loaded weights.",
         )
 
 
@@ -119,10 +131,11 @@ class _Plan:
     qparams: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     dropped: list[str] = field(default_factory=list)
     of_several_calls: list[str] = field(default_factory=list)
+    trained_float: dict[str, str] = field(default_factory=dict)
 
 
 class _Planner:
-    def __init__(self, prepared: nn.Module, state: FxState, wanted: Wanted) -> None:
+    def __init__(self, prepared: QuantizationGraphModule, state: FxState, wanted: Wanted) -> None:
         self.prepared = prepared
         self.state = state
         self.wanted = wanted
@@ -242,7 +255,9 @@ class _Planner:
         if not own:
             return
         if not found:
-            if not _has_fixed_qparams(observer):
+            if wanted.trained_float:
+                self.made.trained_float[wanted.path] = wanted.prefixes[0]
+            elif not _has_fixed_qparams(observer):
                 self.missing.append(wanted.prefixes[0] if wanted.prefixes else wanted.path)
             return
         prefix = self._most_common(list(found))
@@ -411,7 +426,10 @@ class _Planner:
             raise _incomplete(f"{'; '.join(self.wanted.problems)}.", self.state.left())
         left = self.state.left()
         if left:
-            raise _incomplete(f"this model has no place for {_shorten(left)}.", [])
+            apart = any(each.code == "TQ584" for each in self.prepared.record.decisions)
+            raise _incomplete(
+                f"this model has no place for {_shorten(left)}.", [], FUSED_HERE if apart else ""
+            )
 
 
 def _next_weight(functional: Iterator[tuple[str, Entry]]) -> tuple[str, Entry] | None:
@@ -488,6 +506,9 @@ def _carry_out(prepared: QuantizationGraphModule, plan: _Plan) -> None:
                 own[name].copy_(value)
         for path, given in plan.observers.items():
             _load_observer(prepared.get_submodule(path), given)
+        for node in prepared.graph.nodes:
+            if node.op == "call_module" and node.target in plan.trained_float:
+                _observe_anew(prepared, node)
         for path, (scale, zero_point) in plan.qparams.items():
             _hold(prepared.get_submodule(path), scale, zero_point)
     except Exception as cause:
@@ -514,6 +535,18 @@ def _load_observer(observer: nn.Module, given: dict[str, Tensor]) -> None:
     # Without version metadata torch treats the state as an old one, and resets eps.
     ordered._metadata = own._metadata  # type: ignore[attr-defined]
     target.load_state_dict(ordered)
+
+
+def _observe_anew(prepared: GraphModule, node: Node) -> None:
+    """Let the fake-quantize that ``node`` calls forget what it has observed, and observe the loaded weight; a
+    weight that is computed is observed at its next call."""
+    weight, fake_quantize = node.args[0], prepared.get_submodule(str(node.target))
+    source: Any = getattr(fake_quantize, "activation_post_process", fake_quantize)
+    if hasattr(source, "reset_min_max_vals"):
+        source.reset_min_max_vals()
+    if isinstance(weight, Node) and weight.op == "get_attr":
+        with torch.no_grad():
+            fake_quantize(attribute_of(prepared, weight))
 
 
 def _hold(observer: Any, scale: Tensor, zero_point: Tensor) -> None:

@@ -203,8 +203,8 @@ class WantedObserver:
         is_weight: whether it observes a weight: a converted model has its qparams with the integers.
         handed_on: the scales of the input of an op that passes it on unchanged, for a lowered model, in which
             the op has no scale.
-
         kernel: scale and zero point of the result of FX's kernel; a lowered model may have no others.
+        trained_float: whether FX trains what it observes in floats: the weights of transposed convolutions.
     """
 
     path: str
@@ -213,6 +213,7 @@ class WantedObserver:
     is_weight: bool = False
     kernel: tuple[float, int] | None = None
     handed_on: tuple[str, ...] = ()
+    trained_float: bool = False
 
 
 @dataclass(frozen=True)
