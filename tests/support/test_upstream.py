@@ -56,6 +56,19 @@ def test_torchaos_prepare_asks_for_the_scopes_of_nodes() -> None:
     assert "graph" in code.co_names
 
 
+def test_a_lazy_graph_module_runs_what_its_graph_says() -> None:
+    traced = torch.fx.symbolic_trace(nn.ReLU())
+    lazy = upstream.LazyGraphModule(traced, traced.graph)
+    x = torch.tensor([-1.0, 1.0])
+    assert torch.equal(lazy(x), torch.relu(x))
+    for node in lazy.graph.find_nodes(op="call_function", target=torch.nn.functional.relu):
+        node.target = torch.neg
+        node.kwargs = {}
+    lazy.recompile()
+    assert torch.equal(lazy(x), -x)
+    assert "neg" in lazy.code
+
+
 def test_preserved_attributes_survive_a_copy() -> None:
     graph_module = torch.fx.symbolic_trace(nn.ReLU())
     graph_module.meta[upstream.USER_PRESERVED_ATTRIBUTES_KEY] = {"kept": 3}

@@ -25,7 +25,7 @@ from torchq_compat.capture.unseen_python import with_seen_python
 from torchq_compat.capture.writes import make_out_of_place
 from torchq_compat.errors import CaptureError, InputError, TorchQCompatError
 from torchq_compat.support.graph_nodes import SLICE_END, copied_model
-from torchq_compat.support.upstream import guards_of, pytree, symbolic_shapes_config
+from torchq_compat.support.upstream import LazyGraphModule, guards_of, pytree, symbolic_shapes_config
 
 # Shortens what torch prints about a failed capture: our error says it once, with the user's line.
 
@@ -144,10 +144,13 @@ def capture(
             raise
         with torch.no_grad():
             program = export_with(model, args, dynamic_shapes)
-    graph_module = program.module(check_guards=False)
-    assert isinstance(graph_module, GraphModule)
-    # It checks that calls have the sizes of the example; what follows from sizes is checked by this package.
-    graph_module._forward_pre_hooks.clear()
+    exported = program.module(check_guards=False)
+    assert isinstance(exported, GraphModule)
+    # Every pass that follows says that its code has changed, which nobody runs before observers are inserted.
+    # Its hook stays behind, which checks that calls have the sizes of the example: this package does.
+    graph_module = LazyGraphModule(exported, exported.graph)
+    graph_module.meta.update(exported.meta)
+    graph_module._in_spec, graph_module._out_spec = exported._in_spec, exported._out_spec
     return graph_module, tuple(guards_of(program))
 
 

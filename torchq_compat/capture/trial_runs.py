@@ -64,7 +64,7 @@ def trial_sizes(sizes: InputSizes, *, are_short: bool = False) -> Iterator[SizeG
 
 def _first(size: int, *, is_batch: bool) -> list[int]:
     if is_batch:
-        return [size + 1, 2 * size, size - 1]
+        return [*([3] if size > SMALL else []), size + 1, 2 * size, size - 1]
     if size <= SMALL:
         return [2 * size, size + 1, 3 * size, size - 1]
     return [-(-size // 2), size - size // 4, 2 * size, size + 1]

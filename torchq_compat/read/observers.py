@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any, Self
 
 import torch
@@ -63,6 +64,9 @@ REPLACED: dict[str, Callable[..., nn.Module]] = {
     "MinMaxObserver": FastMinMaxObserver,
     "MovingAverageMinMaxObserver": SaturationCountingObserver,
 }
+#: (id of a legacy constructor, setting) -> its translation, which keeps it alive: every op asks anew.
+_TRANSLATED: dict[tuple[int, str], ObserverConstructor] = {}
+MOST_TRANSLATED = 64
 #: The warnings that were already passed on.
 _TOLD: set[tuple[type[Warning], str]] = set()
 
@@ -127,7 +131,12 @@ def translate_constructor(legacy: LegacyConstructor, setting: str = "qconfig") -
     """Return ``legacy`` as a constructor of torchao observers, unchanged if it already is one."""
     if isinstance(legacy, ObserverConstructor):
         return legacy
-    return ObserverConstructor(legacy, setting)
+    key = id(legacy), setting
+    if key not in _TRANSLATED:
+        if len(_TRANSLATED) >= MOST_TRANSLATED:
+            _TRANSLATED.clear()
+        _TRANSLATED[key] = ObserverConstructor(legacy, setting)
+    return _TRANSLATED[key]
 
 
 def fixed_qparams_constructor(
@@ -183,7 +192,7 @@ def _mirror_class(cls: type[nn.Module]) -> Callable[..., nn.Module] | None:
 
 def _arguments_from_attributes(mirror: Callable[..., nn.Module], made: nn.Module) -> dict[str, Any]:
     arguments: dict[str, Any] = {}
-    for name in inspect.signature(_torchao_class(mirror)).parameters:
+    for name in _parameters(_torchao_class(mirror)):
         attribute = ATTRIBUTE_OF_ARGUMENT.get(name, name)
         if hasattr(made, attribute):
             arguments[name] = _plain_value(getattr(made, attribute))
@@ -194,6 +203,11 @@ def _arguments_from_attributes(mirror: Callable[..., nn.Module], made: nn.Module
     if isinstance(made, FIXED_QPARAMS):
         arguments["quant_min"], arguments["quant_max"] = _fixed_qparams_range(made)
     return arguments
+
+
+@cache
+def _parameters(observer_class: Callable[..., nn.Module]) -> tuple[str, ...]:
+    return tuple(inspect.signature(observer_class).parameters)
 
 
 def _torchao_class(mirror: Callable[..., nn.Module]) -> Callable[..., nn.Module]:

@@ -20,6 +20,7 @@ from torch._higher_order_ops.scan import scan
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
+from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 from torch.fx._symbolic_trace import _wrapped_fns_to_patch as WRAPPED_FUNCTIONS
 from torch.fx.graph import _format_target as format_target
 from torch.fx.graph import _PyTreeCodeGen as PyTreeCodeGen
@@ -42,6 +43,7 @@ __all__ = [
     "DropoutBase",
     "FakeTensor",
     "FakeTensorMode",
+    "LazyGraphModule",
     "OpOverload",
     "OpOverloadPacket",
     "PyTreeCodeGen",

@@ -305,7 +305,6 @@ class _Tries:
 
     sizes: InputSizes
     example: dict[Place, int]
-    _shapes: dict[Any, Any] = field(default_factory=dict)
     _refused: set[tuple[Place, int]] = field(default_factory=set)
     _values: dict[Place, set[int]] = field(default_factory=dict)
     _known: dict[tuple[Place, int], tuple[SizeRule, ...]] = field(default_factory=dict)
@@ -372,7 +371,7 @@ class _Tries:
             known = {**self.example, **changed}
             program = self.sizes.program
             assert program is not None
-            computed = program.sizes(known, self._shapes)
+            computed = program.sizes(known)
             known.update(computed)
             for place, value in known.items():
                 self._values.setdefault(place, set()).add(value)

@@ -14,13 +14,17 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from torchq_compat.capture.sizes.numbers import Computed, Size, sizes_in
 from torchq_compat.capture.sizes.size_reads import ReadSizes
+from torchq_compat.support.upstream import OpOverload
 
 #: The operator that stands for a custom module in a trace.
 OPAQUE = "torchq_compat.custom_module.default"
 
 
-#: A node, and the shapes and numbers that it is given -> its result.
-Shapes = dict[tuple[Any, ...], Any]
+ATEN = torch.ops.aten
+#: An operator of torch, and the forms of its arguments -> its result: models repeat themselves, and torch
+#: computes many shapes in Python, at milliseconds each.
+_KNOWN: dict[Any, Any] = {}
+MOST_KNOWN = 8192
 
 
 @dataclass(frozen=True)
@@ -72,16 +76,10 @@ class ShapeProgram:
         """Return the program itself, which nothing changes."""
         return self
 
-    def sizes(
-        self, known: Mapping[tuple[str, int], Any], shapes: Shapes | None = None
-    ) -> dict[tuple[str, int], Any]:
+    def sizes(self, known: Mapping[tuple[str, int], Any]) -> dict[tuple[str, int], Any]:
         """Return the sizes that are asked for, by ``("", number)``, where the inputs have the ``known`` ones;
-        those in front of the first operator that refuses its arguments, if one does.
-
-        Args:
-            shapes: what nodes gave in other runs; this run adds what it computes.
-        """
-        interpreter = _OnShapes(self.graph_module, shapes)
+        those in front of the first operator that refuses its arguments, if one does."""
+        interpreter = _OnShapes(self.graph_module)
         with suppress(Exception):
             interpreter.run_at(self.inputs, known)
         tensors = [interpreter.env.get(node) for node in self._results]
@@ -110,14 +108,19 @@ class ShapeProgram:
 class _OnShapes(Interpreter):
     """Runs a graph with every tensor on the meta device."""
 
-    def __init__(self, graph_module: GraphModule, shapes: Shapes | None = None) -> None:
+    def __init__(self, graph_module: GraphModule) -> None:
         super().__init__(graph_module, garbage_collect_values=False)
         self.extra_traceback = False
-        self.shapes = shapes
+        targets = {node.target for node in graph_module.graph.nodes if isinstance(node.target, OpOverload)}
+        # An operator that changes the shape of a tensor in place would change a result that is kept.
+        self._may_keep = not any(torch.Tag.inplace_view in target.tags for target in targets)
 
     def run_at(self, inputs: Sequence[tuple[str, Any, int]], known: Mapping[tuple[str, int], Any]) -> None:
         """Run on tensors of the ``known`` sizes."""
         with torch.no_grad(), disable_proxy_modes_tracing(), torch._C.DisableTorchFunction():
+            # What a trace computes belongs to it alone, symbols for sizes too.
+            is_traced = type(torch.empty(0, device="meta")) is not Tensor or torch._C._is_tracing()
+            self._may_keep = self._may_keep and not is_traced
             leaves = [
                 torch.empty([known[label, dim] for dim in range(rank)], dtype=form, device="meta")
                 if rank >= 0
@@ -131,22 +134,23 @@ class _OnShapes(Interpreter):
         return value.to("meta") if isinstance(value, Tensor) else value
 
     def run_node(self, n: Node) -> Any:
-        if self.shapes is None or n.op != "call_function":
-            return self._computed(n)
-        key = n, *(_form(self.env[source]) for source in n.all_input_nodes)
-        if key not in self.shapes:
-            self.shapes[key] = self._computed(n)
-        return self.shapes[key]
+        target: Any = n.target
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        if not self._may_keep or not isinstance(target, OpOverload) or target.namespace != "aten":
+            return getattr(self, n.op)(target, args, kwargs)
+        key = target, _form(args), _form(kwargs), torch.get_default_dtype()
+        if key not in _KNOWN:
+            if len(_KNOWN) >= MOST_KNOWN:
+                _KNOWN.clear()
+            _KNOWN[key] = self._computed(n, args, kwargs)
+        return _KNOWN[key]
 
-    def _computed(self, n: Node) -> Any:
-        values = [self.env[source] for source in n.all_input_nodes]
-        given = [value for value in values if isinstance(value, Tensor)]
-        if given and n.op == "call_function" and torch.Tag.pointwise in getattr(n.target, "tags", ()):
-            # torch computes many such shapes in Python, at milliseconds each.
-            shapes = {tensor.shape for tensor in given}
-            shape = given[0].shape if len(shapes) == 1 else torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
-            return given[0].new_empty(shape, dtype=getattr(n.meta.get("val"), "dtype", None))
-        return super().run_node(n)
+    def _computed(self, n: Node, args: Any, kwargs: Any) -> Any:
+        given = [value for source in n.all_input_nodes if isinstance(value := self.env[source], Tensor)]
+        shape = _shape_of_common(n.target, given, args) if given else None
+        if shape is None:
+            return self.call_function(n.target, args, kwargs)
+        return given[0].new_empty(shape, dtype=getattr(n.meta.get("val"), "dtype", None))
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if kwargs.get("device") is not None:
@@ -154,10 +158,29 @@ class _OnShapes(Interpreter):
         return super().call_function(target, args, kwargs)
 
 
+def _shape_of_common(target: Any, given: Sequence[Tensor], args: Any) -> Sequence[int] | None:
+    """Return the shape that a common operator makes of the tensors it is ``given``; None if it may not take
+    them, and for other operators."""
+    x, *others = given
+    if torch.Tag.pointwise in target.tags:
+        shapes = {tensor.shape for tensor in given}
+        return x.shape if len(shapes) == 1 else torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
+    if target is ATEN.batch_norm.default and all(other.shape == x.shape[1:2] for other in others):
+        return x.shape
+    if target is ATEN.layer_norm.default and list(x.shape[-len(args[1]) :]) == list(args[1]):
+        return x.shape
+    if target is ATEN.linear.default and others and x.shape[-1:] == others[0].shape[1:]:
+        return (*x.shape[:-1], others[0].shape[0])
+    return None
+
+
 def _form(value: Any) -> Any:
+    """Return what a shape depends on of an argument: 1, 1.0 and True are three."""
     if isinstance(value, Tensor):
-        return value.shape, value.stride()
-    return tuple(map(_form, value)) if isinstance(value, (tuple, list)) else value
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, dict):
+        return tuple((name, _form(each)) for name, each in value.items())
+    return tuple(map(_form, value)) if isinstance(value, (tuple, list)) else (type(value), value)
 
 
 def is_computable(node: Node | None, read: ReadSizes) -> bool:
