@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from torchq_compat.custom_modules import handler_of
+from torchq_compat.eager.converted import ConvertedEager
 from torchq_compat.errors import ArgumentError, CheckpointError
-from torchq_compat.fx_state.load import load_state
+from torchq_compat.fx_state.load import load_module_state, load_state
 from torchq_compat.fx_state.states import packed_names
 from torchq_compat.model.graph_module import QuantizationGraphModule, Stage
 from torchq_compat.support.argument_checks import (
@@ -30,6 +31,7 @@ from torchq_compat.support.argument_checks import (
     shown,
 )
 from torchq_compat.support.atomic_files import whole_file
+from torchq_compat.support.decisions import MODULE_DECISIONS
 
 __all__ = ["load_checkpoint", "load_fx_state", "save_checkpoint"]
 
@@ -108,14 +110,15 @@ def load_fx_state(prepared: nn.Module, state_dict: Mapping[str, Any]) -> None:
     """Load the ``state_dict()`` of a model of FX into a model prepared by this package.
 
     FX's model may be a prepared one, calibrated or trained; a converted one, for a backend or as a reference;
-    or one from ``torch.ao.quantization.quantize_dynamic``. The values of a prepared model are loaded
+    or one from ``torch.ao.quantization.quantize_dynamic``; or a model of eager mode, for a model that
+    ``quantize_eager.prepare`` or ``prepare_qat`` returned. The values of a prepared model are loaded
     unchanged, so calibration and training continue where they were. From a converted model, the dequantized
     integers are loaded as weights, and all qparams stay as saved until the observers see data again; batch
     norms that training kept separate become identities.
 
     Args:
-        prepared: the model that ``prepare_fx`` or ``prepare_qat_fx`` of this package returned for the same
-            float model and configuration; changed in place.
+        prepared: the model that ``prepare_fx``, ``prepare_qat_fx`` or their counterparts in
+            ``quantize_eager`` returned for the same float model and configuration; changed in place.
         state_dict: the state, with the names and values FX gave it. The packed objects of functions and of
             dynamic modules are read if torch.load was allowed to load them. The state of a converted model
             with embeddings is only valid while that model exists, since torch leaves the scales in the
@@ -139,6 +142,9 @@ def load_fx_state(prepared: nn.Module, state_dict: Mapping[str, Any]) -> None:
         >>> convert_fx(prepared)(x).shape
         torch.Size([3, 2])
     """
+    if prepared.__dict__.get(MODULE_DECISIONS) and not isinstance(prepared, ConvertedEager):
+        load_module_state(prepared, state_dict, handler_of)
+        return
     if not isinstance(prepared, QuantizationGraphModule) or prepared.record.stage is not Stage.PREPARED:
         found = prepared.record.stage.value if isinstance(prepared, QuantizationGraphModule) else "float"
         raise ArgumentError(

@@ -33,7 +33,9 @@ from torchq_compat.eager.qdq_modules import (
     observed_qparams,
 )
 from torchq_compat.errors import ConvertError
+from torchq_compat.fx_state.load import WEIGHT_QPARAMS
 from torchq_compat.modules.registry import ConvertRequest
+from torchq_compat.read.qparams import hold_qparams, is_on_loaded_qparams
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.dtypes import plain_dtype
 from torchq_compat.support.torch_ao import fused_module
@@ -232,7 +234,10 @@ def _weighted(cls: type[Weighted], module: nn.Module, settings: ConvertSettings,
         statistics = norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias
         weight, bias = fuse(weight, bias, *statistics)
     observer = source.qconfig.weight() if trained is None else trained
-    if not settings.as_trained or trained is None:
+    if (loaded := vars(module).get(WEIGHT_QPARAMS)) is not None:
+        hold_qparams(observer, *loaded)
+    is_observed_before = settings.as_trained and trained is not None
+    if not is_observed_before and not is_on_loaded_qparams(observer, weight):
         with torch.no_grad():
             observer.to(weight.device)(weight)
     if plain_dtype(observer.dtype) is not torch.int8:

@@ -19,6 +19,7 @@ from torchq_compat.eager.grid import active, as_quantize_per_tensor, floats_of, 
 from torchq_compat.errors import CheckpointError, ConvertError
 from torchq_compat.read import qdq
 from torchq_compat.read.qparams import PerTensorQParams
+from torchq_compat.read.qparams import qparams_of as observed
 from torchq_compat.support.dtypes import dtype_range, is_integer, plain_dtype
 from torchq_compat.support.quantized_tensors import (
     channel_qparams,
@@ -49,7 +50,7 @@ def observed_qparams(observer: Any, place: str) -> PerTensorQParams:
             hint="give its qconfig an activation of quint8, or None to leave the module float.",
             code="TQ905",
         )
-    scale, zero_point = observer.calculate_qparams()
+    scale, zero_point = observed(observer)
     if scale.numel() != 1 or not bool(scale.isfinite().all()):
         raise ConvertError(
             f"the activation observer of {place!r} has no finite scale for the whole tensor.",
@@ -227,7 +228,7 @@ class IntegerWeight(nn.Module):
         self.is_per_channel = "channel" in str(inner.qscheme)
         self.axis = int(inner.ch_axis) if self.is_per_channel else 0
         self.weight_range = int(inner.quant_min), int(inner.quant_max)
-        scale, zero_point = observer.calculate_qparams()
+        scale, zero_point = observed(observer)
         is_table = inner.qscheme is torch.per_channel_affine_float_qparams
         dtype = torch.float32 if is_table else torch.int64
         channels = (weight.shape[self.axis],)

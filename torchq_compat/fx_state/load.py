@@ -18,18 +18,21 @@ from torchq_compat.errors import CheckpointError
 from torchq_compat.fx_state.graph_names import PARAMETRIZATIONS, wanted_by_graph
 from torchq_compat.fx_state.numbered import FoldedBatchNorm, Wanted, WantedObserver, WantedTensor
 from torchq_compat.fx_state.states import SCALE_NAME, Entry, FxState, FxWeight
-from torchq_compat.model.graph_module import QuantizationGraphModule
+from torchq_compat.model.graph_module import QuantizationGraphModule, record_of
 from torchq_compat.read.observers import WeightObserver
 from torchq_compat.read.qconfig_mappings import QConfigRules
 from torchq_compat.read.qparams import hold_qparams, release_qparams
 from torchq_compat.read.torch_ao_classes import FIXED_QPARAMS
 from torchq_compat.support.graph_nodes import attribute_of
+from torchq_compat.support.torch_ao import FakeQuantizeBase, ObserverBase, fused_module
 from torchq_compat.support.user_warnings import warn_user
 
 #: Buffers that only our observers have: counts of the values that they saw and that their range cut off.
 COUNTS = ("seen", "saturated")
 #: A buffer that observers saved by older versions of torch do not have.
 EPS = "eps"
+#: The attribute of a float module that has the qparams with which its weight was loaded.
+WEIGHT_QPARAMS = "loaded_weight_qparams"
 SHOWN = 6
 FUSED_HERE = (
     "FX leaves batch norms of this model apart that are folded here (TQ584): prepare it with "
@@ -76,6 +79,84 @@ def load_state(
             "FX trains the weights of transposed convolutions in floats, and its state lacks "
             f"{_shorten(list(plan.trained_float.values()))}. Those here have observed the loaded weights.",
         )
+
+
+def load_module_state(
+    prepared: nn.Module, given: Mapping[str, Any], handler_of: Callable[[nn.Module], Any]
+) -> None:
+    """Load ``given``, as a model of torch.ao's eager mode saved it, into a ``prepared`` model of modules.
+
+    Raises:
+        CheckpointError: as ``load_state``; ``prepared`` is unchanged.
+    """
+    _refuse_wrapped(prepared, given)
+    state = FxState.read(given)
+    planner = _Planner(prepared, state, wanted_by_modules(prepared, state, handler_of))
+    _carry_out(prepared, planner.plan())
+    for path, module in prepared.named_modules():
+        vars(module).pop(WEIGHT_QPARAMS, None)
+        weight = planner.weights.get(f"{path}.{WEIGHT_QPARAMS}")
+        if weight is not None:
+            vars(module)[WEIGHT_QPARAMS] = weight.scale, weight.zero_point
+
+
+def wanted_by_modules(model: nn.Module, state: FxState, handler_of: Callable[[nn.Module], Any]) -> Wanted:
+    """Return what a prepared model of modules wants: torch.ao has the same names, but for custom modules."""
+    wanted, read = Wanted(), set[str]()
+    for path, module in model.named_modules():
+        if any(path.startswith(f"{above}.") for above in read):
+            continue
+        owner, _, name = path.rpartition(".")
+        handler = handler_of(module)
+        if handler is not None and isinstance(module, OpaqueModule):
+            read.add(path)
+            wanted += handler.wanted_of_fx(module, state, path, wanted_by_model).below(path)
+        elif isinstance(module, (ObserverBase, FakeQuantizeBase)):
+            read.add(path)
+            is_weight = name == "weight_fake_quant"
+            scales = () if is_weight else (f"{owner}.scale",)
+            wanted += Wanted(observers=(WantedObserver(path, (path,), scales, is_weight=is_weight),))
+        elif isinstance(norm := getattr(module, "bn", None), nn.modules.batchnorm._BatchNorm):
+            gamma, beta, mean, variance = (
+                f"{path}.bn.{part}" for part in ("weight", "bias", "running_mean", "running_var")
+            )
+            bias = f"{path}.bias"
+            own_bias = bias if getattr(module, "bias", None) is not None else None
+            folded = FoldedBatchNorm(gamma, beta, mean, variance, norm.eps, (bias,), own_bias)
+            wanted += Wanted(folded=(folded,))
+    names = (name for name in model.state_dict() if not any(name.startswith(f"{above}.") for above in read))
+    return wanted + Wanted(tuple(_wanted_of_module(model, name) for name in names))
+
+
+def _wanted_of_module(model: nn.Module, name: str) -> WantedTensor:
+    path, _, last = name.rpartition(".")
+    above, _, child = path.rpartition(".")
+    # A fused module is converted to one at its own path.
+    is_fused = child == "0" and bool(above) and isinstance(model.get_submodule(above), fused_module)
+    names = (name, f"{above}.{last}") if is_fused else (name,)
+    place = above if is_fused else path
+    trained = hasattr(model.get_submodule(path), "weight_fake_quant")
+    observer = f"{place}.{'weight_fake_quant' if trained else WEIGHT_QPARAMS}"
+    is_counter = last == "num_batches_tracked"
+    return WantedTensor(name, names, observer if last == "weight" else None, is_optional=is_counter)
+
+
+def translated_state(module: nn.Module, given: Mapping[str, Any], handler: Any) -> dict[str, Tensor]:
+    """Return the state ``given`` of a custom module that torch.ao prepared, in the names of ``module``.
+
+    Raises:
+        CheckpointError: an entry has no place, or ``given`` is of a converted module.
+    """
+    at = "module"
+    state = FxState.read({f"{at}.{name}": value for name, value in given.items()})
+    plan = _Planner(module, state, handler.wanted_of_fx(module, state, at, wanted_by_model)).plan()
+    if state.is_converted:
+        raise CheckpointError(
+            "the state is of a converted custom module, and the model is a prepared one.",
+            hint="load it with torchq_compat.checkpoints.load_fx_state(prepared, state).",
+        )
+    observers = ((f"{path}.{key}", value) for path, of in plan.observers.items() for key, value in of.items())
+    return {**module.state_dict(), **plan.tensors, **dict(observers)}
 
 
 def _refuse_wrapped(prepared: nn.Module, given: Mapping[str, Any]) -> None:
@@ -135,7 +216,7 @@ class _Plan:
 
 
 class _Planner:
-    def __init__(self, prepared: QuantizationGraphModule, state: FxState, wanted: Wanted) -> None:
+    def __init__(self, prepared: nn.Module, state: FxState, wanted: Wanted) -> None:
         self.prepared = prepared
         self.state = state
         self.wanted = wanted
@@ -426,7 +507,8 @@ class _Planner:
             raise _incomplete(f"{'; '.join(self.wanted.problems)}.", self.state.left())
         left = self.state.left()
         if left:
-            apart = any(each.code == "TQ584" for each in self.prepared.record.decisions)
+            record = record_of(self.prepared)
+            apart = record is not None and any(each.code == "TQ584" for each in record.decisions)
             raise _incomplete(
                 f"this model has no place for {_shorten(left)}.", [], FUSED_HERE if apart else ""
             )
@@ -491,7 +573,7 @@ def _has_fixed_qparams(observer: nn.Module) -> bool:
     return isinstance(getattr(observer, "activation_post_process", observer), FIXED_QPARAMS)
 
 
-def _carry_out(prepared: QuantizationGraphModule, plan: _Plan) -> None:
+def _carry_out(prepared: nn.Module, plan: _Plan) -> None:
     before = {
         name: value.clone() for name, value in prepared.state_dict().items() if isinstance(value, Tensor)
     }
@@ -506,9 +588,10 @@ def _carry_out(prepared: QuantizationGraphModule, plan: _Plan) -> None:
                 own[name].copy_(value)
         for path, given in plan.observers.items():
             _load_observer(prepared.get_submodule(path), given)
-        for node in prepared.graph.nodes:
-            if node.op == "call_module" and node.target in plan.trained_float:
-                _observe_anew(prepared, node)
+        if isinstance(prepared, GraphModule):
+            for node in prepared.graph.nodes:
+                if node.op == "call_module" and node.target in plan.trained_float:
+                    _observe_anew(prepared, node)
         for path, (scale, zero_point) in plan.qparams.items():
             _hold(prepared.get_submodule(path), scale, zero_point)
     except Exception as cause:

@@ -13,6 +13,8 @@ from torchq_compat.capture.call_layouts import CallLayout, input_labels
 from torchq_compat.capture.opaque_calls import OpaqueBoundary, OpaqueModule
 from torchq_compat.capture.opaque_stub import FakeCall
 from torchq_compat.errors import CustomModuleError
+from torchq_compat.fx_state.numbered import Wanted
+from torchq_compat.fx_state.states import FxState
 from torchq_compat.modules.attention import (
     AttentionCall,
     AttentionModule,
@@ -27,9 +29,10 @@ from torchq_compat.modules.parts_handler import (
     has_own_forward,
     hint_to_map,
     observed_by_its_class,
+    wanted_by_parts,
     warn_if_forward_overridden,
 )
-from torchq_compat.modules.registry import ConvertRequest, ObserveRequest, register
+from torchq_compat.modules.registry import ConvertRequest, ObserveRequest, WantedByModel, register
 from torchq_compat.support.torch_ao import quantizable, quantized
 
 LEGACY_OBSERVED = quantizable.MultiheadAttention
@@ -107,6 +110,20 @@ class AttentionHandler(PartOwnerHandler):
         if not isinstance(made, ConvertedMultiheadAttention):
             raise CustomModuleError.not_observed_here(type(made).__name__)
         return made
+
+    def wanted_of_fx(
+        self, opaque: OpaqueModule, state: FxState, prefix: str, wanted_by_model: WantedByModel
+    ) -> Wanted:
+        """Return the base class's; the observer of the scaled query is torch.ao's alone."""
+        assert isinstance(opaque, AttentionModule)
+        for name in ("in_proj_weight", "in_proj_bias"):
+            state.forgive(
+                f"{prefix}.{name}"
+            )  # torch.ao's observed module has them still, beside linear_Q, K and V.
+        wanted = Wanted(only_fx=(f"{prefix}.q_scaling_product.activation_post_process",))
+        for path, graph in opaque.graphs():
+            wanted += wanted_by_parts(graph, prefix).below(path)
+        return wanted
 
     def mapping_hint(self, module: nn.Module) -> str | None:
         if not isinstance(module, nn.MultiheadAttention):

@@ -6,17 +6,19 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from torchq_compat.annotate.observed_graph import ObserverFault, observer_faults
+from torchq_compat.annotate.observed_graph import ObserverFault, observer_faults, observer_nodes
 from torchq_compat.capture.call_layouts import CallLayout
 from torchq_compat.capture.opaque_calls import OpaqueBoundary, OpaqueModule
+from torchq_compat.fx_state.numbered import Wanted, WantedObserver, WantedTensor
 from torchq_compat.model.quantized_interface import quantized_values, result_details
 from torchq_compat.modules.parts import Part, PartOwner, measured_parts, part_nodes, part_of, saturated_parts
 from torchq_compat.modules.registry import ConvertRequest, CustomModuleHandler, ExplainModel, ObserveRequest
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.dtypes import is_integer
+from torchq_compat.support.graph_nodes import attribute_of
 from torchq_compat.support.user_warnings import warn_user
 
 #: The classes of a kind: the package's own, and torch.ao's if there is one.
@@ -175,3 +177,45 @@ def _observation(graph: GraphModule, node: Node) -> dict[str, Any]:
             observer = graph.get_submodule(str(user.target))
             return {"observer": type(observer).__name__, "dtype": observer.dtype}
     return result_details(node)
+
+
+# The names that torch.ao gives the parameters and observers of parts: an observer has the name of its part.
+
+
+def wanted_by_parts(graph: GraphModule, at: str) -> Wanted:
+    """Return what a graph of parts needs from a state dict of torch.ao, in which its module is at ``at``."""
+    observers = [
+        WantedObserver(observer, (f"{at}.{part}.activation_post_process",), (f"{at}.{part}.scale",))
+        for part, observer in part_observers(graph)
+    ]
+    return Wanted(weights_wanted(graph, at), (*observers, *weight_observers_wanted(graph, at)))
+
+
+def part_observers(graph: GraphModule) -> Iterator[tuple[str, str]]:
+    """Yield (part, path of its observer)."""
+    calls = {node for node, _ in observer_nodes(graph)}
+    for part, node in part_nodes(graph):
+        for user in node.users:
+            if user in calls:
+                yield part, str(user.target)
+                break
+
+
+def weights_of_parts(graph: GraphModule) -> Iterator[tuple[str, str | None]]:
+    """Yield (path of a parameter, path of its observer or None)."""
+    observer_of = {node.args[0]: str(node.target) for node, _ in observer_nodes(graph)}
+    for node in graph.graph.find_nodes(op="get_attr"):
+        if isinstance(attribute_of(graph, node), Tensor):
+            yield str(node.target), observer_of.get(node)
+
+
+def weights_wanted(graph: GraphModule, at: str) -> tuple[WantedTensor, ...]:
+    weights = weights_of_parts(graph)
+    return tuple(WantedTensor(name, (f"{at}.{name}",), observer) for name, observer in weights)
+
+
+def weight_observers_wanted(graph: GraphModule, at: str) -> Iterator[WantedObserver]:
+    for name, observer in weights_of_parts(graph):
+        if observer is not None:
+            path = name.rpartition(".")[0]
+            yield WantedObserver(observer, (f"{at}.{path}.weight_fake_quant",), is_weight=True)

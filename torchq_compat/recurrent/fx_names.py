@@ -8,22 +8,25 @@ dynamic QConfig leaves ``nn.LSTM`` as it is, and packs one object for each layer
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import nn
 from torch.fx import GraphModule
 
-from torchq_compat.annotate.observed_graph import observer_nodes
 from torchq_compat.fx_state.numbered import Wanted, WantedObserver, WantedTensor
 from torchq_compat.fx_state.states import FxState
-from torchq_compat.modules.parts import part_nodes
+from torchq_compat.modules.parts_handler import (
+    part_observers,
+    wanted_by_parts,
+    weight_observers_wanted,
+    weights_of_parts,
+    weights_wanted,
+)
 from torchq_compat.read.torch_ao_classes import FIXED_QPARAMS
 from torchq_compat.recurrent.cell_graph import CellGraphModule
 from torchq_compat.recurrent.cells import LSTM_GATES
 from torchq_compat.recurrent.families import DynamicRecurrent
 from torchq_compat.recurrent.recurrent_module import RecurrentModule
-from torchq_compat.support.graph_nodes import attribute_of
 
 GATE_PARTS = {"input": "input_gate", "forget": "forget_gate", "cell": "cell_gate", "output": "output_gate"}
 #: The parts after the gates, which functions compute, in the order of computation.
@@ -41,7 +44,7 @@ def wanted_by_observed(module: RecurrentModule, state: FxState, prefix: str) -> 
         if state.observers_at(f"{at}.") or state.scales_at(f"{at}."):
             wanted += _numbered_parts(module, cell, state, at).below(path)
         else:
-            wanted += _named_parts(cell, at).below(path)
+            wanted += wanted_by_parts(cell, at).below(path)
     return wanted
 
 
@@ -60,7 +63,7 @@ def wanted_by_dynamic(module: DynamicRecurrent, prefix: str) -> Wanted:
 
 def _dynamic_graph(graph: GraphModule, prefix: str, layer: int, suffix: str, index: int) -> Wanted:
     tensors, observers = [], []
-    for name, observer in _weights(graph):
+    for name, observer in weights_of_parts(graph):
         role, _, kind = name.rpartition(".")
         fx = f"{kind}_{'ih' if role.endswith('igates') else 'hh'}"
         names = (
@@ -72,14 +75,6 @@ def _dynamic_graph(graph: GraphModule, prefix: str, layer: int, suffix: str, ind
         if observer is not None:
             observers.append(WantedObserver(observer, (), is_weight=True))
     return Wanted(tuple(tensors), tuple(observers))
-
-
-def _named_parts(cell: CellGraphModule, at: str) -> Wanted:
-    observers = [
-        WantedObserver(observer, (f"{at}.{part}.activation_post_process",), (f"{at}.{part}.scale",))
-        for part, observer in _part_observers(cell)
-    ]
-    return Wanted(_tensors(cell, at), (*observers, *_weight_observers(cell, at)))
 
 
 @dataclass(frozen=True)
@@ -98,7 +93,7 @@ class _Numbers:
 def _numbered_parts(module: RecurrentModule, cell: CellGraphModule, state: FxState, at: str) -> Wanted:
     requantized = _requantized_gates(module, cell)
     numbers = _numbers(module.split_gates, requantized)
-    observer_of = dict(_part_observers(cell))
+    observer_of = dict(part_observers(cell))
     theirs = state.observers_at(f"{at}.")
     if state.is_converted:
         theirs = [name for name in state.scales_at(f"{at}.") if name.startswith(f"{at}._scale_")]
@@ -127,8 +122,8 @@ def _numbered_parts(module: RecurrentModule, cell: CellGraphModule, state: FxSta
         first = "igates_input_input_scale_0" if module.split_gates else "igates_input_scale_0"
         unused.append(f"{at}.{first}")
     return Wanted(
-        _tensors(cell, at),
-        (*observers, *_weight_observers(cell, at)),
+        weights_wanted(cell, at),
+        (*observers, *weight_observers_wanted(cell, at)),
         only_fx=(*only_fx, *requantizing),
         unused=tuple(unused),
         problems=problems,
@@ -172,7 +167,7 @@ def _numbers(split_gates: bool, requantized: set[str]) -> _Numbers:
 def _requantized_gates(module: RecurrentModule, cell: CellGraphModule) -> set[str]:
     """Return the gates not in the QConfig's dtype: FX quantizes their inputs and their results again."""
     default = module.specs.op_specs.activation_dtype
-    observer_of = dict(_part_observers(cell))
+    observer_of = dict(part_observers(cell))
     return {
         gate
         for gate, part in GATE_PARTS.items()
@@ -189,32 +184,3 @@ def _differ_in_kind(observer: nn.Module, name: str, state: FxState) -> bool:
 
 def _is_fixed(observer: nn.Module) -> bool:
     return isinstance(getattr(observer, "activation_post_process", observer), FIXED_QPARAMS)
-
-
-def _part_observers(cell: GraphModule) -> Iterator[tuple[str, str]]:
-    """Yield (part, path of its observer)."""
-    calls = {node for node, _ in observer_nodes(cell)}
-    for part, node in part_nodes(cell):
-        for user in node.users:
-            if user in calls:
-                yield part, str(user.target)
-                break
-
-
-def _weights(graph: GraphModule) -> Iterator[tuple[str, str | None]]:
-    """Yield (path of a parameter, path of its observer or None)."""
-    observer_of = {node.args[0]: str(node.target) for node, _ in observer_nodes(graph)}
-    for node in graph.graph.find_nodes(op="get_attr"):
-        if isinstance(attribute_of(graph, node), Tensor):
-            yield str(node.target), observer_of.get(node)
-
-
-def _tensors(cell: GraphModule, at: str) -> tuple[WantedTensor, ...]:
-    return tuple(WantedTensor(name, (f"{at}.{name}",), observer) for name, observer in _weights(cell))
-
-
-def _weight_observers(cell: GraphModule, at: str) -> Iterator[WantedObserver]:
-    for name, observer in _weights(cell):
-        if observer is not None:
-            path = name.rpartition(".")[0]
-            yield WantedObserver(observer, (f"{at}.{path}.weight_fake_quant",), is_weight=True)

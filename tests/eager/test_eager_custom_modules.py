@@ -1,0 +1,189 @@
+"""Custom modules in quantize_eager: LSTM, MultiheadAttention and users' own, and the states of them all."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.ao.quantization as legacy
+from torch import Tensor, nn
+from torch.ao.quantization import DeQuantStub, QuantStub
+
+import torchq_compat as tc
+from tests.eager.eager_models import ConvBNReLU, both, calibrated, sane
+from tests.helpers.oracle import sqnr
+from torchq_compat import quantize_eager
+from torchq_compat.checkpoints import load_fx_state
+from torchq_compat.errors import CheckpointError
+
+FBGEMM = legacy.get_default_qconfig("fbgemm")
+
+
+@pytest.fixture(autouse=True)
+def no_warnings_of_torch() -> Any:
+    """torch warns that eager mode, its observers and quantized tensors are deprecated."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.")
+        yield
+
+
+class Recurrent(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.quant, self.dequant = QuantStub(), DeQuantStub()
+        self.lstm, self.fc = nn.LSTM(6, 8, **options), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, _ = self.lstm(self.quant(x))
+        return self.dequant(self.fc(y))  # type: ignore[no-any-return]
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.quant, self.dequant = QuantStub(), DeQuantStub()
+        self.attention, self.fc = nn.MultiheadAttention(6, 2), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.quant(x)
+        y, _ = self.attention(x, x, x)
+        return self.dequant(self.fc(y))  # type: ignore[no-any-return]
+
+
+#: The dicts of the documentation; without them the same classes are mapped by default.
+PREPARE = {"float_to_observed_custom_module_class": {nn.LSTM: nn.quantizable.LSTM}}
+CONVERT = {"observed_to_quantized_custom_module_class": {nn.quantizable.LSTM: nn.quantized.LSTM}}
+
+
+def prepared_and_converted(functions: Any, model: Any, batches: list[Tensor], is_mapped: bool) -> Any:
+    options = {"prepare_custom_config_dict": PREPARE} if is_mapped else {}
+    prepared = calibrated(functions, model, batches, **options)
+    converting = {"convert_custom_config_dict": CONVERT} if is_mapped else {}
+    return prepared, functions.convert(prepared, **converting)
+
+
+@pytest.mark.parametrize(
+    ("make", "is_mapped"),
+    [(Recurrent, True), (lambda: Recurrent(batch_first=True, bias=False), False), (Attention, False)],
+)
+def test_as_eager_mode_and_its_states_load(make: Any, is_mapped: bool) -> None:
+    torch.manual_seed(0)
+    model, batches = make().eval(), [torch.randn(5, 3, 6) for _ in range(3)]
+    model.qconfig = FBGEMM
+    flow = both(lambda functions, m: prepared_and_converted(functions, m, batches, is_mapped), model)
+    (their_prepared, theirs), (ours_prepared, ours) = flow
+    expected, result = model(batches[0]), ours(batches[0])
+    their_result = theirs(batches[0])
+    assert sqnr(expected, result) > sqnr(expected, their_result) - 0.5
+    assert 25 < sqnr(expected, result) < 50
+    steps = (their_result - result).abs() / ours.fc.scale
+    assert float(steps.max()) < 2.01
+    assert float(steps.mean()) < 0.2
+    empty = quantize_eager.prepare(model)
+    load_from_torch_ao = functools.partial(load_fx_state, empty)
+    for load, state in (
+        (empty.load_state_dict, their_prepared.state_dict()),
+        (empty.load_state_dict, ours_prepared.state_dict()),
+        (load_from_torch_ao, their_prepared.state_dict()),
+        (load_from_torch_ao, theirs.state_dict()),
+    ):
+        load(state)
+        assert torch.equal(quantize_eager.convert(empty)(batches[0]), result)
+    exported = torch.export.export(ours, (batches[0],)).module()
+    assert float((exported(batches[0]) - result).abs().max()) < 1.01 * ours.fc.scale
+
+
+def test_parts_are_explained() -> None:
+    torch.manual_seed(1)
+    model, x = Recurrent().eval(), torch.randn(5, 3, 6)
+    model.qconfig = FBGEMM  # type: ignore[assignment]
+    prepared = calibrated(quantize_eager, model, [x])
+    assert [name for name, _ in prepared.named_modules() if name.endswith("layer_fw.cell")] == [
+        "lstm.layers.0.layer_fw.cell"
+    ]
+    report = tc.explain(quantize_eager.convert(prepared))
+    assert len(report.find("lstm")) > 8
+    assert all(decision.action == "quantized" for decision in report.find("lstm"))
+
+
+def test_a_converted_state_of_trained_modules_loads() -> None:
+    """Batch norms are in the weights there; the qparams are those of the state, bit for bit."""
+    torch.manual_seed(2)
+    x = torch.randn(4, 3, 8, 8)
+    model = sane(nn.Sequential(QuantStub(), ConvBNReLU(3, 4), nn.Conv2d(4, 4, 1), DeQuantStub())).train()
+    legacy.fuse_modules_qat(model, [["1.0", "1.1", "1.2"]], inplace=True)
+    model.qconfig = legacy.get_default_qat_qconfig("fbgemm")  # type: ignore[assignment]
+
+    def flow(functions: Any, model: Any) -> Any:
+        prepared = functions.prepare_qat(model)
+        prepared(x)
+        return functions.convert(prepared.eval())
+
+    theirs, ours = both(flow, model)
+    empty = quantize_eager.prepare_qat(model)
+    load_fx_state(empty, theirs.state_dict())
+    loaded = quantize_eager.convert(empty.eval())
+    assert torch.equal(loaded(x), ours(x))
+    state = theirs.state_dict()
+    del state["2.scale"]
+    before = copy.deepcopy(empty.state_dict())
+    with pytest.raises(CheckpointError, match=r"2\.scale"):
+        load_fx_state(empty, state)
+    assert all(torch.equal(value, before[name]) for name, value in empty.state_dict().items())
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x)  # type: ignore[no-any-return]
+
+
+class ObservedScaled(nn.Module):
+    def __init__(self, conv: nn.Module) -> None:
+        super().__init__()
+        self.conv = conv
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x)  # type: ignore[no-any-return]
+
+    @classmethod
+    def from_float(cls, float_module: Any) -> Any:
+        observed = cls(float_module.conv)
+        observed.qconfig = float_module.qconfig
+        return observed
+
+
+class QuantizedScaled(ObservedScaled):
+    """As the documentation of custom modules writes it: with a quantized module of torch.ao inside."""
+
+    @classmethod
+    def from_observed(cls, observed: Any) -> Any:
+        observed.conv.activation_post_process = observed.activation_post_process
+        return cls(torch.ao.nn.quantized.Conv2d.from_float(observed.conv))
+
+
+def test_a_users_own() -> None:
+    torch.manual_seed(3)
+    x = torch.randn(4, 3, 6, 6)
+    model = nn.Sequential(QuantStub(), Scaled(), nn.Conv2d(3, 2, 1), DeQuantStub()).eval()
+    model.qconfig = FBGEMM  # type: ignore[assignment]
+
+    def flow(functions: Any, model: Any) -> Any:
+        mapping = {"float_to_observed_custom_module_class": {Scaled: ObservedScaled}}
+        prepared = calibrated(functions, model, [x], prepare_custom_config_dict=mapping)
+        assert type(prepared[1]) is ObservedScaled
+        mapping = {"observed_to_quantized_custom_module_class": {ObservedScaled: QuantizedScaled}}
+        return functions.convert(prepared, convert_custom_config_dict=mapping)
+
+    theirs, ours = both(flow, model)
+    with pytest.warns(tc.QuantizationWarning, match="TQ427"):
+        result = ours(x)
+    assert float((result - theirs(x)).abs().max()) < 1.01 * ours[2].scale
