@@ -31,7 +31,7 @@ from torchq_compat.recurrent.exported_lstm.whole_op import (
     whole_op_lstm_quantizer,
     whole_op_recurrent_quantizer,
 )
-from torchq_compat.support import torchao_flow
+from torchq_compat.support import process_state
 from torchq_compat.support.argument_checks import FLAG, checked_arguments, instance_of
 from torchq_compat.support.user_warnings import warn_user
 
@@ -126,14 +126,14 @@ def convert_pt2e(
     Raises:
         ArgumentError: an argument is of another type.
     """
-    return torchao_flow.convert_pt2e(
+    return process_state.convert_pt2e(
         model, use_reference_representation=use_reference_representation, fold_quantize=fold_quantize
     )
 
 
 def _prepare(model: GraphModule, quantizer: Quantizer, *, is_qat: bool) -> GraphModule:
     checked = _CheckedQuantizer(quantizer, model)
-    flow = torchao_flow.prepare_qat_pt2e if is_qat else torchao_flow.prepare_pt2e
+    flow = process_state.prepare_qat_pt2e if is_qat else process_state.prepare_pt2e
     prepared = flow(copy.deepcopy(model), checked)
     for decision in checked.decisions(prepared):
         if decision.warn:

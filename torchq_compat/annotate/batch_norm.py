@@ -27,7 +27,7 @@ from torchq_compat.ops import (
     batch_norm_nodes,
 )
 from torchq_compat.support.graph_nodes import attribute_of
-from torchq_compat.support.torchao_flow import convert_pt2e, prepare_pt2e, prepare_qat_pt2e
+from torchq_compat.support.process_state import convert_pt2e, prepare_pt2e, prepare_qat_pt2e
 from torchq_compat.support.upstream import BatchNormBase, is_activation_post_process
 
 # Batch norms with ``momentum=None``, whose running statistics are plain averages over all batches.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import nullcontext
 from enum import Enum
@@ -37,9 +36,10 @@ from torchq_compat.read.qparams import fold_weight, has_loaded_qparams, qparams_
 from torchq_compat.support import metadata
 from torchq_compat.support.dtypes import SIXTEEN_BITS, dtype_range, is_integer, plain_dtype
 from torchq_compat.support.graph_nodes import attribute_of, module_path_of
+from torchq_compat.support.process_state import prepare_pt2e
 from torchq_compat.support.torch_ao import observer as legacy_observer
-from torchq_compat.support.torchao_flow import prepare_pt2e
 from torchq_compat.support.upstream import FakeTensor, is_activation_post_process
+from torchq_compat.support.user_warnings import silenced
 
 # Observers that a script replaced or removed between prepare and convert.
 #
@@ -314,9 +314,8 @@ def _freeze_activation_observers(prepared: GraphModule, *, is_trained: bool) -> 
     for node, module in list(observer_nodes(prepared)):
         if isinstance(module, WeightObserver) or not _quantizes_static(module):
             continue
-        with warnings.catch_warnings():
-            # The caller warns once about all observers without data, with their paths.
-            warnings.simplefilter("ignore")
+        # The caller warns once about all observers without data, with their paths.
+        with silenced():
             scale, zero_point = qparams_of(module)
         if scale.numel() != 1:
             continue

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from torchq_compat.capture.sizes.input_sizes import InputSizes, is_same_value
 from torchq_compat.errors import InputError
+from torchq_compat.support.process_state import is_compiling
 from torchq_compat.support.upstream import pytree
 
 
@@ -54,7 +55,7 @@ class CallSignature:
         """
         bound = self._bind(args, kwargs)
         # Under torch.jit.trace sizes are tensors, on which conditions cannot be checked.
-        if torch.compiler.is_compiling() or not torch._C._is_tracing():
+        if is_compiling() or not torch._C._is_tracing():
             self.sizes.check(self.labelled(bound))
         return bound
 

@@ -25,6 +25,7 @@ from torchq_compat.capture.unseen_python import with_seen_python
 from torchq_compat.capture.writes import make_out_of_place
 from torchq_compat.errors import CaptureError, InputError, TorchQCompatError
 from torchq_compat.support.graph_nodes import SLICE_END, copied_model
+from torchq_compat.support.process_state import alone
 from torchq_compat.support.upstream import LazyGraphModule, guards_of, pytree, symbolic_shapes_config
 
 # Shortens what torch prints about a failed capture: our error says it once, with the user's line.
@@ -173,7 +174,7 @@ def export_with(model: nn.Module, args: tuple[Any, ...], dynamic_shapes: Any) ->
         # Without this an example of batch 1 fixes the batch to 1 (0/1 specialization).
         oblivious = symbolic_shapes_config.patch(backed_size_oblivious=True)
     export = partial(torch.export.export, model, args, strict=False, dynamic_shapes=dynamic_shapes)
-    with partial_graphs_held_back(), oblivious:
+    with alone(), partial_graphs_held_back(), oblivious:
         return with_seen_python(model, export)
 
 

@@ -17,6 +17,7 @@ from torchq_compat.capture.torch_export import copied_inputs
 from torchq_compat.support import metadata
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.graph_nodes import copied_model, module_path_of
+from torchq_compat.support.process_state import alone, draws_kept
 from torchq_compat.support.upstream import BatchNormBase, DropoutBase
 
 # The float model's training flags: they do not decide that prepare_fx calibrates and prepare_qat_fx trains.
@@ -274,7 +275,7 @@ def run_in_evaluation(working: nn.Module, args: tuple[Any, ...]) -> EvaluationRu
     model = copied_model(working).eval()
     recorder = _Recorder()
     try:
-        with _following(model, recorder), recorder, torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with alone(), draws_kept(), _following(model, recorder), recorder, torch.no_grad():
             model(*copied_inputs(args))
     except Exception as cause:
         return EvaluationRun(error=cause)

@@ -6,7 +6,6 @@ import copy
 import math
 import random
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,7 +21,9 @@ from torchq_compat.capture.sizes.find_sizes import Group, group_of
 from torchq_compat.capture.sizes.input_sizes import InputSizes, Place
 from torchq_compat.capture.torch_export import copied_inputs
 from torchq_compat.support.graph_nodes import copied_model, copied_weights
+from torchq_compat.support.process_state import alone, draws_kept
 from torchq_compat.support.upstream import pytree
+from torchq_compat.support.user_warnings import silenced
 
 # Inputs of other sizes than the example's, with values from the example.
 #
@@ -318,16 +319,17 @@ def in_double(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 @contextmanager
 def _no_trace() -> Iterator[None]:
-    """Run without gradients and warnings, with every random generator seeded and restored afterwards."""
+    """Run alone, without gradients and warnings; seed every random generator and restore it afterwards."""
+    with alone(), _seeded():
+        yield
+
+
+@contextmanager
+def _seeded() -> Iterator[None]:
     python, numpy = random.getstate(), sys.modules.get("numpy.random")
     numpy_state: Any = numpy.get_state() if numpy is not None else None
     try:
-        with (
-            torch.no_grad(),
-            torch.random.fork_rng(devices=range(torch.cuda.device_count())),
-            warnings.catch_warnings(),
-        ):
-            warnings.simplefilter("ignore")
+        with torch.no_grad(), draws_kept(), silenced():
             # torch.manual_seed queues a call and its stack for every kind of device that is not in use.
             torch.default_generator.manual_seed(0)
             if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

@@ -23,6 +23,7 @@ from torchq_compat.read.qconfig_mappings import QConfigRules, select_for_module
 from torchq_compat.support import metadata
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.metadata import CUSTOM
+from torchq_compat.support.process_state import alone, is_exporting
 from torchq_compat.support.torch_ao import FloatFunctional
 from torchq_compat.support.upstream import WRAPPED_FUNCTIONS, pytree
 
@@ -238,15 +239,16 @@ def marked_functions() -> Iterator[None]:
     """Mark the nodes that wrapped Python functions make while the context is active."""
     counter = itertools.count()
     replaced: list[tuple[dict[str, Any], str, Any]] = []
-    try:
-        for namespace, name in _registered():
-            function = namespace[name]
-            replaced.append((namespace, name, function))
-            namespace[name] = _marking(name, function, counter)
-        yield
-    finally:
-        for namespace, name, function in reversed(replaced):
-            namespace[name] = function
+    with alone():
+        try:
+            for namespace, name in _registered():
+                function = namespace[name]
+                replaced.append((namespace, name, function))
+                namespace[name] = _marking(name, function, counter)
+            yield
+        finally:
+            for namespace, name, function in reversed(replaced):
+                namespace[name] = function
 
 
 def _registered() -> Iterator[tuple[dict[str, Any], str]]:
@@ -261,7 +263,8 @@ def _registered() -> Iterator[tuple[dict[str, Any], str]]:
 def _marking(name: str, function: Callable[..., Any], counter: Iterator[int]) -> Callable[..., Any]:
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        mode: Any = get_proxy_mode()
+        # Other threads may call the function, and read the same mode.
+        mode: Any = get_proxy_mode() if is_exporting() else None
         if mode is None:
             return function(*args, **kwargs)
         graph = mode.tracer.graph

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -35,7 +34,7 @@ from torchq_compat.recurrent.over_time import LoopShape, exporting_loops_as
 from torchq_compat.support import metadata
 from torchq_compat.support.decisions import Action
 from torchq_compat.support.upstream import guards_of, pytree
-from torchq_compat.support.user_warnings import warn_user
+from torchq_compat.support.user_warnings import is_of_treespec, silenced, warn_user
 
 # Drop pairs of operators that cancel from an exported program, so that a backend finds its patterns.
 
@@ -210,9 +209,7 @@ def with_per_tensor_edges(converted: GraphModule) -> GraphModule:
 
 
 def _copy_of(graph: Graph) -> Graph:
-    with warnings.catch_warnings():
-        # Copying the TreeSpecs of an exported graph warns about torch's own pytree code.
-        warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
+    with silenced(is_of_treespec, FutureWarning):
         return copy.deepcopy(graph)
 
 

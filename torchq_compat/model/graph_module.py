@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-import threading
 import traceback
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
@@ -76,10 +74,11 @@ from torchq_compat.support.later_stages import (
     run_for_onnx,
     scripted_graph,
 )
+from torchq_compat.support.process_state import TURNS, is_compiling, is_exporting
 from torchq_compat.support.torch_ao import freeze_bn_stats, update_bn_stats
 from torchq_compat.support.upstream import USER_PRESERVED_ATTRIBUTES_KEY
+from torchq_compat.support.user_warnings import is_of_treespec, silenced
 
-_CALIBRATION = threading.RLock()
 #: The path of a float model that is a custom module itself, in the module that wraps it.
 ROOT = "module"
 #: An attribute of FX's converted models: ``conv1_input_scale_0``.
@@ -206,7 +205,7 @@ class QuantizationGraphModule(GraphModule):
         metadata.RECORD.write(self, record)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        record, is_compiled = self.record, torch.compiler.is_compiling()
+        record, is_compiled = self.record, is_compiling()
         is_traced = not is_compiled and torch._C._is_tracing()
         if is_traced and torch.onnx.is_in_onnx_export():
             raise _old_exporter(record.stage.value)
@@ -225,12 +224,11 @@ class QuantizationGraphModule(GraphModule):
         if is_traced:
             return self._scripted().call(bound)
         try:
-            observes = record.stage is Stage.PREPARED and not record.is_qat
+            observes = record.stage is Stage.PREPARED
             hooked = hooked_views(self.reference) if HOOKED and not is_compiled else {}
             if is_compiled or not (observes or hooked):
                 return super().__call__(*bound)
-            # Observers read, compare and write back: concurrent calibration would lose extremes.
-            with _CALIBRATION, calling_hooks(self, hooked) if hooked else nullcontext():
+            with TURNS, calling_hooks(self, hooked) if hooked else nullcontext():
                 return super().__call__(*bound)
         except FAILURES as cause:
             error = None if is_of_a_hook(cause) else self._explained(bound, cause)
@@ -285,7 +283,7 @@ class QuantizationGraphModule(GraphModule):
 
     def _explained(self, args: tuple[Any, ...], cause: Exception) -> TorchQCompatError | None:
         """Return the error that explains a failed call; None if ``cause`` says enough itself."""
-        if isinstance(cause, TorchQCompatError) or torch.compiler.is_compiling():
+        if isinstance(cause, TorchQCompatError) or is_compiling():
             return None
         stage = self.record.stage
         if stage is Stage.PREPARED and not self.record.is_qat and isinstance(cause, RuntimeError):
@@ -312,7 +310,8 @@ class QuantizationGraphModule(GraphModule):
         if not args and kwargs.get("destination") is None:
             kwargs["destination"] = StateOfCaptured()
             kwargs["destination"]._metadata = OrderedDict()
-        return super().state_dict(*args, **kwargs)
+        with TURNS if self.is_prepared else nullcontext():
+            return super().state_dict(*args, **kwargs)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -347,9 +346,7 @@ class QuantizationGraphModule(GraphModule):
             raise CheckpointError.other_model(str(cause)) from cause
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        with warnings.catch_warnings():
-            # Copying the TreeSpecs of an exported graph triggers a warning about torch's own pytree code.
-            warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
+        with TURNS if self.is_prepared else nullcontext(), silenced(is_of_treespec, FutureWarning):
             memo.update(copied_weights(self))
             copied = cast("Self", super().__deepcopy__(memo))
         if copied.record.stage is Stage.PREPARED:
@@ -515,7 +512,7 @@ class ConvertedGraphModule(ConvertedModel):
 
 def _is_exported_alone() -> bool:
     """Return whether ``torch.export.export`` is capturing; ``torch.onnx.export`` runs the graph itself."""
-    return torch.compiler.is_exporting() and not torch.onnx.is_in_onnx_export()
+    return is_exporting() and not torch.onnx.is_in_onnx_export()
 
 
 def preserved_of(model: GraphModule) -> dict[str, Any]:

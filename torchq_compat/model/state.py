@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -22,6 +21,7 @@ from torchq_compat.support.graph_nodes import attribute_of
 from torchq_compat.support.quantized_tensors import is_quantized
 from torchq_compat.support.torch_ao import FakeQuantizeBase as LegacyFakeQuantizeBase
 from torchq_compat.support.torch_ao import ObserverBase as LegacyObserverBase
+from torchq_compat.support.user_warnings import is_of_treespec, silenced
 
 # Per-tensor qparams in the state_dict.
 #
@@ -185,9 +185,7 @@ def with_plain_tables(model: nn.Module, graph: Graph) -> Graph | None:
     """
     if not any(_has_float_zero_points(model, node) for node in _dequantizes(graph)):
         return None
-    with warnings.catch_warnings():
-        # Copying the TreeSpecs of an exported graph triggers a warning about torch's own pytree code.
-        warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
+    with silenced(is_of_treespec, FutureWarning):
         plain = copy.deepcopy(graph)
     for table in _dequantizes(plain):
         if _has_float_zero_points(model, table):

@@ -35,6 +35,7 @@ from torchq_compat.read.qdq import DEQUANTIZE
 from torchq_compat.read.qparams import PerTensorQParams, QParams, covering
 from torchq_compat.read.qspecs import OpSpecs, make_spec
 from torchq_compat.support.dtypes import LEGACY_DTYPES, dtype_name, dtype_range, is_integer
+from torchq_compat.support.process_state import alone, draws_kept
 from torchq_compat.support.quantized_tensors import as_float, of_integers, quantize
 from torchq_compat.support.torch_ao import (
     FakeQuantize,
@@ -337,7 +338,7 @@ class UserModuleHandler(CustomModuleHandler):
     ) -> None:
         assert isinstance(opaque, OpaqueUserModule)
         try:
-            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            with alone(), draws_kept(), torch.no_grad():
                 results = opaque(*arguments, opaque_layout=layout)
         except TorchQCompatError:
             raise

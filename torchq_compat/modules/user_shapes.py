@@ -17,6 +17,7 @@ from torchq_compat.capture.sizes.numbers import is_followed
 from torchq_compat.errors import CustomModuleError, TorchQCompatError
 from torchq_compat.modules.registry import handlers
 from torchq_compat.support.graph_nodes import copied_model
+from torchq_compat.support.process_state import alone, draws_kept
 from torchq_compat.support.upstream import detect_fake_mode, disable_current_modes
 
 # Finds the shapes of a module's results if fake tensors fail: the module branches on data, or leaves torch.
@@ -83,7 +84,7 @@ class _Call:
             ]
             args, kwargs = self.inputs.put_together(real, [_value(size, moves) for size in self.sizes])
             try:
-                with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                with alone(), draws_kept(), torch.no_grad():
                     return _Run(*Structure.take_apart(copied_model(self.module)(*args, **kwargs)))
             except Exception as cause:
                 raise _shapes_unknown(self.path, type(self.module), cause) from cause
@@ -184,7 +185,7 @@ def fake_call_of(module: nn.Module, path: str) -> FakeCall:
         inputs, tensors = Structure.take_apart((args, kwargs))
         versions = [tensor._version for tensor in tensors]
         try:
-            with _real_parameters_allowed(tensors), torch.random.fork_rng(devices=[]):
+            with alone(), draws_kept(), _real_parameters_allowed(tensors):
                 result = faked(*args, **kwargs)
         except TorchQCompatError:
             raise

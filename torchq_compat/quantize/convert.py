@@ -6,7 +6,6 @@ import copy
 from collections.abc import Collection
 from dataclasses import replace
 
-import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
@@ -49,6 +48,7 @@ from torchq_compat.read.qconfig_mappings import (
 from torchq_compat.read.qspecs import OpSpecs
 from torchq_compat.support import metadata
 from torchq_compat.support.decisions import Action, Decision
+from torchq_compat.support.process_state import draws_kept
 from torchq_compat.support.torch_ao import QuantType
 from torchq_compat.support.upstream import USER_PRESERVED_ATTRIBUTES_KEY
 from torchq_compat.support.user_warnings import warn_user
@@ -184,7 +184,7 @@ def convert_to_reference(
     """
     state = _Converting(prepared, settings, rules, backend, observer_qparams=observer_qparams)
     # torchao's convert of a QAT model makes random example inputs of its own.
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+    with draws_kept():
         run_passes(CONVERT, state)
     return state.reference
 

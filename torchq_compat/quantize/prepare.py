@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e.quantizer import Quantizer
@@ -73,6 +72,7 @@ from torchq_compat.quantize.request import (
 )
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.graph_nodes import copied_model, module_path_of
+from torchq_compat.support.process_state import draws_kept
 from torchq_compat.support.text_table import slow_stage
 from torchq_compat.support.user_warnings import warn_user
 
@@ -169,7 +169,7 @@ def prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModul
     """
     check_float_model(model)
     # torchao's prepare for QAT makes random example inputs of its own.
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+    with draws_kept():
         return _first_that_succeeds(model, request)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import struct
-import warnings
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from ctypes import c_float
@@ -24,6 +23,7 @@ from torchq_compat.errors import ExportError
 from torchq_compat.read.qparams import has_loaded_qparams
 from torchq_compat.read.torch_ao_classes import recognised_by_torch_ao
 from torchq_compat.support.dtypes import SIXTEEN_BITS, as_dtype, dtype_range, is_integer, plain_dtype
+from torchq_compat.support.process_state import is_compiling, is_exporting
 
 # Faster HistogramObserver and MinMaxObserver: calibration spends most of its time in them.
 #
@@ -49,19 +49,18 @@ class FastHistogramObserver(HistogramObserver):  # type: ignore[misc]
     left_out_infinity = False
 
     def forward(self, x_orig: Tensor) -> Tensor:
-        if torch.compiler.is_exporting():
+        if is_exporting():
             _refuse_export()
         values = x_orig.detach()
         low, high = self.min_val, self.max_val
         if values.device == self.histogram.device and _is_inside(values, low, high):
             self.histogram.add_(torch.histc(values, self.bins, min=low.item(), max=high.item()))
             return x_orig
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.inf detected", UserWarning)
-            observed: Tensor = super().forward(x_orig)
-        if not torch.compiler.is_compiling() and bool(values.isinf().any()):
+        if not is_compiling() and bool(values.isinf().any()):
             self.left_out_infinity = True
-        return observed
+            values = values[values.isfinite() | values.isnan()]
+        super().forward(values)
+        return x_orig
 
     def _non_linear_param_search(self) -> tuple[Tensor, Tensor]:
         first, last = _least_error_bins(self.histogram, self._compute_quantization_error)
@@ -94,7 +93,7 @@ def _is_inside(values: Tensor, low: Tensor, high: Tensor) -> bool:
     """Return whether all ``values`` lie in [low, high]. False if NaN or infinity is among them, and before
     the first batch, when the range is (inf, -inf); also off the CPU and while compiling, where the comparison
     costs more than it saves."""
-    if not values.is_cpu or not values.numel() or torch.compiler.is_compiling():
+    if not values.is_cpu or not values.numel() or is_compiling():
         return False
     smallest, largest = torch.aminmax(values)
     return bool(low.item() <= smallest.item() and largest.item() <= high.item())

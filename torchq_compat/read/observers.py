@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache
 from typing import Any, Self
 
@@ -41,6 +40,7 @@ from torchq_compat.support.graph_nodes import attribute_at
 from torchq_compat.support.torch_ao import PlaceholderObserver, QConfig
 from torchq_compat.support.torch_ao import fake_quantize as legacy_fake_quantize
 from torchq_compat.support.torch_ao import observer as legacy_observer
+from torchq_compat.support.user_warnings import silenced
 
 # Translate a torch.ao observer or fake-quantize to the torchao class that PT2E recognizes.
 #
@@ -68,7 +68,7 @@ REPLACED: dict[str, Callable[..., nn.Module]] = {
 _TRANSLATED: dict[tuple[int, str], ObserverConstructor] = {}
 MOST_TRANSLATED = 64
 #: The warnings that were already passed on.
-_TOLD: set[tuple[type[Warning], str]] = set()
+_TOLD: set[str] = set()
 
 
 class ObserverConstructor:
@@ -88,10 +88,8 @@ class ObserverConstructor:
     def __init__(self, legacy: LegacyConstructor, setting: str = "qconfig") -> None:
         self.legacy = legacy
         self.setting = setting
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with silenced(_was_told):
             legacy_made = self._make_legacy()
-        _warn_once(caught)
         self.settings = read_settings(self(), legacy_made, setting)
         self.__name__ = "PerChannelObserver" if self.settings.ch_axis is not None else "Observer"
 
@@ -99,9 +97,8 @@ class ObserverConstructor:
         return self
 
     def __call__(self) -> nn.Module:
-        with warnings.catch_warnings():
-            # Both libraries warn about reduce_range; the user's script chose it, not this package.
-            warnings.simplefilter("ignore")
+        # Both libraries warn about reduce_range; the user's script chose it, not this package.
+        with silenced():
             return _translate(self._make_legacy())
 
     def _make_legacy(self) -> nn.Module:
@@ -109,6 +106,8 @@ class ObserverConstructor:
             raise _not_a_constructor(self.setting, self.legacy)
         try:
             made = self.legacy()
+        except Warning:
+            raise  # The user made errors of them.
         except TypeError as cause:
             raise _not_a_constructor(self.setting, self.legacy) from cause
         except Exception as cause:
@@ -118,13 +117,12 @@ class ObserverConstructor:
         return made
 
 
-def _warn_once(caught: Iterable[warnings.WarningMessage]) -> None:
-    """Pass on a library's warnings about an observer, each only once: every rule makes observers anew."""
-    for each in caught:
-        told = (each.category, str(each.message))
-        if told not in _TOLD:
-            _TOLD.add(told)
-            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+def _was_told(text: str) -> bool:
+    """Return whether a library warned with ``text`` before: every rule makes observers anew."""
+    if text in _TOLD:
+        return True
+    _TOLD.add(text)
+    return False
 
 
 def translate_constructor(legacy: LegacyConstructor, setting: str = "qconfig") -> ObserverConstructor:

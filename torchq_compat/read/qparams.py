@@ -17,6 +17,7 @@ from torchq_compat.read.qdq import DEQUANTIZE_PER_CHANNEL
 from torchq_compat.read.torch_ao_classes import recognised_by_torch_ao
 from torchq_compat.support.dtypes import as_dtype
 from torchq_compat.support.graph_nodes import attribute_of
+from torchq_compat.support.process_state import is_exporting
 
 # QParams: the affine quantization parameters of a tensor, as frozen values.
 #
@@ -119,7 +120,7 @@ class PerChannelQParams:
     def quantize(self, x: Tensor) -> Tensor:
         """Quantize floats to integers of ``dtype``."""
         scales, *others = self.arguments("", _itself, x.device)
-        if torch.compiler.is_exporting():
+        if is_exporting():
             # ExecuTorch's kernel stops the process at other dtypes. Values on the steps do not change.
             scales = scales.to(torch.float64)
         q: Tensor = qdq.QUANTIZE_PER_CHANNEL(as_dtype(x, torch.float32), scales, *others)

@@ -20,6 +20,7 @@ from torchq_compat.capture.packed_sequences import batch_in_call, is_step
 from torchq_compat.errors import CustomModuleError
 from torchq_compat.recurrent.cells import CellKind, kind_of
 from torchq_compat.recurrent.over_time import packs_are_padded
+from torchq_compat.support.process_state import is_exporting
 from torchq_compat.support.upstream import pytree
 
 State = tuple[Tensor, ...]
@@ -124,9 +125,9 @@ def _call_packed(
 ) -> tuple[PackedSequence, Any]:
     """Run a PackedSequence. Its rows are in sorted order, the state's rows in the caller's order."""
     batch = batch_in_call()
-    if batch is None and torch.compiler.is_exporting() and packs_are_padded():
+    if batch is None and is_exporting() and packs_are_padded():
         return _call_padded(structure, path, run_layers, packed, hidden)
-    if batch is None and torch.compiler.is_exporting():
+    if batch is None and is_exporting():
         _refuse_packed(path)
     check_is_float(path, "the input", packed.data)
     if packed.data.shape[-1] != structure.input_size:
@@ -248,7 +249,7 @@ def _check_input(structure: RecurrentStructure, path: str, x: Any) -> None:
         raise CustomModuleError.call_failed(
             path, f"the input's last dimension must be {structure.input_size}, got {size}"
         )
-    if not torch.compiler.is_exporting() and x.shape[_time_axis(structure, x)] == 0:
+    if not is_exporting() and x.shape[_time_axis(structure, x)] == 0:
         raise CustomModuleError.call_failed(path, "the sequence has no steps")
 
 

@@ -36,6 +36,7 @@ from torchq_compat.recurrent.kernel.program import ColumnQParams, column_qparams
 from torchq_compat.recurrent.over_time import RecurrentDirection, RecurrentLayer
 from torchq_compat.recurrent.runners import Runner, Sequences
 from torchq_compat.support.dtypes import as_dtype
+from torchq_compat.support.process_state import is_compiling
 
 #: The qparams of the input, in the structure in which a call passes the input; None if they are not known.
 InputQParams = Any
@@ -390,7 +391,7 @@ def contract_of(module: nn.Module) -> RecurrentContract:
 
 def has_no_rows(x: Tensor) -> bool:
     """Return whether an eager ``x`` is empty: there are no values to choose dynamic qparams from."""
-    return not torch.compiler.is_compiling() and not x.numel()
+    return not is_compiling() and not x.numel()
 
 
 def _combine(axis: int, all_qparams: tuple[PerTensorQParams | None, ...], size: int) -> QParams | None:

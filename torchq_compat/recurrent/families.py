@@ -28,6 +28,7 @@ from torchq_compat.recurrent.recurrent_module import (
 )
 from torchq_compat.support.argument_checks import FLAG, Expected, checked_arguments, optional
 from torchq_compat.support.later_stages import scripted_recurrent
+from torchq_compat.support.process_state import draws_kept
 from torchq_compat.support.torch_ao import QConfig, quantizable, quantized
 
 # The one table of torch.nn's recurrent modules and the observed and converted class of each.
@@ -287,7 +288,7 @@ def quantize_recurrent(module: nn.Module, qconfig: QConfig, path: str) -> Dynami
 
 
 def _made_again(made_from: MadeFrom, path: str, is_lowered: bool, state: dict[str, Any]) -> DynamicRecurrent:
-    with torch.random.fork_rng(devices=()):
+    with draws_kept():
         module = made_from.float_class(**made_from.arguments)
     made = quantize_recurrent(module, made_from.qconfig, path)
     made.load_state_dict(state)

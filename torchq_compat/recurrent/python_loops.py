@@ -26,6 +26,7 @@ from torchq_compat.modules.registry import (
 from torchq_compat.modules.user_shapes import fake_call_of
 from torchq_compat.recurrent.over_time import LoopShape, scan_steps, shape_in_export
 from torchq_compat.support.decisions import Action, Decision
+from torchq_compat.support.process_state import is_compiling, is_exporting
 
 # A prepared or converted loop, which is one opaque call of the outer graph.
 
@@ -54,7 +55,7 @@ class OpaqueLoop(OpaqueModule):
         self, states: Sequence[Tensor], wholes: Sequence[Tensor], same: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
         """Run all steps, see ``run_steps``; as a ``scan`` in an exported program, unless it is unrolled."""
-        if torch.compiler.is_exporting() and shape_in_export() is not LoopShape.UNROLLED:
+        if is_exporting() and shape_in_export() is not LoopShape.UNROLLED:
             return _scan(self.form, self.step, states, wholes, same)
         return run_steps(self.form, self._calls_of_step(), states, wholes, same)
 
@@ -62,7 +63,7 @@ class OpaqueLoop(OpaqueModule):
         """Return the function for the steps: only its first call checks the arguments and that packed weights
         are current, since all steps have the same."""
         step, called = self.step, False
-        if step._forward_hooks or step._forward_pre_hooks or torch.compiler.is_compiling():
+        if step._forward_hooks or step._forward_pre_hooks or is_compiling():
             return step
 
         def call(*args: Tensor) -> Any:

@@ -41,6 +41,7 @@ from torchq_compat.support.argument_checks import (
     instance_of,
     optional,
 )
+from torchq_compat.support.process_state import is_compiling, is_exporting
 from torchq_compat.support.torch_ao import NoopObserver, QConfig
 
 # Reads the constructors given for groups of parts, and checks the other arguments given with them.
@@ -144,7 +145,7 @@ class RecurrentModule(PartOwner):
     def _bind(self) -> None:
         """Bind the arguments of the native operator, if every cell has a program. A copy made in a capture,
         which would trace the numbers, binds at its first call outside of the capture."""
-        binds = self.can_be_lowered and not torch.compiler.is_compiling()
+        binds = self.can_be_lowered and not is_compiling()
         layers = self.contract.layers(self) if binds else []
         bound = [[direction.bound() for direction in layer.directions()] for layer in layers]
         known = [[each for each in layer if each is not None] for layer in bound]
@@ -168,7 +169,7 @@ class RecurrentModule(PartOwner):
     def bound(self) -> BoundModule | None:
         """Return the bound arguments of the native operator; None if a cell cannot run in it as it is now."""
         if self._bound is None or not self._bound.is_current():
-            if torch.compiler.is_compiling():
+            if is_compiling():
                 return None
             self._bind()
         return self._bound
@@ -181,7 +182,7 @@ class RecurrentModule(PartOwner):
         **kwargs: Any,
     ) -> Any:
         """Run a call, see ``opaque_call``; a lowered module calls the operator directly if it can."""
-        if self.is_lowered and not kwargs and not torch.compiler.is_compiling():
+        if self.is_lowered and not kwargs and not is_compiling():
             results = self._call_directly(args, opaque_layout, leaf_quantized)
             if results is not None:
                 return results
@@ -259,15 +260,15 @@ class RecurrentModule(PartOwner):
 
     def _device(self) -> torch.device | None:
         """Return the device of the weights; None in a capture, which checks devices itself."""
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return None
         return next((tensor.device for tensor in chain(self.parameters(), self.buffers())), None)
 
     def runner(self) -> Runner:
         """Return the runner for the next call."""
-        if torch.compiler.is_exporting():
+        if is_exporting():
             return self._runner_of_export(LoopShape.OPAQUE if self.is_lowered else shape_in_export())
-        if self.is_lowered or (torch.compiler.is_compiling() and self.can_be_lowered):
+        if self.is_lowered or (is_compiling() and self.can_be_lowered):
             return NativeRunner(self.bound())
         return PythonRunner()
 

@@ -15,6 +15,7 @@ from torch import nn
 from torch.fx import Graph
 
 from torchq_compat.support.discovery import HOMES
+from torchq_compat.support.process_state import is_exporting
 
 _IS_RUNNING = ContextVar("torchq_compat_is_running_for_onnx", default=False)
 
@@ -26,7 +27,7 @@ def _stage(name: str) -> Any:
 def is_captured_for_onnx() -> bool:
     """Return whether ``torch.onnx.export`` is capturing a model, whose operators ONNX may not have; False
     inside ``run_for_onnx``."""
-    return torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export() and not _IS_RUNNING.get()
+    return is_exporting() and torch.onnx.is_in_onnx_export() and not _IS_RUNNING.get()
 
 
 def run_for_onnx(model: nn.Module, args: tuple[Any, ...]) -> Any:

@@ -8,15 +8,15 @@ torch removes them. No converted model has any. Without these tensors this modul
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
-from functools import cache
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from torchq_compat.support.process_state import once
 from torchq_compat.support.upstream import make_per_channel_quantized_tensor, make_per_tensor_quantized_tensor
+from torchq_compat.support.user_warnings import silenced
 
 #: Where quantized tensors are used -> what replaces them.
 REPLACEMENTS = {
@@ -95,14 +95,13 @@ def quantize_per_channel(
     return quantized
 
 
-@cache
+@once
 def spend_deprecation_warning() -> None:
     """Trigger and suppress torch's warning about quantized tensors, which it gives once; the users of a model
     did not make these tensors."""
     if not AVAILABLE:
         return
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
+    with silenced(category=UserWarning):
         torch.quantize_per_tensor(torch.zeros(1), 1.0, 0, torch.quint8)
         torch.quantize_per_channel(torch.zeros(1), torch.ones(1), torch.zeros(1), 0, torch.quint8)
 

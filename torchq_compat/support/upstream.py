@@ -6,7 +6,10 @@ there first.
 
 from __future__ import annotations
 
+import builtins
 import importlib
+import math
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,12 +18,15 @@ import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
 import torchao.utils
-from torch._guards import detect_fake_mode
+from torch import nn
+from torch._guards import TracingContext, detect_fake_mode
 from torch._higher_order_ops.scan import scan
 from torch._ops import OpOverload, OpOverloadPacket
+from torch._ops import _ModeStackStateForPreDispatch as ModeStack
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
+from torch.fx._symbolic_trace import _Patcher as Patcher
 from torch.fx._symbolic_trace import _wrapped_fns_to_patch as WRAPPED_FUNCTIONS
 from torch.fx.graph import _format_target as format_target
 from torch.fx.graph import _PyTreeCodeGen as PyTreeCodeGen
@@ -37,6 +43,9 @@ from torchq_compat.support.torch_ao import FIXED_QPARAMS_OP_TO_OBSERVER, fx_util
 __all__ = [
     "DEVICE_CACHES",
     "FIXED_QPARAMS_OP_TO_OBSERVER",
+    "MODE_STACK",
+    "PATCHER",
+    "SET_FOR_ALL_THREADS",
     "USER_PRESERVED_ATTRIBUTES_KEY",
     "WRAPPED_FUNCTIONS",
     "BatchNormBase",
@@ -44,15 +53,19 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "LazyGraphModule",
+    "ModeStack",
     "OpOverload",
     "OpOverloadPacket",
+    "Patcher",
     "PyTreeCodeGen",
+    "TracingContext",
     "assume",
     "default_store",
     "detect_fake_mode",
     "disable_current_modes",
     "format_target",
     "forward_from_src",
+    "fx_tracing",
     "get_node_name_to_scope",
     "guards_of",
     "has_kernel",
@@ -86,6 +99,20 @@ symbolic_shapes_config: Any = importlib.import_module("torch.fx.experimental._co
 DEVICE_CACHES = (
     (torchao.utils, "_assert_and_get_unique_device"),
     *([(fx_utils, "assert_and_get_unique_device")] if fx_utils else []),
+)
+#: The tracer of FX, which torch.export traces with.
+fx_tracing: Any = importlib.import_module("torch.fx._symbolic_trace")
+#: (owner, attribute) of the class whose instances replace methods of ``nn.Module`` in a trace, and of the
+#: stack of modes before dispatch.
+PATCHER, MODE_STACK = (fx_tracing, "_Patcher"), (torch._ops, "_mode_stack_state_for_pre_dispatch")
+#: (owner, attribute) of what a trace sets for all threads, and sets back.
+SET_FOR_ALL_THREADS: tuple[tuple[Any, str], ...] = (
+    *((torch.compiler, name) for name in ("_is_compiling_flag", "_is_exporting_flag")),
+    *((fx_tracing, name) for name in ("_is_fx_tracing_flag", "CURRENT_PATCHER")),
+    *(PATCHER, MODE_STACK),
+    *((nn.Module, "__call__"), (nn.Module, "__getattr__")),
+    *((builtins, "max"), (builtins, "min"), (math, "pow"), (sys, "stderr")),
+    *((torch.backends.mkldnn, "enabled"), (torch.backends.cudnn, "enabled")),
 )
 
 

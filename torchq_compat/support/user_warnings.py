@@ -1,11 +1,16 @@
-"""Warnings that point at the user's line, at any depth of calls inside the package."""
+"""Warnings that point at the user's line, and those of libraries that are kept from the user."""
 
 from __future__ import annotations
 
 import importlib
 import sys
+import threading
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from torchq_compat.errors import QuantizationNote, QuantizationWarning
 from torchq_compat.support.codes import CODES
@@ -23,3 +28,39 @@ def warn_user(code: str, message: str) -> None:
         level, frame = level + (not frame.f_code.co_filename.startswith(IMPORTING)), frame.f_back
     kind = QuantizationNote if CODES[code].severity == "note" else QuantizationWarning
     warnings.warn(kind(message, code=code), stacklevel=level)
+
+
+@dataclass(eq=False)
+class _TextInThread:
+    """Stands in a filter of ``warnings`` for a regular expression, and matches in one thread."""
+
+    is_meant: Callable[[str], bool]
+    thread: int = field(default_factory=threading.get_ident)
+
+    def match(self, text: str) -> bool:
+        return threading.get_ident() == self.thread and self.is_meant(text)
+
+
+@contextmanager
+def silenced(
+    is_meant: Callable[[str], bool] = lambda text: True, category: type[Warning] = Warning
+) -> Iterator[None]:
+    """Suppress, in this thread, warnings of ``category`` whose text ``is_meant``.
+
+    ``warnings.catch_warnings`` is for all threads: it would hide what another thread warns of, and two that
+    overlap leave the filters of one for good.
+    """
+    filters: Any = warnings.filters
+    entry = ("ignore", _TextInThread(is_meant), category, None, 0)
+    filters.insert(0, entry)
+    try:
+        yield
+    finally:
+        entry[1].thread = 0  # A copy of the filters may outlive this.
+        with suppress(ValueError):
+            filters.remove(entry)
+
+
+def is_of_treespec(text: str) -> bool:
+    """Return whether ``text`` warns of the TreeSpecs of an exported graph, which torch itself copies."""
+    return "LeafSpec" in text

@@ -28,6 +28,7 @@ from torchq_compat.capture.trial_runs import CAPTURED, FloatRun, Runs, differenc
 from torchq_compat.capture.unseen_python import marked_functions, show_identities
 from torchq_compat.capture.writes import make_out_of_place
 from torchq_compat.support.graph_nodes import attribute_of
+from torchq_compat.support.process_state import alone, draws_kept
 from torchq_compat.support.upstream import pytree
 
 # Combines two rolled graphs of one model, captured at two lengths, into one graph of free length.
@@ -418,7 +419,7 @@ def _like(model: nn.Module) -> type[GraphModel]:
 def _keep_examples(made: RolledModel, args: tuple[Any, ...]) -> None:
     """Record the arguments that the steps are called with in the example."""
     model = trial_copy(made.model)
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+    with alone(), draws_kept(), torch.no_grad():
         model(*copied_inputs(args))
     for name, loop in made.loops.items():
         ran = model.get_submodule(name)

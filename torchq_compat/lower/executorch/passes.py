@@ -4,7 +4,6 @@ part.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
@@ -26,6 +25,7 @@ from torchq_compat.read.qdq import (
 )
 from torchq_compat.read.qparams import PerTensorQParams
 from torchq_compat.support.upstream import OpOverloadPacket
+from torchq_compat.support.user_warnings import silenced
 
 # Rewrite quantized operators to the form that ExecuTorch's kernels accept, with the same numbers.
 #
@@ -223,9 +223,7 @@ def executorch_module(name: str) -> Any:
         ExportError: the extra is not installed.
     """
     try:
-        with warnings.catch_warnings():
-            # The Python bindings warn that they are experimental.
-            warnings.simplefilter("ignore")
+        with silenced():  # The Python bindings warn that they are experimental.
             import_module("executorch.kernels.quantized")
             return import_module(f"executorch.{name}")
     except ImportError as cause:

@@ -6,7 +6,6 @@ On a device, ``recurrent_kernel.cpp`` and ``cell_loop.cpp`` are linked into the 
 from __future__ import annotations
 
 import ctypes
-import functools
 import hashlib
 import os
 import shlex
@@ -29,6 +28,7 @@ from torchq_compat.recurrent.kernel.build import (
     fault_of,
     keep,
 )
+from torchq_compat.support.process_state import once
 
 KERNEL = Path(__file__).with_name("recurrent_kernel.cpp")
 #: The definitions that ExecuTorch was compiled with.
@@ -36,7 +36,7 @@ DEFINITIONS = ("-DC10_USING_CUSTOM_GENERATED_MACROS", "-DET_EVENT_TRACER_ENABLED
 NAME = "torchq_compat_native::recurrent.out"
 
 
-@functools.cache
+@once
 def load_recurrent_kernel() -> None:
     """Register the kernel with the runtime of this process, and its out variant for the exporter.
 

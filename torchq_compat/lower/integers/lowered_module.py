@@ -42,6 +42,7 @@ from torchq_compat.quantize.passes import LOWER, carries_out, run_passes
 from torchq_compat.read.qparams import QParams
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.later_stages import is_captured_for_onnx
+from torchq_compat.support.process_state import Lock, is_compiling
 from torchq_compat.support.upstream import format_target, forward_from_src, pytree
 from torchq_compat.support.user_warnings import warn_user
 
@@ -128,6 +129,8 @@ def _version(tensor: Tensor) -> tuple[int, int]:
 
 #: Attribute that holds the ``_Lowering`` of a lowered model.
 LOWERING = "_torchq_compat_lowering"
+#: Held while a model is lowered again.
+_LOWERING = Lock()
 #: Attribute that holds what to call when its packed weights are no longer needed.
 PACKED = "_torchq_compat_packed"
 #: How often ops that are wrong on integers are left in floats before the rest is.
@@ -155,6 +158,10 @@ class _Lowering:
     refused: Mapping[str, str] = field(default_factory=dict)
     generation: int = 0
     stands_for: StandsFor = field(default_factory=dict)
+
+    @property
+    def is_current(self) -> bool:
+        return not self.is_stale and self.versions is not None and self.versions.are_current()
 
 
 def lower(reference: ConvertedGraphModule, trial_inputs: tuple[Any, ...] | None = None) -> LoweredGraphModule:
@@ -205,7 +212,7 @@ class LoweredGraphModule(ConvertedModel):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_captured_for_onnx():
             return self.reference(*args, **kwargs)
-        if not torch.compiler.is_compiling():
+        if not is_compiling():
             self._refresh()
         lowering = self._lowering
         assert lowering.generation > 0  # Dynamo compiles again when the number has changed.
@@ -216,9 +223,11 @@ class LoweredGraphModule(ConvertedModel):
 
     def _refresh(self) -> None:
         """Make the graph again if the state that its constants were made of has changed."""
-        lowering = self._lowering
-        if lowering.is_stale or lowering.versions is None or not lowering.versions.are_current():
-            self._lower_again()
+        if self._lowering.is_current:
+            return
+        with _LOWERING:  # Threads that call the model at once lower it once.
+            if not self._lowering.is_current:
+                self._lower_again()
 
     def _lower_again(self, refused: Mapping[str, str] | None = None) -> None:
         """Make the graph from the current reference graph; ``refused``: see ``_Lowering``."""
@@ -237,7 +246,7 @@ class LoweredGraphModule(ConvertedModel):
         graph.eliminate_dead_code(lambda node: node.op == "call_module" or node.is_impure())
         made = with_modules(reference, modules)
         state["_modules"] = {**made, MADE: Made(rewriter.lowered.constants)}
-        state[LOWERING] = _Lowering(
+        lowering = _Lowering(
             reference,
             is_stale=False,
             versions=StateVersions(reference),
@@ -250,6 +259,7 @@ class LoweredGraphModule(ConvertedModel):
             stands_for=rewriter.stands_for,
         )
         self.graph = graph
+        state[LOWERING] = lowering  # Last: other threads call the model as soon as it is current.
         self._forget_packed_weights()
 
     def _forget_packed_weights(self) -> None:
@@ -299,7 +309,7 @@ class LoweredGraphModule(ConvertedModel):
 
         @wraps(plain)
         def forward(self: LoweredGraphModule, *args: Any) -> Any:
-            return plain(self, *args) if torch.compiler.is_compiling() else direct(self, *args)
+            return plain(self, *args) if is_compiling() else direct(self, *args)
 
         type(self).forward = forward
         return code

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from torchq_compat.recurrent.kernel.build import OF_LIBRARY, kernel_build
+from torchq_compat.support.process_state import is_compiling
 
 NAMESPACE = "torchq_compat_native"
 OPS = getattr(torch.ops, NAMESPACE)
@@ -220,7 +221,7 @@ def _result(floats: Tensor, scale: float, zero_point: int, low: int, high: int, 
 
 def forget_weights(addresses: Sequence[int]) -> None:
     """Drop the packed forms of the weights at these addresses, if there are any."""
-    if hasattr(OPS, OF_LIBRARY) and not torch.compiler.is_compiling():
+    if hasattr(OPS, OF_LIBRARY) and not is_compiling():
         OPS.forget_weights.default(list(addresses))
 
 

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import io
 import os
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -26,6 +25,8 @@ from torchq_compat.ops import CONVOLUTIONS, TRANSPOSED
 from torchq_compat.recurrent.over_time import LoopShape
 from torchq_compat.support.argument_checks import PATH, Expected, checked_arguments, optional
 from torchq_compat.support.atomic_files import whole_file
+from torchq_compat.support.process_state import alone
+from torchq_compat.support.user_warnings import silenced
 
 # The result of ``to_onnx``: an ONNX model, its opset and its free sizes.
 
@@ -293,8 +294,7 @@ def _translate(program: ExportedProgram, opset: int, translations: Any) -> Any:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Suppress the progress that torch.onnx prints, and its warnings about future versions."""
-    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with alone(), contextlib.redirect_stdout(io.StringIO()), silenced():
         yield
 
 

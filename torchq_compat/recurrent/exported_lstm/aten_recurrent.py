@@ -19,7 +19,7 @@ from torchq_compat.annotate.annotation import WrappingQuantizer
 from torchq_compat.errors import AnnotationError
 from torchq_compat.recurrent.cells import GRU, LSTM, RNN_RELU, RNN_TANH, CellKind
 from torchq_compat.support import metadata
-from torchq_compat.support.torchao_flow import prepare_pt2e
+from torchq_compat.support.process_state import prepare_pt2e
 from torchq_compat.support.upstream import FakeTensorMode
 
 # Reads the recurrent operators of an exported program, which torch.export writes for LSTM, GRU and RNN.

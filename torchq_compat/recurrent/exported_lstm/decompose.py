@@ -38,7 +38,7 @@ from torchq_compat.recurrent.exported_lstm.shapes import (
 from torchq_compat.recurrent.over_time import LoopShape
 from torchq_compat.support import metadata
 from torchq_compat.support.argument_checks import checked_arguments, instance_of
-from torchq_compat.support.torchao_flow import convert_pt2e, prepare_pt2e
+from torchq_compat.support.process_state import convert_pt2e, prepare_pt2e
 
 # Decomposes the recurrent operators of an exported program.
 #

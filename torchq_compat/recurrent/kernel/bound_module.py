@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from torchq_compat.recurrent.kernel.module_numbers import (
@@ -19,6 +18,7 @@ from torchq_compat.recurrent.kernel.module_numbers import (
 )
 from torchq_compat.recurrent.kernel.op import NO_SIZES, drop_forgotten, forget, recurrent
 from torchq_compat.recurrent.kernel.program import CellProgram, ColumnQParams, as_numbers
+from torchq_compat.support.process_state import is_compiling
 
 # A module's arguments of the native operator that do not change from call to call, bound once.
 
@@ -113,7 +113,7 @@ class BoundModule:
 
     def weights(self) -> list[Tensor]:
         """Return the current weights."""
-        if torch.compiler.is_compiling():
+        if is_compiling():
             # Dynamo knows where attributes of modules come from.
             return [operator.attrgetter(name)(each.owner) for each in self.bound for name in each.names]
         return self.weights_now()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import os
 import platform
@@ -12,7 +11,6 @@ import stat
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from torchq_compat.support.process_state import once
 from torchq_compat.support.user_warnings import warn_user
 
 # The compiled kernel on disk: written whole or not at all, loaded only if whole and safe from other users.
@@ -183,7 +182,6 @@ TARGET = "-DTORCH_TARGET_VERSION=0x020d000000000000"
 #: An operator that only the library has; the others are defined in Python before it is loaded.
 OF_LIBRARY = "kept_weights"
 TIME_LIMIT_SECONDS = 120
-LOCK = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -199,11 +197,10 @@ class KernelBuild:
         return self.library is not None
 
 
-@functools.cache
+@once
 def kernel_build() -> KernelBuild:
     """Return the kernel of this process, built on the first call; warn once if it cannot be built."""
-    with LOCK:
-        build = build_kernel()
+    build = build_kernel()
     if build.library is None:
         warn_user(
             "TQ801",

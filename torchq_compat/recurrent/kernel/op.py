@@ -6,9 +6,9 @@ on other devices, torch's operators run the same program.
 
 from __future__ import annotations
 
-import functools
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torchq_compat.recurrent.kernel.module_numbers import (
     last_result_dtype,
     weight_mask,
 )
+from torchq_compat.support.process_state import is_compiling, once
 
 NAME = "torchq_compat_native::recurrent"
 SCHEMA = (
@@ -133,7 +134,7 @@ def recurrent(
     return results
 
 
-@functools.cache
+@once
 def bound_operator() -> Callable[..., list[Tensor]]:
     """Return ``recurrent`` for repeated calls, with x, the states, the number from ``bind_call``, batch_first
     and work_per_thread as arguments. Available if the kernel is loaded.
@@ -175,9 +176,10 @@ def forget(owner: int) -> None:
 
 def drop_forgotten() -> None:
     """Drop the packed weights of owners marked by ``forget``."""
-    if FORGOTTEN and not torch.compiler.is_compiling() and kernel_build().is_loaded:
-        while FORGOTTEN:
-            OPS.forget.default(FORGOTTEN.popleft())
+    if FORGOTTEN and not is_compiling() and kernel_build().is_loaded:
+        with suppress(IndexError):  # Another thread may take the last.
+            while True:
+                OPS.forget.default(FORGOTTEN.popleft())
 
 
 def cell_loop(

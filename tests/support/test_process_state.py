@@ -13,7 +13,7 @@ from torch.ao.quantization import get_default_qat_qconfig_mapping, get_default_q
 from torch.fx import GraphModule
 
 import torchq_compat as tc
-from torchq_compat.support import torchao_flow
+from torchq_compat.support import process_state
 
 #: torchao after 0.18 refuses a graph with one of them: https://github.com/pytorch/ao/pull/4861
 REFUSED = (torch.ops.higher_order.wrap_with_set_grad_enabled, torch.ops.higher_order.wrap_with_autocast)
@@ -53,7 +53,7 @@ def refusing(prepare: Callable[..., Any], seen: list[GraphModule]) -> Callable[.
 def test_no_block_is_left_in_a_graph(is_qat: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[GraphModule] = []
     for name in ("prepare_pt2e", "prepare_qat_pt2e"):
-        monkeypatch.setattr(torchao_flow.flow, name, refusing(getattr(torchao_flow.flow, name), seen))
+        monkeypatch.setattr(process_state.flow, name, refusing(getattr(process_state.flow, name), seen))
     torch.manual_seed(0)
     model, x = Blocks().train(is_qat), torch.randn(5, 3, 6)
     exported = torch.export.export(model, (x,)).module(check_guards=False)

@@ -1,0 +1,251 @@
+"""What Python, torch and torchao have once in a process, and the lock around this package's use of it.
+
+``torch.export`` is not thread-safe: it sets flags and replaces methods for the whole process. What calls it
+or torchao's prepare and convert runs ``alone``, as does what seeds generators.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, TypeVar
+from weakref import WeakSet
+
+import torch
+import torchao.quantization.pt2e.quantize_pt2e as flow
+from torch.fx import GraphModule
+from torchao.quantization.pt2e.quantizer import Quantizer
+
+from torchq_compat.support.upstream import (
+    DEVICE_CACHES,
+    MODE_STACK,
+    PATCHER,
+    SET_FOR_ALL_THREADS,
+    ModeStack,
+    Patcher,
+    TracingContext,
+    fx_tracing,
+)
+
+Result = TypeVar("Result")
+
+
+class Lock:
+    """A reentrant lock; in the child of a fork it is free, unless the thread that forks holds it."""
+
+    def __init__(self) -> None:
+        self._owner, self._depth = 0, 0
+        self._lock = threading.RLock()
+        _LOCKS.add(self)
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether this thread holds it."""
+        return self._owner == threading.get_ident()
+
+    def acquire(self, seconds: float = -1) -> bool:
+        """Wait for the lock, no longer than ``seconds``; return whether this thread holds it now."""
+        if not self._lock.acquire(timeout=seconds):
+            return False
+        self._owner, self._depth = threading.get_ident(), self._depth + 1
+        return True
+
+    def release(self) -> None:
+        """Undo one ``acquire``."""
+        self._depth -= 1
+        if not self._depth:
+            self._owner = 0
+        self._lock.release()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def forget_other_threads(self) -> None:
+        """Be free in the child of a fork, where the thread that held it does not exist."""
+        if not self.is_mine:
+            self._owner, self._depth, self._lock = 0, 0, threading.RLock()
+
+
+_LOCKS: WeakSet[Lock] = WeakSet()
+
+
+def once(function: Callable[[], Result]) -> Callable[[], Result]:
+    """Call ``function`` once in the process, however many threads ask; the child of a fork in the middle of
+    the call calls it again."""
+    lock, results = Lock(), list[Result]()
+
+    @wraps(function)
+    def result() -> Result:
+        if not results:
+            with lock:
+                if not results:
+                    results.append(function())
+        return results[0]
+
+    return result
+
+
+#: Whoever is ``alone``, and calls of prepared models, take turns: observers read, compare and write back, and
+#: a trace switches oneDNN off for all threads, which changes the last bits of what they observe.
+TURNS = Lock()
+#: The values of ``SET_FOR_ALL_THREADS`` before the thread that is alone changed them.
+_BEFORE: list[Any] = []
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Run while no other thread is in such a context, and without effect on what other threads call."""
+    with TURNS:
+        if _BEFORE:
+            yield
+            return
+        _BEFORE[:] = [getattr(owner, name) for owner, name in SET_FOR_ALL_THREADS]
+        swaps = {PATCHER: _PatcherOfThread, MODE_STACK: _ModesOfThread()}  # type: ignore[no-untyped-call]
+        before = {place: getattr(*place) for place in swaps}
+        try:
+            for place, value in swaps.items():
+                setattr(*place, value)
+            yield
+        finally:
+            for place, value in before.items():
+                setattr(*place, value)
+            _BEFORE.clear()
+
+
+class _ModesOfThread(threading.local, ModeStack):
+    """A stack of modes for each thread. torch has one for all, and whoever prints a tensor empties it for the
+    while: a trace in another thread would fail."""
+
+
+class _PatcherOfThread(Patcher):
+    """Replaces methods of ``nn.Module`` in the thread that traces. torch's replaces them in all: models that
+    another thread calls would be recorded in the graph, and their modules exchanged for stand-ins."""
+
+    def patch_method(
+        self, cls: type, name: str, new_fn: Callable[..., Any], deduplicate: bool = True
+    ) -> None:
+        """See ``torch.fx._symbolic_trace``."""
+        others, thread = getattr(cls, name), threading.get_ident()
+
+        @wraps(new_fn)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return (new_fn if threading.get_ident() == thread else others)(*args, **kwargs)
+
+        super().patch_method(cls, name, call, deduplicate)
+
+
+@contextmanager
+def draws_kept() -> Iterator[None]:
+    """Restore torch's random generators afterwards."""
+    keeping = torch.random.fork_rng(devices=range(torch.cuda.device_count()))
+    with alone():
+        keeping.__enter__()
+    try:
+        yield
+    finally:
+        with alone():
+            keeping.__exit__(None, None, None)
+
+
+# Whether this thread traces.
+#
+# torch's flags are of the process: another thread may be exporting, and two exports at once leave them set
+# for good. The context of a trace is of its thread.
+
+
+def is_exporting() -> bool:
+    """Return whether this thread runs a model for ``torch.export``."""
+    return torch.compiler.is_exporting() and _is_traced_here()
+
+
+def is_compiling() -> bool:
+    """Return whether this thread runs a model for ``torch.compile`` or ``torch.export``."""
+    return torch.compiler.is_compiling() and _is_traced_here()
+
+
+def _is_traced_here() -> bool:
+    # Dynamo takes the first for True, and cannot read the second.
+    return torch.compiler.is_dynamo_compiling() or TracingContext.try_get() is not None
+
+
+# Forks.
+
+
+def _in_child() -> None:
+    """Free the locks, and undo what a thread of the parent was about to undo itself."""
+    for lock in list(_LOCKS):
+        lock.forget_other_threads()
+    if not _BEFORE or TURNS.is_mine:
+        return
+    if fx_tracing.CURRENT_PATCHER is not None:
+        fx_tracing.CURRENT_PATCHER.revert_all_patches()
+    for (owner, name), value in zip(SET_FOR_ALL_THREADS, _BEFORE, strict=True):
+        setattr(owner, name, value)
+    _BEFORE.clear()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_in_child)
+
+
+# torchao's prepare and convert, without the cache that keeps every model they were given alive.
+#
+# Their function for the device of a model is a ``functools.cache`` keyed by the model (torchao 0.18), as is
+# its predecessor in torch.ao.
+
+
+def prepare_pt2e(model: GraphModule, quantizer: Quantizer) -> GraphModule:
+    """Call torchao's ``prepare_pt2e``."""
+    with alone(), _forgetting_models():
+        prepared: GraphModule = flow.prepare_pt2e(model, quantizer)
+        return prepared
+
+
+def prepare_qat_pt2e(model: GraphModule, quantizer: Quantizer) -> GraphModule:
+    """Call torchao's ``prepare_qat_pt2e``."""
+    with alone(), _forgetting_models():
+        prepared: GraphModule = flow.prepare_qat_pt2e(model, quantizer)
+        return prepared
+
+
+def convert_pt2e(model: GraphModule, **options: bool) -> GraphModule:
+    """Call torchao's ``convert_pt2e`` with its ``options``.
+
+    Its constant folding runs the graph with placeholder objects in place of values. A PackedSequence, and any
+    class that inspects its contents, cannot be built from them, so the result has no structure meanwhile.
+    """
+    info = getattr(model.graph._codegen, "pytree_info", None)
+    with alone(), _forgetting_models():
+        if info is None:
+            converted: GraphModule = flow.convert_pt2e(model, **options)
+            return converted
+        _set_structure(model, info._replace(out_spec=None))
+        try:
+            converted = flow.convert_pt2e(model, **options)
+        finally:
+            _set_structure(model, info)
+        _set_structure(converted, info)
+        converted.recompile()
+        return converted
+
+
+def _set_structure(model: GraphModule, info: Any) -> None:
+    codegen: Any = model.graph._codegen
+    codegen.pytree_info = info
+
+
+@contextmanager
+def _forgetting_models() -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for module, name in DEVICE_CACHES:
+            cached: Any = getattr(module, name, None)
+            if cached is not None:
+                cached.cache_clear()
