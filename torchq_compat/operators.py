@@ -44,6 +44,6 @@ def native_library() -> Path:
     if build.library is None:
         raise ExportError(
             f"the library of recurrent modules could not be built: {build.problem}.",
-            hint="install a C++ compiler with OpenMP, such as g++, or name one in CXX.",
+            hint=f"{build.hint}.",
         )
     return build.library

@@ -1,4 +1,4 @@
-"""Run a function in several processes that are one process group.
+"""Run a function in a fork, or in several processes that are one process group.
 
 ``DEVICE`` is the one place that says where: on CUDA the same tests run with nccl (untried).
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import signal
 import socket
 import traceback
 import warnings
@@ -74,3 +75,16 @@ def _run(
             dist.barrier()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def in_fork(check: Callable[[], object], seconds: int = 60) -> int:
+    """Fork, and return how the child ended: 0 if ``check`` is true there, and it took no longer."""
+    child = os.fork()
+    if not child:
+        try:
+            signal.alarm(seconds)
+            os._exit(not check())
+        finally:  # An error must not unwind into the tests.
+            traceback.print_exc()
+            os._exit(2)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import copy
 import math
+import multiprocessing
+import os
 import threading
 import time
 import warnings
@@ -29,7 +31,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import torchq_compat as tc
 from tests.helpers.once import made_once
-from torchq_compat.support.process_state import is_compiling, is_exporting
+from tests.helpers.processes import in_fork
+from torchq_compat.support.process_state import Lock, is_compiling, is_exporting, once
 from torchq_compat.support.user_warnings import silenced, warn_user
 
 MAPPING = get_default_qconfig_mapping("x86")
@@ -223,6 +226,79 @@ def test_what_another_thread_warns_of_is_not_lost() -> None:
         at_once(keep_silent, warn)
     assert [str(each.message) for each in caught] == ["heard [TQ804]"]
     assert list(warnings.filters) == filters
+
+
+# Forks.
+
+
+class Waits(nn.Module):
+    """Its export waits in the middle."""
+
+    inside, go_on = threading.Event(), threading.Event()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if is_exporting():
+            self.inside.set()
+            assert self.go_on.wait(60)
+        return x * 2
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork")
+def test_a_fork_beside_an_export() -> None:
+    by_one_thread.itself()
+    methods = nn.Module.__getattr__, max, math.pow
+    thread = threading.Thread(target=tc.prepare_fx, args=(Waits(), MAPPING, (torch.randn(2),)))
+    thread.start()
+    assert Waits.inside.wait(60)
+
+    def in_child() -> bool:
+        assert methods == (nn.Module.__getattr__, max, math.pow)
+        assert torch.backends.mkldnn.enabled
+        check_carried(carried_through(floats.itself()))
+        return not torch.compiler.is_exporting()
+
+    try:
+        assert methods != (nn.Module.__getattr__, max, math.pow)
+        assert not in_fork(in_child)
+    finally:
+        Waits.go_on.set()
+        thread.join()
+    assert methods == (nn.Module.__getattr__, max, math.pow)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork")
+def test_a_lock_is_free_in_the_child_unless_its_thread_holds_it() -> None:
+    held, inside, let_go, parent = Lock(), threading.Event(), threading.Event(), os.getpid()
+
+    @once
+    def found() -> int:
+        with held:
+            inside.set()
+            assert os.getpid() != parent or let_go.wait(60)
+            return os.getpid()
+
+    thread = threading.Thread(target=found)
+    thread.start()
+    assert inside.wait(60)
+    assert not held.acquire(0)
+    assert not in_fork(lambda: held.acquire(5) and found() == os.getpid())
+    let_go.set()
+    thread.join()
+    with held:
+        assert not in_fork(lambda: held.is_mine)
+    assert found() == parent
+
+
+def carried_in_a_process(_: int) -> Any:
+    return carried_through(floats.itself())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_processes_of_their_own(method: str) -> None:
+    with multiprocessing.get_context(method).Pool(2) as pool:
+        for results in pool.map(carried_in_a_process, range(2)):
+            check_carried(results)
 
 
 # How servers and loaders call models.

@@ -156,15 +156,15 @@ def states_over_what_was_seen() -> None:
 
 def library_that_does_not_load() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        path, load = Path("no such library"), build._with_operator
+        path, load = Path("no such library"), build._load_operators
 
-        def refusing(library: Path) -> Path:
-            if library == path:
+        def refusing(library: str) -> None:
+            if library == str(path):
                 raise OSError("no such file")
-            return load(library)
+            load(library)
 
         patch.setattr(build, "carried_library", lambda: path)
-        patch.setattr(build, "_with_operator", refusing)
+        patch.setattr(build, "_load_operators", refusing)
         build.build_kernel()
 
 

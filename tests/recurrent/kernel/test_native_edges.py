@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
 import gc
 import math
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -35,6 +38,7 @@ from tests.helpers.converted_cells import cells_of, converted
 from tests.helpers.native_edges_shared import Whole
 from tests.helpers.once import made_once
 from tests.helpers.oracle import leaves, sqnr
+from tests.helpers.processes import in_fork
 from tests.native_harness.calls import _Cell, as_numbers, random_call
 from torchq_compat.errors import CustomModuleError, InputError, QuantizationWarning
 from torchq_compat.read.qparams import PerTensorQParams
@@ -42,6 +46,7 @@ from torchq_compat.recurrent.kernel import build, op
 from torchq_compat.recurrent.kernel.build import one_at_a_time
 from torchq_compat.recurrent.kernel.op import cell_loop
 from torchq_compat.recurrent.over_time import RecurrentDirection
+from torchq_compat.support.process_state import once
 
 
 @pytest.fixture(autouse=True)
@@ -334,10 +339,111 @@ def test_a_library_that_must_not_be_loaded_is_built_again(cache: Path, damage: s
     assert build.build_kernel().library is not None
 
 
+def to_another_user(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if os.getuid() == 0:
+        os.chown(path, 12345, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+
+
 def test_a_library_of_another_user(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    to_another_user(cache, monkeypatch)
     with pytest.warns(QuantizationWarning, match="another user owns it"):
-        assert build.build_kernel().library is None
+        made = build.build_kernel()
+    assert made.library is None or cache.stat().st_uid == os.geteuid()
+
+
+def test_a_link_is_not_followed(cache: Path, tmp_path: Path) -> None:
+    cache.rename(tmp_path / "elsewhere.so")
+    cache.symlink_to(tmp_path / "elsewhere.so")
+    with pytest.warns(QuantizationWarning, match="was built again"):
+        assert build.build_kernel().library == cache
+    assert not cache.is_symlink()
+
+
+@pytest.mark.parametrize(
+    "fault", ["everybody may write it", "the group may write it", "another user owns it"]
+)
+def test_a_directory_that_others_may_write_is_not_used(
+    cache: Path, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if fault == "another user owns it":
+        to_another_user(cache.parent, monkeypatch)
+    else:
+        cache.parent.chmod(0o1777 if fault.startswith("everybody") else 0o770)
+    made = build.build_kernel()
+    assert made.library is None
+    assert made.code == "TQ805"
+    assert str(cache.parent) in made.problem
+    assert made.problem.endswith(("other users may write it", "another user owns it"))
+    assert "TORCHQ_COMPAT_CACHE_DIR" in made.hint
+
+
+def test_what_is_loaded_is_what_was_checked(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = []
+
+    def exchanging(path: str) -> None:
+        cache.unlink()
+        cache.write_bytes(b"another's")
+        loaded.append(Path(path).read_bytes())
+
+    whole = cache.read_bytes()
+    monkeypatch.setattr(build, "_load_operators", exchanging)
+    build.build_kernel()
+    assert loaded == [whole]
+
+
+def test_a_build_that_was_killed_is_swept_up_and_does_not_block(cache: Path) -> None:
+    killed, running = (cache.with_name(f"build-{name}") for name in ("killed", "running"))
+    for directory in (killed, running):
+        directory.mkdir()
+        (directory / "half.o").touch()
+    os.utime(killed, (0, 0))
+    cache.unlink()
+    assert build.build_kernel().library is not None
+    assert sorted(cache.parent.iterdir()) == [running, cache]
+
+
+FULL = """\
+while [ "$1" != -o ]; do shift; done
+echo "/usr/bin/ld: final link failed: No space left on device" >&2; exit 1
+"""
+
+
+def raise_that_it_is_full(_: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cache.unlink()
+    with monkeypatch.context() as full:
+        full.setattr(os, "fsync", raise_that_it_is_full)
+        made = build.build_kernel()
+    assert made.library is None
+    assert made.code == "TQ805"
+    assert made.hint.startswith("free space")
+    assert not list(cache.parent.iterdir())
+    (tmp_path / "compiler").write_text(FULL)
+    assert build.build_kernel().hint.startswith("free space")
+
+
+def test_a_fork_beside_a_build_waits_for_it(cache: Path) -> None:
+    """The thread that builds does not exist in the child, which must not hold its lock on the directory."""
+    cache.unlink()
+    began = threading.Event()
+
+    def compile_slowly(made: Path) -> None:
+        began.set()
+        time.sleep(0.3)
+        shutil.copy(os.environ["KERNEL"], made)
+
+    thread = threading.Thread(target=build.load_or_make, args=(cache.name, compile_slowly, str))
+    thread.start()
+    assert began.wait(60)
+    assert not in_fork(lambda: build.build_kernel().library == cache and cache.exists())
+    thread.join()
+    cache.unlink()
+    assert build.build_kernel().library == cache
 
 
 def test_two_builders_at_once(cache: Path) -> None:
@@ -362,14 +468,16 @@ def test_two_builders_at_once(cache: Path) -> None:
 
 
 def test_a_builder_that_hangs_is_not_waited_for_longer_than_a_build_may_take(tmp_path: Path) -> None:
-    with one_at_a_time(tmp_path, 5):
+    directory = os.open(tmp_path, os.O_RDONLY)
+    with one_at_a_time(directory, 5):
         began = time.monotonic()
-        with one_at_a_time(tmp_path, 0.3):
+        with one_at_a_time(directory, 0.3):
             waited = time.monotonic() - began
     assert 0.25 < waited < 3
     began = time.monotonic()
-    with one_at_a_time(tmp_path, 30):
+    with one_at_a_time(directory, 30):
         assert time.monotonic() - began < 3
+    os.close(directory)
 
 
 @pytest.mark.parametrize(
@@ -391,6 +499,20 @@ def test_without_a_kernel_there_is_a_reason(
     made = build.build_kernel()
     assert made.library is None
     assert problem in made.problem
+
+
+def test_without_a_directory_there_is_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no search for a compiler, which would not help."""
+    monkeypatch.delenv("TORCHQ_COMPAT_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    ask = once(build.kernel_build.__wrapped__)  # type: ignore[attr-defined]
+    with pytest.warns(QuantizationWarning) as told:
+        assert not (ask().is_loaded or ask().is_loaded)
+    (warning,) = told
+    assert isinstance(warning.message, QuantizationWarning)
+    assert warning.message.code == "TQ805"
+    assert "/dev/null/torchq_compat: Not a directory" in str(warning.message)
+    assert "compiler" not in str(warning.message)
 
 
 def test_a_tilde_is_the_home_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -7,11 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
-import shlex
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import torch
@@ -23,10 +19,10 @@ from torchq_compat.recurrent.kernel.build import (
     FLAGS,
     HEADERS,
     SOURCE,
-    TIME_LIMIT_SECONDS,
-    cache_directory,
-    fault_of,
-    keep,
+    explain_failed_build,
+    load_or_make,
+    read_compiler,
+    run_compiler,
 )
 from torchq_compat.support.process_state import once
 
@@ -52,41 +48,38 @@ def load_recurrent_kernel() -> None:
     if NAME in registered.operator_names:
         return
     try:
-        ctypes.CDLL(str(_library(root)))
-    except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as cause:
-        said = str(getattr(cause, "stderr", None) or cause).strip()
+        _load_or_make(root)
+    except Exception as cause:
+        problem, hint = explain_failed_build(cause)
         raise ExportError(
-            f"ExecuTorch's kernel for recurrent modules could not be built: {said.partition(chr(10))[0]}",
-            hint="install a C++ compiler with OpenMP, or name one in CXX; recurrent='rolled' needs none.",
-            code="TQ932",
+            f"ExecuTorch's kernel for recurrent modules could not be built: {problem}",
+            hint=f"{hint}; recurrent='rolled' needs none.",
         ) from cause
 
 
-def _library(root: Path) -> Path:
-    """Return the kernel's library for the ExecuTorch at ``root``, compiled if it is not cached."""
-    compiler = shlex.split(os.environ.get("CXX") or "") or ["c++"]
+def _load_or_make(root: Path) -> None:
+    """Load the kernel's library for the ExecuTorch at ``root``, compiled if it is not cached."""
     includes = [root / "include", root / "include/executorch/runtime/core/portable_type/c10", SOURCE.parent]
     libraries = root / "lib"
     command = [
-        *(*compiler, *FLAGS, *DEFINITIONS, *(f"-I{each}" for each in includes), str(KERNEL), str(SOURCE)),
+        *(
+            *read_compiler(),
+            *FLAGS,
+            *DEFINITIONS,
+            *(f"-I{each}" for each in includes),
+            str(KERNEL),
+            str(SOURCE),
+        ),
         *(f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-lexecutorch"),
     ]
     sources = [file.read_bytes() for file in (KERNEL, SOURCE, *HEADERS)]
     facts = [command, executorch_module("version").__version__, sorted(torch.cpu.get_capabilities().items())]
     key = hashlib.sha256(b"\0".join([*sources, repr(facts).encode()])).hexdigest()[:16]
-    path = cache_directory() / f"executorch_{key}.so"
-    if path.exists() and fault_of(path) is None:
-        return path
-    print(f"torchq_compat: compiling ExecuTorch's kernel of recurrent modules into {path}", file=sys.stderr)
-    with tempfile.TemporaryDirectory(dir=path.parent) as directory:
-        made = Path(directory) / path.name
-        subprocess.run(
-            [*command, "-o", str(made)],
-            check=True,
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",
-            timeout=TIME_LIMIT_SECONDS,
+
+    def compile_to(made: Path) -> None:
+        print(
+            f"torchq_compat: compiling ExecuTorch's recurrent kernel into {made.parents[1]}", file=sys.stderr
         )
-        keep(made, path)
-    return path
+        run_compiler([*command, "-o", str(made)])
+
+    load_or_make(f"executorch_{key}.so", compile_to, ctypes.CDLL)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import hashlib
 import os
 import platform
 import shlex
+import shutil
 import stat
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,10 +26,10 @@ import torch
 from torchq_compat.support.process_state import once
 from torchq_compat.support.user_warnings import warn_user
 
-# The compiled kernel on disk: written whole or not at all, loaded only if whole and safe from other users.
+# Compiled libraries on disk: written whole or not at all, loaded only if whole and safe from other users.
 #
 # A truncated shared library kills the process that loads it. So a digest is appended to the library, which
-# loaders ignore.
+# loaders ignore. Directory and file are opened once; what is checked and loaded is what was opened.
 
 
 try:
@@ -36,45 +40,130 @@ except ModuleNotFoundError:  # on Windows
 
 MARK = b"\0torchq_compat sha256\0"
 DIGEST_BYTES = hashlib.sha256().digest_size
+#: The directories of builds that are under way, or were killed.
+BUILDING = "build-"
+TIME_LIMIT_SECONDS = 120
 
 
-def cache_directory() -> Path:
-    """Return ``TORCHQ_COMPAT_CACHE_DIR``, or ``torchq_compat`` in the user's cache directory; create it if it
-    is missing.
-
-    Raises:
-        OSError: if it cannot be created, or other users may replace files in it.
-        RuntimeError: if there is no home directory.
-    """
-    named = os.environ.get("TORCHQ_COMPAT_CACHE_DIR")
-    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    directory = Path(named or Path(caches) / "torchq_compat").expanduser().absolute()
-    directory.mkdir(parents=True, exist_ok=True)
-    mode = directory.stat().st_mode
-    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-        raise PermissionError(f"everybody may replace files in the cache directory {directory}")
-    return directory
+class CacheError(Exception):
+    """The cache directory cannot be used; the message says which it is and why."""
 
 
-def keep(made: Path, path: Path) -> None:
-    """Append a digest to the library ``made`` and move it to ``path``, in the same file system."""
-    content = made.read_bytes()
-    with made.open("ab") as file:
-        file.write(MARK + hashlib.sha256(content).digest())
-        file.flush()
-        os.fchmod(file.fileno(), 0o755)
-        os.fsync(file.fileno())
-    made.replace(path)
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+@dataclass(frozen=True)
+class Cache:
+    """The open cache directory, in which no other user may write."""
+
+    path: Path
+    descriptor: int
+
+    def load(self, name: str, load: Callable[[str], object]) -> None:
+        """Call ``load`` with a path of the library ``name``.
+
+        Raises:
+            FileNotFoundError: there is none.
+            OSError: it must not be loaded, or does not load.
+        """
+        file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=self.descriptor)
+        try:
+            fault = fault_of(file)
+            if fault is not None:
+                raise OSError(fault)
+            opened = Path(f"/proc/self/fd/{file}")
+            load(str(opened if opened.exists() else self.path / name))
+        except BaseException:
+            os.close(file)
+            raise
+        # The loader remembers the library by this path: the file stays open, or another would get its number.
+
+    def make(self, name: str, compile_to: Callable[[Path], None]) -> None:
+        """Compile the library ``name`` in a directory of its own, append a digest, and move it here, where
+        other processes may load or write it."""
+        self._remove_killed_builds()
+        with _problems_of(self.path):
+            building = tempfile.TemporaryDirectory(dir=self.path, prefix=BUILDING)
+        with building as directory:
+            made = Path(directory) / name
+            compile_to(made)
+            content = made.read_bytes()
+            with _problems_of(self.path), made.open("ab") as file:
+                file.write(MARK + hashlib.sha256(content).digest())
+                file.flush()
+                os.fchmod(file.fileno(), 0o755)
+                os.fsync(file.fileno())
+                os.replace(made, name, dst_dir_fd=self.descriptor)
+                os.fsync(self.descriptor)
+
+    def _remove_killed_builds(self) -> None:
+        for entry in os.scandir(self.path):
+            with contextlib.suppress(OSError):
+                is_old = time.time() - entry.stat(follow_symlinks=False).st_mtime > 5 * TIME_LIMIT_SECONDS
+                if entry.name.startswith(BUILDING) and is_old:
+                    shutil.rmtree(entry.path)
 
 
 @contextlib.contextmanager
-def one_at_a_time(directory: Path, seconds: float) -> Iterator[None]:
-    """Hold a lock on ``directory``; wait for another process that holds it, but no longer than ``seconds``.
+def _problems_of(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, RuntimeError) as cause:  # RuntimeError: there is no home directory.
+        raise CacheError(f"{directory}: {getattr(cause, 'strerror', None) or cause}") from cause
+
+
+@contextlib.contextmanager
+def open_cache() -> Iterator[Cache]:
+    """Open ``TORCHQ_COMPAT_CACHE_DIR``, or ``torchq_compat`` in the user's cache directory, made if needed.
+
+    Raises:
+        CacheError: it cannot be created, or other users may write in it.
+    """
+    named = os.environ.get("TORCHQ_COMPAT_CACHE_DIR")
+    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    directory = Path(named or Path(caches) / "torchq_compat")
+    with _problems_of(directory):
+        directory = directory.expanduser().absolute()
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fault = _fault_of_users(os.fstat(descriptor))
+        if fault is not None:
+            raise CacheError(f"{directory}: {fault}")
+        yield Cache(directory, descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def load_or_make(name: str, compile_to: Callable[[Path], None], load: Callable[[str], object]) -> Path:
+    """Load the library ``name`` of the cache and return its path; compile it if it is missing, and again,
+    with a warning, if it must not be loaded.
+
+    Raises:
+        CacheError: see ``open_cache``; or nothing can be written there.
+        OSError: what was compiled does not load; or from ``compile_to``, whose errors are raised.
+    """
+    with open_cache() as cache:
+        path = cache.path / name
+        try:
+            cache.load(name, load)
+            return path
+        except FileNotFoundError:
+            with one_at_a_time(cache.descriptor, TIME_LIMIT_SECONDS):
+                if not path.exists():  # Another process may have compiled it in the meantime.
+                    cache.make(name, compile_to)
+        except OSError as fault:
+            cache.make(name, compile_to)
+            warn_user("TQ803", f"the native kernel at {path} was built again: {fault}.")
+        cache.load(name, load)
+        return path
+
+
+#: The open files that hold the lock of a directory.
+_LOCKED: set[int] = set()
+
+
+@contextlib.contextmanager
+def one_at_a_time(directory: int, seconds: float) -> Iterator[None]:
+    """Hold a lock on an open ``directory``; wait for another process that holds it, but no longer than
+    ``seconds``.
 
     Without the lock, processes launched together would all compile the same kernel. The lock ends with the
     process that holds it. On a file system without locks nobody waits.
@@ -82,7 +171,8 @@ def one_at_a_time(directory: Path, seconds: float) -> Iterator[None]:
     if fcntl is None:
         yield
         return
-    held = os.open(directory, os.O_RDONLY)
+    held = os.open(".", os.O_RDONLY, dir_fd=directory)
+    _LOCKED.add(held)
     try:
         until = time.monotonic() + seconds
         while time.monotonic() < until:
@@ -96,21 +186,36 @@ def one_at_a_time(directory: Path, seconds: float) -> Iterator[None]:
                 break
         yield
     finally:
+        _LOCKED.discard(held)
         os.close(held)
 
 
-def fault_of(path: Path) -> str | None:
-    """Return the reason why the library at ``path`` must not be loaded; None if it may be loaded."""
-    with path.open("rb") as file:
-        status = os.fstat(file.fileno())
-        if status.st_uid != os.geteuid():
-            return "another user owns it"
-        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            return "other users may write it"
-        stored = file.read()
+def _unlock_in_child() -> None:
+    """Close what the child of a fork has of the parent's locks: it would hold them, and wait for itself."""
+    while _LOCKED:
+        os.close(_LOCKED.pop())
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_unlock_in_child)
+
+
+def fault_of(file: int) -> str | None:
+    """Return the reason why the library in the open ``file`` must not be loaded; None if it may be loaded."""
+    fault = _fault_of_users(os.fstat(file))
+    if fault is not None:
+        return fault
+    with open(file, "rb", closefd=False) as reading:
+        stored = reading.read()
     content, mark, digest = stored[: -DIGEST_BYTES - len(MARK)], *_end(stored)
     whole = mark == MARK and digest == hashlib.sha256(content).digest()
     return None if whole else "it is not whole"
+
+
+def _fault_of_users(status: os.stat_result) -> str | None:
+    if status.st_uid not in (os.geteuid(), 0):
+        return "another user owns it"
+    return "other users may write it" if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) else None
 
 
 def _end(stored: bytes) -> tuple[bytes, bytes]:
@@ -181,7 +286,10 @@ FLAGS = (
 TARGET = "-DTORCH_TARGET_VERSION=0x020d000000000000"
 #: An operator that only the library has; the others are defined in Python before it is loaded.
 OF_LIBRARY = "kept_weights"
-TIME_LIMIT_SECONDS = 120
+#: What helps if there is no kernel.
+NO_COMPILER = "install a C++ compiler with OpenMP, such as g++, or name one in the environment variable CXX"
+NO_CACHE = "name a directory that only you may write in the environment variable TORCHQ_COMPAT_CACHE_DIR"
+NO_SPACE = "free space there, or name another directory in the environment variable TORCHQ_COMPAT_CACHE_DIR"
 
 
 @dataclass(frozen=True)
@@ -190,6 +298,8 @@ class KernelBuild:
 
     library: Path | None
     problem: str = ""
+    hint: str = NO_COMPILER
+    code: str = "TQ801"
 
     @property
     def is_loaded(self) -> bool:
@@ -203,10 +313,9 @@ def kernel_build() -> KernelBuild:
     build = build_kernel()
     if build.library is None:
         warn_user(
-            "TQ801",
+            build.code,
             "converted models run on torch's operators, recurrent modules step by step, with equal numbers "
-            f"but slowly: the native kernel could not be built ({build.problem}). Hint: install a C++ "
-            "compiler with OpenMP, such as g++, or name one in the environment variable CXX.",
+            f"but slowly: the native kernel could not be built ({build.problem}). Hint: {build.hint}.",
         )
     return build
 
@@ -220,34 +329,42 @@ def build_kernel() -> KernelBuild:
     carried = carried_library()
     if carried is not None:
         try:
-            return KernelBuild(_with_operator(carried))
+            _load_operators(str(carried))
+            return KernelBuild(carried)
         except OSError as fault:
             warn_user("TQ802", f"the library {carried} does not load, one is compiled instead: {fault}.")
     try:
-        compiler = shlex.split(os.environ.get("CXX") or "") or ["c++"]
+        compiler = read_compiler()
+        command = [*compiler, *FLAGS, TARGET]
+        name = f"recurrent_{_key(compiler, [*FLAGS, TARGET])}.so"
+        return KernelBuild(load_or_make(name, partial(_compile, command), _load_operators))
+    except Exception as cause:
+        problem, hint = explain_failed_build(cause)
+        return KernelBuild(None, problem, hint, "TQ805" if isinstance(cause, CacheError) else "TQ801")
+
+
+def read_compiler() -> list[str]:
+    """Return the command of the C++ compiler.
+
+    Raises:
+        ValueError: the environment variable CXX cannot be read.
+    """
+    try:
+        return shlex.split(os.environ.get("CXX") or "") or ["c++"]
     except ValueError as cause:
-        return KernelBuild(None, f"the environment variable CXX cannot be read: {cause}")
-    try:
-        return KernelBuild(_found_or_made(compiler))
-    except subprocess.CalledProcessError as cause:
-        return KernelBuild(None, f"{compiler[0]}: {_first_line(cause.stderr)}")
-    except (OSError, RuntimeError, subprocess.TimeoutExpired) as cause:
-        return KernelBuild(None, str(cause))
+        raise ValueError(f"the environment variable CXX cannot be read: {cause}") from cause
 
 
-def _found_or_made(compiler: list[str]) -> Path:
-    flags = [*FLAGS, TARGET]
-    path = cache_directory() / f"recurrent_{_key(compiler, flags)}.so"
-    if not path.exists():
-        with one_at_a_time(path.parent, TIME_LIMIT_SECONDS):
-            if not path.exists():  # Another process may have compiled it in the meantime.
-                _compile([*compiler, *flags], path)
-    try:
-        return _loaded(path)
-    except OSError as fault:
-        _compile([*compiler, *flags], path)
-        warn_user("TQ803", f"the native kernel at {path} was built again: {fault}.")
-    return _loaded(path)
+def explain_failed_build(cause: Exception) -> tuple[str, str]:
+    """Return what went wrong when a library was compiled or loaded, and what helps."""
+    said = getattr(cause, "stderr", None) or ""
+    problem = _first_line(said) if isinstance(cause, subprocess.CalledProcessError) else str(cause)
+    if isinstance(cause, subprocess.CalledProcessError):
+        problem = f"{cause.cmd[0]}: {problem}"
+    full = os.strerror(errno.ENOSPC)
+    if full in said or full in problem:
+        return problem, NO_SPACE
+    return problem, NO_CACHE if isinstance(cause, CacheError) else NO_COMPILER
 
 
 def _torch_root() -> Path:
@@ -263,50 +380,39 @@ def _torch_root() -> Path:
     return root
 
 
-def _loaded(path: Path) -> Path:
-    """Load the library at ``path``, after checking it, and return ``path``.
+def _load_operators(path: str) -> None:
+    """Load the library at ``path``, unless another library already has the operators.
 
     Raises:
-        OSError: if it must not be loaded, or does not load.
-    """
-    fault = fault_of(path)
-    if fault is not None:
-        raise OSError(fault)
-    return _with_operator(path)
-
-
-def _with_operator(path: Path) -> Path:
-    """Load the library at ``path``, unless another library already has the operator, and return ``path``.
-
-    Raises:
-        OSError: if it does not load.
+        OSError: it does not load, or is another library.
     """
     if hasattr(torch.ops.torchq_compat_native, OF_LIBRARY):
-        return path  # A second library would replace the one in use.
-    torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
+        return  # A second library would replace the one in use.
+    ctypes.CDLL(path)
     if not hasattr(torch.ops.torchq_compat_native, OF_LIBRARY):
         raise OSError("it does not have the operator of the kernel")
-    return path
 
 
-def _compile(compiler: list[str], path: Path) -> None:
-    """Compile in a temporary directory, then move to ``path``, which other processes may load or write."""
+def _compile(compiler: list[str], made: Path) -> None:
     root = _torch_root()
-    print(f"torchq_compat: compiling the kernels of converted models, once, into {path}", file=sys.stderr)
-    with tempfile.TemporaryDirectory(dir=path.parent) as directory:
-        made = Path(directory) / path.name
-        objects = {source: made.with_name(f"{source.stem}.o") for source in (SOURCE, *OPERATORS)}
-        commands = [
-            [*compiler, f"-I{root / 'include'}", "-c", str(source), "-o", str(objects[source])]
-            for source in objects
-        ]
-        with ThreadPoolExecutor(len(commands)) as both:
-            list(both.map(_run, commands))
-        _run([*compiler, *map(str, objects.values()), f"-L{root / 'lib'}", "-ltorch_cpu", "-o", str(made)])
-        keep(made, path)
+    print(
+        f"torchq_compat: compiling the kernels of converted models, once, into {made.parents[1]}",
+        file=sys.stderr,
+    )
+    objects = {source: made.with_name(f"{source.stem}.o") for source in (SOURCE, *OPERATORS)}
+    commands = [
+        [*compiler, f"-I{root / 'include'}", "-c", str(source), "-o", str(objects[source])]
+        for source in objects
+    ]
+    with ThreadPoolExecutor(len(commands)) as both:
+        list(both.map(run_compiler, commands))
+    run_compiler(
+        [*compiler, *map(str, objects.values()), f"-L{root / 'lib'}", "-ltorch_cpu", "-o", str(made)]
+    )
 
 
-def _run(command: list[str]) -> None:
+def run_compiler(command: list[str]) -> None:
+    """Run a compiler; raise what ``subprocess.run`` raises if it fails."""
     subprocess.run(
         command,
         check=True,
