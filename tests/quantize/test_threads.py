@@ -32,6 +32,7 @@ from torch.utils.data import DataLoader, Dataset
 import torchq_compat as tc
 from tests.helpers.once import made_once
 from tests.helpers.processes import in_fork
+from torchq_compat.errors import QuantizationWarning
 from torchq_compat.support.process_state import Lock, is_compiling, is_exporting, once
 from torchq_compat.support.user_warnings import silenced, warn_user
 
@@ -204,6 +205,16 @@ def test_a_state_is_not_of_the_middle_of_a_batch() -> None:
     for state in states:
         assert len({state[name] / count for name, count in one.items()}) == 1
     assert states[-1] != states[0]
+
+
+def test_first_calls_of_a_model_that_waits_for_one() -> None:
+    with pytest.warns(QuantizationWarning, match="TQ316"):
+        waiting = tc.prepare_fx(floats(), MAPPING, None)
+    results = at_once(*(lambda batch=batch: waiting(batch) for batch in inputs(4)))
+    calibrated = prepared()
+    for batch, result in zip(inputs(4), results, strict=True):
+        torch.testing.assert_close(calibrated(batch), result)
+    assert counted(waiting) == counted(calibrated) != {}
 
 
 def test_what_another_thread_warns_of_is_not_lost() -> None:

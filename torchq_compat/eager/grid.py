@@ -22,6 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from torchq_compat.read.qparams import PerTensorQParams
 from torchq_compat.support.dtypes import LEGACY_DTYPES, dtype_range, plain_dtype
+from torchq_compat.support.process_state import is_exporting
 from torchq_compat.support.quantized_tensors import is_quantized, qparams_of, quantize
 from torchq_compat.support.upstream import pytree
 
@@ -210,7 +211,7 @@ def as_quantize_per_tensor(value: Tensor, qparams: PerTensorQParams) -> Tensor:
     It adds the zero point before it rounds, which halfway between two steps gives the other one. An exported
     graph keeps to the operator of q-dq.
     """
-    if torch.compiler.is_exporting() or value.dtype is not torch.float32:
+    if is_exporting() or value.dtype is not torch.float32:
         return value
     steps = torch.round(value * (1.0 / qparams.scale) + qparams.zero_point)
     return (steps.clamp(qparams.quant_min, qparams.quant_max) - qparams.zero_point) * qparams.scale

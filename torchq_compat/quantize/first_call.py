@@ -29,6 +29,7 @@ from torchq_compat.model.views import ModuleView, hand_over_views
 from torchq_compat.read.qconfig_mappings import read_qconfig_mapping
 from torchq_compat.read.qspecs import OpSpecs
 from torchq_compat.support.graph_nodes import copied_model
+from torchq_compat.support.process_state import TURNS, is_exporting
 from torchq_compat.support.torch_ao import PrepareCustomConfig
 from torchq_compat.support.upstream import pytree
 from torchq_compat.support.user_warnings import warn_user
@@ -244,15 +245,18 @@ class WaitingModel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Capture the model with these arguments, become the model that is made, and call it."""
-        if torch.jit.is_tracing() or torch.compiler.is_exporting():  # type: ignore[attr-defined,no-untyped-call]
+        if torch.jit.is_tracing() or is_exporting():  # type: ignore[attr-defined,no-untyped-call]
             self._refuse("torch.jit.trace and torch.export")
-        made = self._made(args, kwargs)
-        own = {name: vars(self)[name] for name in OWN_HOOKS}
-        self.__class__ = type(made)  # type: ignore[assignment]
-        object.__setattr__(self, "__dict__", made.__dict__)
-        vars(self)[MADE] = made  # Finalizers forget its packed weights with it.
-        hand_over_views(made, self)
-        result = self(*args, **kwargs)
+        with TURNS:
+            if type(self) is not WaitingModel:  # Another thread's call was first.
+                return self(*args, **kwargs)
+            made = self._made(args, kwargs)
+            own = {name: vars(self)[name] for name in OWN_HOOKS}
+            object.__setattr__(self, "__dict__", made.__dict__)
+            self.__class__ = type(made)  # type: ignore[assignment]
+            vars(self)[MADE] = made  # Finalizers forget its packed weights with it.
+            hand_over_views(made, self)
+            result = self(*args, **kwargs)
         # Give it the hooks only now: torch calls those of this first call around this method.
         self.__dict__.update(own)
         return result
