@@ -47,6 +47,7 @@ from torchq_compat.errors import CaptureError, TorchQCompatError
 from torchq_compat.support import metadata
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.graph_nodes import SLICE_END, attribute_of
+from torchq_compat.support.process_state import Kept
 from torchq_compat.support.upstream import BatchNormBase, is_activation_post_process, pytree
 
 # One capture, and its comparison with the float model.
@@ -475,10 +476,9 @@ def _runs_elsewhere(case: CaptureCase, found: Attempt, dimension: Dimension) -> 
 # whose cells differ in nothing but the values of their weights.
 
 
-#: Structures that are remembered, without weights.
-MOST = 128
 PLAIN = (bool, int, str, tuple)
-_CAPTURED: dict[Any, GraphModule] = {}
+#: Structures that are remembered, without weights.
+_CAPTURED: Kept[GraphModule] = Kept(128)
 
 
 def capture_by_structure(module: nn.Module, args: tuple[Tensor, ...]) -> GraphModule:
@@ -495,15 +495,13 @@ def capture_by_structure(module: nn.Module, args: tuple[Tensor, ...]) -> GraphMo
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
     )
-    captured = _CAPTURED.get(key)
-    if captured is None:
-        captured = capture_flat(module, args)
-        shapes = {name: nn.Parameter(p.to("meta"), p.requires_grad) for name, p in _parameters(captured)}
-        captured = _with_parameters(captured, shapes)
-        if len(_CAPTURED) >= MOST:
-            _CAPTURED.clear()
-        _CAPTURED[key] = captured
+    captured = _CAPTURED.of(key, lambda: _without_weights(capture_flat(module, args)))
     return _with_parameters(captured, dict(_parameters(module)))
+
+
+def _without_weights(captured: GraphModule) -> GraphModule:
+    shapes = {name: nn.Parameter(p.to("meta"), p.requires_grad) for name, p in _parameters(captured)}
+    return _with_parameters(captured, shapes)
 
 
 def _structure(module: nn.Module) -> Iterator[Any]:

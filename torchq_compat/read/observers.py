@@ -37,6 +37,7 @@ from torchq_compat.read.torch_ao_classes import (
 )
 from torchq_compat.support.dtypes import KERNEL_DTYPES, PACKED_DTYPES, dtype_range, is_integer, plain_dtype
 from torchq_compat.support.graph_nodes import attribute_at
+from torchq_compat.support.process_state import Kept
 from torchq_compat.support.torch_ao import PlaceholderObserver, QConfig
 from torchq_compat.support.torch_ao import fake_quantize as legacy_fake_quantize
 from torchq_compat.support.torch_ao import observer as legacy_observer
@@ -65,8 +66,7 @@ REPLACED: dict[str, Callable[..., nn.Module]] = {
     "MovingAverageMinMaxObserver": SaturationCountingObserver,
 }
 #: (id of a legacy constructor, setting) -> its translation, which keeps it alive: every op asks anew.
-_TRANSLATED: dict[tuple[int, str], ObserverConstructor] = {}
-MOST_TRANSLATED = 64
+_TRANSLATED: Kept[ObserverConstructor] = Kept(64)
 #: The warnings that were already passed on.
 _TOLD: set[str] = set()
 
@@ -129,12 +129,7 @@ def translate_constructor(legacy: LegacyConstructor, setting: str = "qconfig") -
     """Return ``legacy`` as a constructor of torchao observers, unchanged if it already is one."""
     if isinstance(legacy, ObserverConstructor):
         return legacy
-    key = id(legacy), setting
-    if key not in _TRANSLATED:
-        if len(_TRANSLATED) >= MOST_TRANSLATED:
-            _TRANSLATED.clear()
-        _TRANSLATED[key] = ObserverConstructor(legacy, setting)
-    return _TRANSLATED[key]
+    return _TRANSLATED.of((id(legacy), setting), lambda: ObserverConstructor(legacy, setting))
 
 
 def fixed_qparams_constructor(

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -89,6 +89,23 @@ def once(function: Callable[[], Result]) -> Callable[[], Result]:
         return results[0]
 
     return result
+
+
+class Kept(Generic[Result]):
+    """Results by key, at most ``most``. Threads that ask for the same at once may both compute it."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._results = most, dict[Any, Result]()
+
+    def of(self, key: Any, compute: Callable[[], Result]) -> Result:
+        """Return the result for ``key``, computed if it is not kept."""
+        kept = self._results.get(key)
+        if kept is None:
+            kept = compute()
+            if len(self._results) >= self._most:
+                self._results.clear()
+            self._results[key] = kept
+        return kept
 
 
 #: Whoever is ``alone``, and calls of prepared models, take turns: observers read, compare and write back, and

@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from torchq_compat.capture.sizes.numbers import Computed, Size, sizes_in
 from torchq_compat.capture.sizes.size_reads import ReadSizes
+from torchq_compat.support.process_state import Kept
 from torchq_compat.support.upstream import OpOverload
 
 #: The operator that stands for a custom module in a trace.
@@ -23,8 +24,7 @@ OPAQUE = "torchq_compat.custom_module.default"
 ATEN = torch.ops.aten
 #: An operator of torch, and the forms of its arguments -> its result: models repeat themselves, and torch
 #: computes many shapes in Python, at milliseconds each.
-_KNOWN: dict[Any, Any] = {}
-MOST_KNOWN = 8192
+_KNOWN: Kept[Any] = Kept(8192)
 
 
 @dataclass(frozen=True)
@@ -139,11 +139,7 @@ class _OnShapes(Interpreter):
         if not self._may_keep or not isinstance(target, OpOverload) or target.namespace != "aten":
             return getattr(self, n.op)(target, args, kwargs)
         key = target, _form(args), _form(kwargs), torch.get_default_dtype()
-        if key not in _KNOWN:
-            if len(_KNOWN) >= MOST_KNOWN:
-                _KNOWN.clear()
-            _KNOWN[key] = self._computed(n, args, kwargs)
-        return _KNOWN[key]
+        return _KNOWN.of(key, lambda: self._computed(n, args, kwargs))
 
     def _computed(self, n: Node, args: Any, kwargs: Any) -> Any:
         given = [value for source in n.all_input_nodes if isinstance(value := self.env[source], Tensor)]
