@@ -238,6 +238,38 @@ def test_default_store(tmp_path: Path) -> None:
         dist.destroy_process_group()
 
 
+def test_what_a_trace_sets_for_all_threads_is_known() -> None:
+    """And set back; what ``process_state`` exchanges for the time of a trace is used by it."""
+    seen: dict[str, object] = {}
+    before = {name: getattr(owner, name) for owner, name in upstream.SET_FOR_ALL_THREADS}
+
+    class Watching(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.update((name, getattr(owner, name)) for owner, name in upstream.SET_FOR_ALL_THREADS)
+            seen["context"] = upstream.TracingContext.try_get()
+            return super().forward(x)
+
+    patchers: list[upstream.Patcher] = []
+
+    class Listed(upstream.Patcher):
+        def __init__(self) -> None:
+            super().__init__()
+            patchers.append(self)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(*upstream.PATCHER, Listed)
+        patched.setattr(*upstream.MODE_STACK, stack := upstream.ModeStack())
+        torch.export.export(Watching(2, 2), (torch.randn(1, 2),))
+        assert upstream.fx_tracing._is_fx_tracing_flag is False
+    changed = {name for name, value in before.items() if seen[name] is not value}
+    assert changed >= {"_is_compiling_flag", "_is_exporting_flag", "__call__", "__getattr__", "max", "pow"}
+    assert patchers
+    assert seen["_mode_stack_state_for_pre_dispatch"] is stack
+    assert seen["context"] is not None
+    assert upstream.TracingContext.try_get() is None
+    assert before == {name: getattr(owner, name) for owner, name in upstream.SET_FOR_ALL_THREADS}
+
+
 def test_every_name_is_tested_here() -> None:
     text = inspect.getsource(inspect.getmodule(test_every_name_is_tested_here))  # type: ignore[arg-type]
     assert [name for name in upstream.__all__ if f"upstream.{name}" not in text] == []
