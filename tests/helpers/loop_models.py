@@ -246,9 +246,9 @@ LOOPS = {
         LoopCase(greedy, takes_words=True),
         LoopCase(into_a_buffer, takes_words=True),
         LoopCase(encoder_and_decoder, takes_words=True, loops=2),
-        LoopCase(grows, loops=0),
-        LoopCase(counts, loops=0),
-        LoopCase(every_second, loops=0),
+        LoopCase(grows),
+        LoopCase(counts),
+        LoopCase(every_second),
         LoopCase(looks_back, loops=0),
         LoopCase(every_third_is_forced, takes_words=True, loops=0),
     )

@@ -63,6 +63,7 @@ class CaptureCase:
         runs: runs the float model.
         example: the run of the float model on ``args``.
         packing: how sequences are packed in the graph.
+        is_step: whether it is the step of a loop, called with sizes that the model around it checks.
     """
 
     model: nn.Module
@@ -72,6 +73,7 @@ class CaptureCase:
     runs: Runs
     example: FloatRun
     packing: PackingMode = field(default_factory=lambda: PackingMode(whole=False))
+    is_step: bool = False
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,9 @@ def attempt(case: CaptureCase, way: Way) -> Attempt:
         raise DependsOnValuesError
     if is_static:
         reads.write_results(graph_module)
-        sizes = find_sizes(case.inputs, reads.read, _acceptance(case, graph_module))
+        accepts = _acceptance(case, graph_module)
+        # A step is a graph already, in which no Python decides anything.
+        sizes = InputSizes() if case.is_step else find_sizes(case.inputs, reads.read, accepts)
     else:
         sizes = sizes_of_symbols(graph_module, case.inputs, conditions)
     clean_captured(graph_module)

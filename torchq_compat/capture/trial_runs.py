@@ -7,7 +7,7 @@ import math
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -224,16 +224,22 @@ class Runs:
     float_runs: int = field(default=0)
 
     def of_float_model(
-        self, args: tuple[Any, ...], *, double: bool = False, recorded: Sequence[str] = ()
+        self,
+        args: tuple[Any, ...],
+        *,
+        double: bool = False,
+        recorded: Sequence[str] = (),
+        watching: Callable[[nn.Module], AbstractContextManager[Any]] = nullcontext,
     ) -> FloatRun:
-        """Run the float model on ``args``; ``calls`` keeps the calls of the modules at ``recorded``."""
+        """Run a copy of the float model on ``args``, inside of ``watching`` the copy; ``calls`` keeps the
+        calls of the modules at ``recorded``."""
         self.float_runs += 1
         model = trial_copy(self.model)
         recording = self.calls.recording({path: model.get_submodule(path) for path in recorded})
         if double:
             model, args = copied_model(model).double(), in_double(args)
         try:
-            with _no_trace(), recording:
+            with _no_trace(), recording, watching(model):
                 return FloatRun(args, model(*copied_inputs(args)))
         except Exception as cause:
             return FloatRun(args, error=cause)

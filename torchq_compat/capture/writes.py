@@ -385,7 +385,8 @@ class _Rewriting:
         name = self.names[written]
         is_made_here = name.memory.home.op not in ("placeholder", "get_attr")
         if self.keep_writes_into_views:
-            is_seen_twice = name.parent is not None or any(_is_view(user, written) for user in written.users)
+            views = (user for user in written.users if _functional_overload(user) is None)
+            is_seen_twice = name.parent is not None or any(_is_view(user, written) for user in views)
             return not is_made_here or is_seen_twice
         value = node.meta.get("val")
         return not is_made_here and not (isinstance(value, Tensor) and value.is_floating_point())

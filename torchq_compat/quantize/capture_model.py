@@ -121,7 +121,9 @@ def capture_model(
     show_identities(working)
     watching = stubs.results.watch(working)
     inputs = signature.labelled(args)
-    case = CaptureCase(working, args, inputs, request.dynamic_shapes, tried.runs, tried.example)
+    case = CaptureCase(
+        working, args, inputs, request.dynamic_shapes, tried.runs, tried.example, is_step=request.is_step
+    )
     try:
         with failed_attempts_held_back():
             case, found = capture_checked(case)

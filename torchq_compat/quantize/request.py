@@ -10,7 +10,8 @@ from torch import nn
 from torch.fx import GraphModule
 from torchao.quantization.pt2e.quantizer import Quantizer
 
-from torchq_compat.capture.loops.roll import LoopedSizes, find_looped_sizes, roll_loops
+from torchq_compat.capture.loops.looped_sizes import LoopedSizes, find_looped_sizes
+from torchq_compat.capture.loops.roll import roll_loops
 from torchq_compat.capture.loops.step_flow import NotALoopError
 from torchq_compat.capture.opaque_stub import StubRegistry
 from torchq_compat.capture.signature import CallSignature
@@ -156,6 +157,10 @@ def _already_quantized(path: str, stage: str) -> InputError:
 # Rolls loops over time that the model writes in Python, before capture, or reports why it did not.
 
 
+#: How many lines of loops a decision names.
+NAMED_LINES = 3
+
+
 @dataclass(frozen=True)
 class WithLoops:
     """A float model whose loops over time are modules if they could be rolled.
@@ -209,6 +214,7 @@ def with_rolled_loops(working: nn.Module, signature: CallSignature, request: Pre
 
 def _as_written(working: nn.Module, looped: LoopedSizes, reason: str) -> WithLoops:
     where = ", ".join(f"{label}.size({index})" for group in looped.groups for label, index in group[:1])
+    at = f" at {', '.join(looped.lines[:NAMED_LINES])}" if looped.lines else ""
     first_line = (reason.strip().splitlines() or [""])[0]
-    told = f"the loop over {where} is written out for the length of the example: {first_line}"
+    told = f"the loop over {where}{at} is written out for the length of the example: {first_line}"
     return WithLoops(working, decisions=(Decision("", "loop over time", Action.FIXED, told),))

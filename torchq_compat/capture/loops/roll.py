@@ -7,9 +7,7 @@ import functools
 import inspect
 import itertools
 import operator
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,10 +17,13 @@ from torch.fx import Graph, GraphModule, Node
 
 from torchq_compat.capture.inlined_blocks import inline_blocks
 from torchq_compat.capture.loops.loop_module import GraphModel, Loop
+from torchq_compat.capture.loops.looped_sizes import LoopedSizes
 from torchq_compat.capture.loops.roll_graph import RolledGraph, roll_graph
+from torchq_compat.capture.loops.segments import LIFTED
 from torchq_compat.capture.loops.step_flow import NotALoopError
 from torchq_compat.capture.opaque_calls import insert_calls
 from torchq_compat.capture.opaque_stub import OPAQUE_OP, StubRegistry
+from torchq_compat.capture.packed_sequences import PackingMode
 from torchq_compat.capture.torch_export import capture_freely, copied_inputs
 from torchq_compat.capture.trial_runs import CAPTURED, FloatRun, Runs, difference, trial_copy, with_sizes
 from torchq_compat.capture.unseen_python import marked_functions, show_identities
@@ -147,28 +148,11 @@ def _with_length(
 # the float model at lengths that neither graph had.
 
 
-#: The least number of steps of the shorter capture.
-SHORT = 5
+#: The least sizes of the shorter capture: the second for loops that leave out steps.
+SHORT = (5, 9)
 MOST_LOOPS = 8
-Place = tuple[str, int]
 #: Puts stubs into a model, and returns the float modules that they replace, by handle.
 PutStubs = Callable[[nn.Module, StubRegistry], Mapping[str, nn.Module]]
-
-
-@dataclass(frozen=True)
-class LoopedSizes:
-    """The input dimensions that determine how often a module is called.
-
-    Attributes:
-        groups: the dimensions, grouped with those that must have the same size.
-        repeated: the paths of the modules that are called more than once.
-    """
-
-    groups: tuple[tuple[Place, ...], ...]
-    repeated: frozenset[str]
-
-    def sizes(self, each: Sequence[int]) -> dict[Place, int]:
-        return {place: size for group, size in zip(self.groups, each, strict=True) for place in group}
 
 
 @dataclass
@@ -193,60 +177,6 @@ class _Captured:
     modules: Mapping[str, nn.Module]
 
 
-def find_looped_sizes(
-    runs: Runs, args: tuple[Any, ...], inputs: Mapping[str, Any]
-) -> tuple[LoopedSizes | None, FloatRun]:
-    """Return the sizes that determine how often modules are called, None if there are none; and the run of
-    the float model on ``args``.
-
-    Args:
-        inputs: the leaves of ``args`` by label.
-    """
-    counts, example = _count_calls(runs, args)
-    if counts is None or max(counts.values(), default=0) < 2:
-        return None, example
-    places = [
-        (label, index)
-        for label, leaf in inputs.items()
-        if isinstance(leaf, Tensor)
-        for index in range(leaf.dim())
-        if leaf.shape[index] > 1
-    ]
-    size = {(label, index): int(inputs[label].shape[index]) for label, index in places}
-    groups: list[tuple[Place, ...]] = []
-    for place in places:
-        if any(place in group for group in groups):
-            continue
-        for group in ((place,), tuple(other for other in places if size[other] == size[place])):
-            other, _ = _count_calls(runs, with_sizes(args, inputs, dict.fromkeys(group, size[place] + 1)))
-            if other is None:
-                continue
-            if other != counts:
-                groups.append(group)
-            break
-    repeated = frozenset(path for path, count in counts.items() if count > 1)
-    return LoopedSizes(tuple(groups), repeated) if groups else None, example
-
-
-def _count_calls(runs: Runs, args: tuple[Any, ...]) -> tuple[Counter[str] | None, FloatRun]:
-    counts: Counter[str] = Counter()
-
-    def count(path: str) -> Callable[..., None]:
-        return lambda *_: counts.update([path])
-
-    with ExitStack() as stack:
-        for path, module in runs.model.named_modules():
-            # Modules without parameters, such as a ReLU, are often called repeatedly without a loop;
-            # TorchScript's take no hooks.
-            if isinstance(module, torch.jit.ScriptModule):
-                continue
-            if path and next(module.parameters(recurse=False), None) is not None:
-                hook = module.register_forward_pre_hook(count(path))
-                stack.callback(hook.remove)
-        run = runs.of_float_model(args)
-    return None if run.error is not None else counts, run
-
-
 def roll_loops(
     working: nn.Module,
     runs: Runs,
@@ -265,21 +195,12 @@ def roll_loops(
     Raises:
         NotALoopError: no loop can be rolled that computes the same at every length.
     """
-    labels = list(inputs)
-    shorts, grown = _choose_lengths(inputs, len(looped.groups))
-    longs = [short + more for short, more in zip(shorts, grown, strict=True)]
-    lengths = [
-        Length(labels.index(group[0][0]), group[0][1], *pair)
-        for group, *pair in zip(looped.groups, shorts, grown, strict=True)
-    ]
-    names = _free_names(working)
-    rolled, captured = _capture_rolled(
-        working, with_sizes(args, inputs, looped.sizes(shorts)), put_stubs, names
-    )
-    other, _ = _capture_rolled(working, with_sizes(args, inputs, looped.sizes(longs)), put_stubs, names)
-    if not rolled.loops:
+    for least in SHORT:
+        rolled, captured = _rolled_at_two_lengths(working, args, inputs, looped, put_stubs, least)
+        if rolled.loops:
+            break
+    else:
         raise NotALoopError(next(iter(rolled.reasons), "no ops repeat"))
-    follow_lengths(rolled, other, lengths)
     made = _build(working, rolled, captured)
     if is_trained:
         _refuse_parted_parameters(made)
@@ -288,14 +209,38 @@ def roll_loops(
     return made
 
 
-def _choose_lengths(inputs: Mapping[str, Any], count: int) -> tuple[list[int], list[int]]:
+def _rolled_at_two_lengths(
+    working: nn.Module,
+    args: tuple[Any, ...],
+    inputs: Mapping[str, Any],
+    looped: LoopedSizes,
+    put_stubs: PutStubs,
+    least: int,
+) -> tuple[RolledGraph, _Captured]:
+    labels = list(inputs)
+    shorts, grown = _choose_lengths(inputs, len(looped.groups), least)
+    longs = [short + more for short, more in zip(shorts, grown, strict=True)]
+    lengths = [
+        Length(labels.index(group[0][0]), group[0][1], *pair)
+        for group, *pair in zip(looped.groups, shorts, grown, strict=True)
+    ]
+    places = [(labels.index(label), dim) for group in looped.groups for label, dim in group]
+    capture = functools.partial(_capture_rolled, working, put_stubs, _free_names(working), places)
+    rolled, captured = capture(with_sizes(args, inputs, looped.sizes(shorts)))
+    if rolled.loops:
+        other, _ = capture(with_sizes(args, inputs, looped.sizes(longs)))
+        follow_lengths(rolled, other, lengths)
+    return rolled, captured
+
+
+def _choose_lengths(inputs: Mapping[str, Any], count: int, least: int) -> tuple[list[int], list[int]]:
     """Return the lengths of the short capture, and by how much each grows in the long one: sizes that no
     input dimension has, because torch.export treats equal sizes as one."""
     known = {size for leaf in inputs.values() if isinstance(leaf, Tensor) for size in leaf.shape}
     shorts: list[int] = []
     grown: list[int] = []
     for _ in range(count):
-        short = next(size for size in itertools.count(SHORT) if size not in known)
+        short = next(size for size in itertools.count(least) if size not in known)
         more = next(g for g in itertools.count(1) if g not in grown and short + g not in known)
         known |= {short, short + more}
         shorts.append(short)
@@ -309,23 +254,34 @@ def _free_names(working: nn.Module) -> list[str]:
 
 
 def _capture_rolled(
-    working: nn.Module, args: tuple[Any, ...], put_stubs: PutStubs, names: Sequence[str]
+    working: nn.Module,
+    put_stubs: PutStubs,
+    names: Sequence[str],
+    lengths: Sequence[tuple[int, int]],
+    args: tuple[Any, ...],
 ) -> tuple[RolledGraph, _Captured]:
     model, stubs = trial_copy(working), StubRegistry()
     modules = put_stubs(model, stubs)
     show_identities(model)
     try:
-        with stubs.capturing(model), marked_functions():
+        with stubs.capturing(model), marked_functions(), PackingMode(whole=False).during(model):
             graph_module = capture_freely(model, args)
             inline_blocks(graph_module)
             make_out_of_place(graph_module, keep_writes_into_views=True)
     except Exception as cause:
         raise NotALoopError(f"torch.export cannot capture it unrolled: {cause}") from cause
-    rolled = roll_graph(graph_module, stubs, names)
+    rolled = roll_graph(graph_module, stubs, names, lengths)
     return rolled, _Captured(stubs, modules)
 
 
 def _build(working: nn.Module, rolled: RolledGraph, captured: _Captured) -> RolledModel:
+    working = copy.copy(working)
+    for name, value in [
+        *rolled.graph_module.named_buffers(recurse=False),
+        *vars(rolled.graph_module).items(),
+    ]:
+        if name.startswith(LIFTED):
+            vars(working)[name] = value
     steps = {
         loop.name: _with_float_calls(GraphModel(working, loop.graph), loop.graph, captured)
         for loop in rolled.loops
@@ -438,7 +394,7 @@ def _check(
     example = [int(inputs[group[0][0]].shape[group[0][1]]) for group in looped.groups]
     tried = [example]
     for index in range(len(example)):
-        for size in (SHORT + 4, 3, 1):
+        for size in (SHORT[1], 3, 1):
             tried.append([size if other == index else known for other, known in enumerate(example)])
     ran = 0
     for sizes in reversed(tried):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,8 +13,17 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from torchq_compat.capture.loops.loop_module import LoopForm, Part
-from torchq_compat.capture.loops.segments import candidates, tidy_graph
-from torchq_compat.capture.loops.step_flow import Carried, Flow, Inside, NotALoopError, Read, Taken, flow_of
+from torchq_compat.capture.loops.segments import WITH_NUMBER, candidates, tidy_graph
+from torchq_compat.capture.loops.step_flow import (
+    Carried,
+    Counted,
+    Flow,
+    Inside,
+    NotALoopError,
+    Read,
+    Taken,
+    flow_of,
+)
 from torchq_compat.capture.opaque_stub import OPAQUE_OP, StubRegistry
 from torchq_compat.support.graph_nodes import SLICE_END
 from torchq_compat.support.upstream import pytree
@@ -52,15 +62,21 @@ class RolledGraph:
     reasons: list[str] = field(default_factory=list)
 
 
-def roll_graph(graph_module: GraphModule, stubs: StubRegistry, names: Sequence[str]) -> RolledGraph:
+def roll_graph(
+    graph_module: GraphModule,
+    stubs: StubRegistry,
+    names: Sequence[str],
+    lengths: Collection[tuple[int, int]],
+) -> RolledGraph:
     """Roll every loop of ``graph_module``, whose custom modules are opaque calls of ``stubs``.
 
     Args:
         names: free paths for the loops; their number limits the number of loops.
+        lengths: the lengths of the loops, each by the index of an input and the dimension.
     """
     rolled = RolledGraph(graph_module)
     for name in names:
-        tidy_graph(graph_module, stubs)
+        tidy_graph(graph_module, stubs, lengths)
         found = _first_loop(graph_module, stubs, rolled)
         if found is None:
             break
@@ -97,6 +113,8 @@ def _check_results(flow: Flow) -> None:
     """Raise if the last step lacks values that other steps return, or if every step writes the same."""
     last = flow.steps[-1]
     missing = {position for position, node in enumerate(last) if node is None}
+    if any(taken.slope < -1 for taken in flow.taken.values()):
+        raise NotALoopError("its steps go backwards, and leave out parts")
     for written in flow.written.values():
         if isinstance(written.value, Node) or not isinstance(written.value, (Inside, Carried)):
             raise NotALoopError("every step writes the same")
@@ -138,7 +156,10 @@ class _Roller:
         with graph.inserting_after(last):
             anchor = graph.call_function(operator.add, (0, 0))
         with graph.inserting_before(anchor):
-            wholes = [self._part_of(flow.taken[position]) for position in taken]
+            wholes = self._wholes([flow.taken[position] for position in taken])
+            for number in flow.counted:
+                end = number.start + number.slope * len(self.steps)
+                wholes.append(self.call(ATEN.arange.start_step, number.start, end, number.slope))
             if not wholes:
                 wholes = [self.call(ATEN.arange.default, len(self.steps))]
             self.graph_module.add_module(self.name, nn.Identity())
@@ -158,9 +179,9 @@ class _Roller:
         graph.erase_node(anchor)
         form = LoopForm(
             len(self.states),
-            tuple(_part(flow.taken[p]) for p in taken) if taken else (Part(0),),
+            (*(_part(flow.taken[p]) for p in taken), *[Part(0)] * len(flow.counted)) or (Part(0),),
             tuple(dim for _, dim in self.stacked),
-            counted=not taken,
+            counted=not taken and not flow.counted,
         )
         body = self._body(taken, same)
         self._erase()
@@ -196,6 +217,13 @@ class _Roller:
             self.stacked.append(key)
         return self.values[key] + len(self.states)
 
+    def values_read(self, user: Node) -> list[Node]:
+        """Return the nodes of steps, other than parts and invariants, that ``user`` reads."""
+        kept = {*self.flow.invariant, *self.flow.taken}
+        return [
+            node for node in user.all_input_nodes if node in self.where and self.where[node][1] not in kept
+        ]
+
     def _plan_uses(self) -> Iterator[_Use]:
         """Yield the nodes behind the loop that read nodes of steps, with the results to read instead."""
         users: dict[Node, None] = {}
@@ -230,9 +258,27 @@ class _Roller:
     def _taken(self) -> list[int]:
         return [p for p in self.flow.taken if self.flow.is_read_inside(p)]
 
+    def _wholes(self, taken: Sequence[Taken]) -> list[Node]:
+        wholes = [self._part_of(each) for each in taken]
+        strided = [(whole, each) for whole, each in zip(wholes, taken, strict=True) if each.slope > 1]
+        sizes = [self.call(ATEN.sym_size.int, whole, each.dim) for whole, each in strided]
+        if len(sizes) == 1 or not sizes:
+            return wholes
+        # Of some parts there may be one more than there are steps.
+        count = functools.reduce(lambda one, other: self.call(torch.sym_min, one, other), sizes)
+        if count.meta["val"] != len(self.steps):
+            raise NotALoopError("the loop ends before the tensors that it reads")
+        return [
+            self.call(ATEN.slice.Tensor, whole, each.dim, 0, count) if each.slope > 1 else whole
+            for whole, each in zip(wholes, taken, strict=True)
+        ]
+
     def _part_of(self, taken: Taken) -> Node:
         start, end = _bounds(taken, len(self.steps))
         size = taken.source.meta["val"].shape[taken.dim]
+        if abs(taken.slope) > 1:
+            # How many steps are left out behind the last is decided by the size.
+            return self.call(ATEN.slice.Tensor, taken.source, taken.dim, start, SLICE_END, taken.slope)
         if start == 0 and size == end:
             return taken.source
         end = SLICE_END if size == end else end
@@ -266,8 +312,8 @@ class _Roller:
         made: dict[Any, Node] = {}
         for index, state in enumerate(self.states):
             made[state] = graph.placeholder(f"state_{index}")
-        for index, position in enumerate(taken):
-            made[Inside(position)] = graph.placeholder(f"part_{index}")
+        parts = [*map(Inside, taken), *self.flow.counted]
+        made.update({read: graph.placeholder(f"part_{index}") for index, read in enumerate(parts)})
         for index, node in enumerate(same):
             made[node] = graph.placeholder(f"same_{index}")
         for position in taken:
@@ -286,7 +332,7 @@ class _Roller:
                 made[outer].meta = _origin(outer)
             if outer is not None:
                 return made[outer]
-            return made[read] if isinstance(read, (Inside, Carried)) else read
+            return made[read] if isinstance(read, (Inside, Carried, Counted)) else read
 
         for position in self.flow.body:
             node = self.flow.template[position]
@@ -295,7 +341,13 @@ class _Roller:
             args, kwargs = pytree.tree_map(lambda _leaf: next(leaves), (args, node.kwargs))  # noqa: B023
             if node.target is OPAQUE_OP:
                 args = (*args, node.args[3])
-            copied = graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+            target: Any = node.target
+            if any(isinstance(read, Counted) for read in self.flow.reads[position]):
+                target = WITH_NUMBER[target][1]
+                if target is ATEN.expand.default:
+                    number = graph.call_function(ATEN.to.dtype, (args[1], node.meta["val"].dtype))
+                    args, kwargs = (number, args[0]), {}
+            copied = graph.call_function(target, args, kwargs)
             copied.meta = _origin(node)
             made[Inside(position)] = copied
         news = [made[Inside(state.position)] for state in self.states]
@@ -327,37 +379,64 @@ class _Use:
 class _SingleUse(_Use):
     """A node that reads single steps: the last state, or a value at one step."""
 
-    reads: dict[Node, tuple[int, int, int]]
+    reads: dict[Node, _AtStep]
 
     @classmethod
     def plan(cls, roller: _Roller, user: Node) -> _SingleUse:
-        reads = {}
-        for source in user.all_input_nodes:
-            if source not in roller.where or roller.where[source][1] in {
-                *roller.flow.invariant,
-                *roller.flow.taken,
-            }:
-                continue
-            k, j = roller.where[source]
-            count = len(roller.steps)
-            state = next((i for i, s in enumerate(roller.states) if s.position == j), None)
-            only_last = k == count - 1 and not any(
-                _outside(roller.flow, earlier)
-                for step in roller.steps[:-1]
-                if (earlier := step[j]) is not None
-            )
-            if only_last and state is not None:
-                reads[source] = (state, -1, -1)
-            else:
-                reads[source] = (roller.value(Inside(j), 0), 0, -1 if only_last else k)
-        return cls(user, reads)
+        return cls(user, {node: _AtStep.plan(roller, node) for node in roller.values_read(user)})
 
     def apply(self, roller: _Roller, results: Sequence[Node]) -> None:
-        for source, (result, dim, index) in self.reads.items():
-            made = results[result]
-            if dim >= 0:
-                made = roller.call(ATEN.select.int, made, dim, index)
-            self.user.replace_input_with(source, made)
+        for source, read in self.reads.items():
+            self.user.replace_input_with(source, read.node(roller, results))
+
+
+@dataclass(frozen=True)
+class _AtStep:
+    """The value of one step: the last value of a state, or one of the stacked values; None as ``step`` of a
+    state, and -1 if it is the last."""
+
+    result: int
+    step: int | None
+
+    @classmethod
+    def plan(cls, roller: _Roller, source: Node) -> _AtStep:
+        k, j = roller.where[source]
+        steps = roller.steps
+        state = next((i for i, s in enumerate(roller.states) if s.position == j), None)
+        earlier = [node for step in steps[:-1] if (node := step[j]) is not None]
+        # What reads every step may be a loop itself, and reads all of them alike.
+        only_last = k == len(steps) - 1 and not any(_outside(roller.flow, node) for node in earlier)
+        if only_last and state is not None:
+            return cls(state, None)
+        return cls(roller.value(Inside(j), 0), -1 if only_last else k)
+
+    def node(self, roller: _Roller, results: Sequence[Node]) -> Node:
+        result = results[self.result]
+        return result if self.step is None else roller.call(ATEN.select.int, result, 0, self.step)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """The values at ``position`` of the steps from ``first`` to ``last``."""
+
+    position: int
+    first: int
+    last: int
+    slope: int = 0
+
+    def with_step(self, k: int) -> _Run | None:
+        """Return the run with step ``k`` behind it; None if ``k`` does not follow."""
+        slope = k - self.last
+        return replace(self, last=k, slope=slope) if slope in (1, -1) and self.slope in (0, slope) else None
+
+    def node(self, roller: _Roller, results: Sequence[Node], dim: int) -> Node:
+        count = len(roller.steps)
+        low, high = min(self.first, self.last), max(self.first, self.last)
+        piece = results[roller.value(Inside(self.position), dim)]
+        if (low, high) != (0, count - 1):
+            end = SLICE_END if high == count - 1 else high + 1
+            piece = roller.call(ATEN.slice.Tensor, piece, dim, low, end)
+        return roller.call(ATEN.flip.default, piece, [dim]) if self.slope < 0 else piece
 
 
 @dataclass
@@ -365,58 +444,55 @@ class _ListUse(_Use):
     """A stack or cat of the values of steps."""
 
     dim: int
-    entries: list[Node | tuple[int, int, int, int]]
+    entries: list[Node | _AtStep | _Run]
 
     @classmethod
     def plan(cls, roller: _Roller, user: Node) -> _ListUse:
         listed: Any = user.args[0]
         rank = user.meta["val"].dim()
         dim = int(user.args[1] if len(user.args) > 1 else user.kwargs.get("dim", 0)) % rank  # type: ignore[arg-type]
-        entries: list[Node | tuple[int, int, int, int]] = []
+        entries: list[Node | _Run] = []
+        values = roller.values_read(user)
         for node in listed:
-            place = roller.where.get(node)
-            if place is None or place[1] in {*roller.flow.invariant, *roller.flow.taken}:
+            if node not in values:
                 entries.append(node)
                 continue
-            k, j = place
+            k, j = roller.where[node]
             before = entries[-1] if entries else None
-            if isinstance(before, tuple) and before[0] == j and _continues(before, k):
-                entries[-1] = (j, before[1], k, k - before[2])
+            longer = before.with_step(k) if isinstance(before, _Run) and before.position == j else None
+            if longer is None:
+                entries.append(_Run(j, k, k))
             else:
-                entries.append((j, k, k, 0))
+                entries[-1] = longer
+        planned: list[Node | _AtStep | _Run] = []
         for entry in entries:
-            if isinstance(entry, tuple):
-                roller.value(Inside(entry[0]), dim)
-        return cls(user, dim, entries)
+            if isinstance(entry, _Run) and not entry.slope:
+                source = roller.steps[entry.first][entry.position]
+                assert source is not None
+                planned.append(_AtStep.plan(roller, source))
+                continue
+            if isinstance(entry, _Run):
+                roller.value(Inside(entry.position), dim)
+            planned.append(entry)
+        return cls(user, dim, planned)
 
     def apply(self, roller: _Roller, results: Sequence[Node]) -> None:
-        count = len(roller.steps)
         is_cat = self.user.target is ATEN.cat.default
         pieces = []
         for entry in self.entries:
-            if isinstance(entry, Node):
-                piece = entry if is_cat else roller.call(ATEN.unsqueeze.default, entry, self.dim)
-            else:
-                j, first, last, slope = entry
-                piece = results[roller.value(Inside(j), self.dim)]
-                low, high = min(first, last), max(first, last)
-                if (low, high) != (0, count - 1):
-                    end = SLICE_END if high == count - 1 else high + 1
-                    piece = roller.call(ATEN.slice.Tensor, piece, self.dim, low, end)
-                if slope < 0:
-                    piece = roller.call(ATEN.flip.default, piece, [self.dim])
+            if isinstance(entry, _Run):
+                piece = entry.node(roller, results, self.dim)
                 if is_cat:
                     piece = roller.call(ATEN.flatten.using_ints, piece, self.dim, self.dim + 1)
+            else:
+                piece = entry.node(roller, results) if isinstance(entry, _AtStep) else entry
+                if not is_cat:
+                    piece = roller.call(ATEN.unsqueeze.default, piece, self.dim)
             pieces.append(piece)
         made = pieces[0] if len(pieces) == 1 else roller.call(ATEN.cat.default, pieces, self.dim)
         made.meta = {**_origin(self.user), "val": made.meta["val"]}
         self.user.replace_all_uses_with(made)
         self.user.graph.erase_node(self.user)
-
-
-def _continues(entry: tuple[int, int, int, int], k: int) -> bool:
-    slope = k - entry[2]
-    return slope in (1, -1) and entry[3] in (0, slope)
 
 
 def _bounds(taken: Taken, count: int) -> tuple[int, int]:

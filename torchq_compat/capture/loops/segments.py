@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from torchq_compat.capture.opaque_stub import OPAQUE_OP, StubRegistry
 from torchq_compat.capture.sizes.shape_program import ShapeProgram
@@ -18,6 +19,16 @@ from torchq_compat.support.upstream import OpOverload, pytree
 ATEN = torch.ops.aten
 #: Op -> the positions of the arguments that select the step to read or write.
 INDEX_ARGUMENTS: dict[Any, tuple[int, ...]] = {ATEN.select.int: (2,), ATEN.slice.Tensor: (2, 3)}
+#: Op that computes with a number -> the position of the number, and the same op of a tensor.
+WITH_NUMBER: dict[Any, tuple[int, Any]] = {
+    **{op: (1, op) for op in (ATEN.add.Tensor, ATEN.sub.Tensor, ATEN.mul.Tensor, ATEN.div.Tensor)},
+    **{
+        getattr(ATEN, name).Scalar: (1, getattr(ATEN, name).Tensor)
+        for name in ("eq", "ne", "lt", "le", "gt", "ge", "remainder")
+    },
+    ATEN.pow.Tensor_Scalar: (1, ATEN.pow.Tensor_Tensor),
+    ATEN.full.default: (1, ATEN.expand.default),
+}
 #: Ops that return one part for each step, which the graph reads one by one.
 TAKEN_APART = (ATEN.unbind.int, ATEN.split.Tensor, ATEN.chunk.default)
 #: Ops that create constants of a shape; and those with the dtype and device of their first argument.
@@ -36,9 +47,13 @@ Leaf = Any
 Steps = list[list[Node | None]]
 
 
-def tidy_graph(graph_module: GraphModule, stubs: StubRegistry) -> None:
+def tidy_graph(graph_module: GraphModule, stubs: StubRegistry, lengths: Collection[tuple[int, int]]) -> None:
     """Make equal steps look equal: read sizes from inputs, remove slices of a whole dimension and checks,
-    make constants once, and read the part of a step where it is first used."""
+    make constants once, and read the part of a step where it is first used.
+
+    Args:
+        lengths: the lengths of loops, each by the index of an input and the dimension.
+    """
     graph = graph_module.graph
     parts: list[Node] = []
     for node in list(graph.nodes):
@@ -49,8 +64,12 @@ def tidy_graph(graph_module: GraphModule, stubs: StubRegistry) -> None:
             graph.erase_node(node)
         elif node.target in TAKEN_APART:
             parts.extend(_read_one_by_one(node))
+        elif node.target is ATEN.cat.default:
+            _flatten_cat(node)
     graph.eliminate_dead_code()
+    _share_lifted_constants(graph_module)
     _take_sizes_of_inputs(graph_module, stubs)
+    _number_steps(graph, lengths)
     _make_constants_once(graph_module)
     order = {node: index for index, node in enumerate(graph.nodes)}
     for node in parts:
@@ -77,6 +96,7 @@ def _is_whole(node: Node) -> bool:
         not node.kwargs
         and (not rest or rest[0] in (0, None))
         and (len(rest) < 2 or rest[1] in (SLICE_END, None))
+        and rest[2:] in ((), (1,))
     )
 
 
@@ -100,6 +120,23 @@ def _read_one_by_one(node: Node) -> Iterator[Node]:
         yield made
 
 
+def _flatten_cat(node: Node) -> None:
+    """Read what a ``cat`` in front of ``node`` reads: a tensor that grows by every step is one list."""
+    listed: list[Any] = []
+    parts: Any = node.args[0]
+    for part in parts:
+        is_alike = (
+            isinstance(part, Node) and part.target is ATEN.cat.default and _dim_of(part) == _dim_of(node)
+        )
+        listed.extend(part.args[0] if is_alike and len(part.users) == 1 else [part])
+    node.update_arg(0, listed)
+
+
+def _dim_of(cat: Node) -> int:
+    dim: Any = cat.args[1] if len(cat.args) > 1 else cat.kwargs.get("dim", 0)
+    return int(dim) % int(cat.meta["val"].dim())
+
+
 def _has_dim(node: Node, rest: Sequence[Any]) -> bool:
     return len(rest) >= (1 if node.target is ATEN.unbind.int else 2)
 
@@ -121,6 +158,22 @@ def _take_sizes_of_inputs(graph_module: GraphModule, stubs: StubRegistry) -> Non
         if node is first:
             first = node.next
         graph.erase_node(node)
+
+
+def _number_steps(graph: Graph, lengths: Collection[tuple[int, int]]) -> None:
+    """Write numbers in place of the indices that are computed from a length, as in ``x[:, n - 1 - t]``."""
+    inputs = graph.find_nodes(op="placeholder")
+    places = {(inputs[index], dim) for index, dim in lengths}
+    numbers: dict[Any, Any] = {}
+    for node in list(graph.nodes):
+        is_size = node.target is ATEN.sym_size.int and tuple(node.args) in places
+        is_sum = node.target in (operator.add, operator.sub) and not numbers.keys().isdisjoint(node.args)
+        if is_size or (is_sum and all(type(leaf) is int or leaf in numbers for leaf in node.args)):
+            numbers[node] = node.meta["val"]
+        for index in INDEX_ARGUMENTS.get(node.target, ()):
+            if index < len(node.args) and isinstance(node.args[index], Node) and node.args[index] in numbers:
+                node.update_arg(index, int(numbers[node.args[index]]))
+    graph.eliminate_dead_code()
 
 
 def _origins_of_sizes(graph_module: GraphModule, stubs: StubRegistry) -> dict[Node, tuple[Node, int]]:
@@ -163,6 +216,24 @@ def _sizes_at(
     return {node: values[node] for node in asked}
 
 
+#: The beginning of torch.export's names for tensors that the model's Python makes of numbers.
+LIFTED = "lifted_tensor_"
+
+
+def _share_lifted_constants(graph_module: GraphModule) -> None:
+    known: list[tuple[Node, Tensor]] = []
+    for node in graph_module.graph.find_nodes(op="get_attr"):
+        value = getattr(graph_module, str(node.target), None) if str(node.target).startswith(LIFTED) else None
+        if not isinstance(value, Tensor):
+            continue
+        same = (other for other, kept in known if kept.dtype == value.dtype and torch.equal(kept, value))
+        if (other := next(same, None)) is None:
+            known.append((node, value))
+        else:
+            node.replace_all_uses_with(other)
+            graph_module.graph.erase_node(node)
+
+
 def _make_constants_once(graph_module: GraphModule) -> None:
     """Create equal constants, such as the zeros that a first step makes itself, once and before all steps.
 
@@ -177,6 +248,8 @@ def _make_constants_once(graph_module: GraphModule) -> None:
         if any(writes_in_place(user) for user in node.users):
             continue
         args, kwargs = node.args, dict(node.kwargs)
+        if node.target is ATEN.full.default and type(args[1]) is int:
+            continue  # It may be the number of the step.
         if node.target in CONSTANTS_LIKE:
             args = (inputs[0], *args[1:])
             kwargs["dtype"] = node.meta["val"].dtype
@@ -266,7 +339,11 @@ def _token(node: Node, stubs: StubRegistry) -> Hashable:
     if node.op == "call_module":
         return node  # A loop that is already rolled.
     wild = INDEX_ARGUMENTS.get(node.target, ())
-    args: Any = tuple("#" if index in wild else arg for index, arg in enumerate(node.args))
+    number, _ = WITH_NUMBER.get(node.target, (None, None))
+    args: Any = tuple(
+        "#" if index in wild or (index == number and type(arg) is int) else arg
+        for index, arg in enumerate(node.args)
+    )
     if node.target is OPAQUE_OP:
         tensors, sizes, handle, layout = node.args
         inputs = stubs.layouts(str(handle))[int(layout)].inputs  # type: ignore[arg-type]

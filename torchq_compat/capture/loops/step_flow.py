@@ -16,9 +16,16 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from torchq_compat.capture.loops.segments import INDEX_ARGUMENTS, Leaf, Steps, leaves_of, writes_in_place
+from torchq_compat.capture.loops.segments import (
+    INDEX_ARGUMENTS,
+    WITH_NUMBER,
+    Leaf,
+    Steps,
+    leaves_of,
+    writes_in_place,
+)
 from torchq_compat.support.graph_nodes import SLICE_END
-from torchq_compat.support.upstream import OpOverload
+from torchq_compat.support.upstream import OpOverload, pytree
 
 ATEN = torch.ops.aten
 
@@ -53,7 +60,7 @@ class Taken:
 
     Attributes:
         start: the index of the part of the first step.
-        slope: 1, or -1 if the parts are in descending order.
+        slope: by how much the index grows from step to step.
         keeps: whether the part keeps the dimension, with size 1.
     """
 
@@ -65,6 +72,14 @@ class Taken:
 
 
 @dataclass(frozen=True)
+class Counted:
+    """A number that is ``start`` in the first step, and grows by ``slope`` from step to step."""
+
+    start: int
+    slope: int
+
+
+@dataclass(frozen=True)
 class Written:
     """The ``value`` that every step writes into its part of ``place.source``."""
 
@@ -72,7 +87,7 @@ class Written:
     value: Leaf
 
 
-Read = Inside | Carried | Node | Any
+Read = Inside | Carried | Counted | Node | Any
 
 
 @dataclass
@@ -113,6 +128,12 @@ class Flow:
         return list(dict.fromkeys([*found, *values]))
 
     @property
+    def counted(self) -> list[Counted]:
+        """The numbers of the steps, in the order in which they are first read."""
+        reads = [read for position in self.body for read in self.reads[position]]
+        return list(dict.fromkeys(read for read in reads if isinstance(read, Counted)))
+
+    @property
     def body(self) -> list[int]:
         """The positions that every step computes."""
         views = {p for p in self.taken if self._is_view_written(p)}
@@ -151,7 +172,8 @@ def _read_position(flow: Flow, position: int, where: dict[Node, tuple[int, int]]
     wild = _wild_leaves(first)
     reads: list[Read] = []
     for index, column in enumerate(columns):
-        reads.append(list(column) if index in wild else _read(column, where))
+        counted = _counted(column) if index == _number_leaf(first) else None
+        reads.append(counted or (list(column) if index in wild else _read(column, where)))
     if wild and _takes_part(flow, position, nodes, reads, wild):
         return
     reads = [_as_constant(read) if index in wild else read for index, read in enumerate(reads)]
@@ -161,6 +183,20 @@ def _read_position(flow: Flow, position: int, where: dict[Node, tuple[int, int]]
     flow.reads[position] = reads
     if _is_pure(first) and all(_is_invariant(flow, read) for read in reads):
         flow.invariant.add(position)
+
+
+def _number_leaf(node: Node) -> int | None:
+    """Return the index of the leaf that is the number that ``node`` computes with; None if there is none."""
+    at, _ = WITH_NUMBER.get(node.target, (None, None))
+    return None if at is None else len(pytree.tree_leaves(node.args[:at]))
+
+
+def _counted(column: tuple[Leaf, ...]) -> Counted | None:
+    numbers = [leaf for leaf in column if type(leaf) is int]
+    if len(numbers) < len(column) or numbers[0] == numbers[1]:
+        return None
+    slope = numbers[1] - numbers[0]
+    return Counted(numbers[0], slope) if all(b - a == slope for a, b in itertools.pairwise(numbers)) else None
 
 
 def _leaves_by_step(nodes: list[Node | None]) -> Iterator[list[Leaf]]:
@@ -232,7 +268,7 @@ def _takes_part(
     if not isinstance(source, Node) or not isinstance(value, Tensor):
         return False
     slope = known[1] - known[0]
-    if slope not in (1, -1) or any(b - a != slope for a, b in itertools.pairwise(known)):
+    if any(b - a != slope for a, b in itertools.pairwise(known)):
         return False
     if len(known) < len(starts):
         raise NotALoopError("the last step does not read its part")
@@ -265,6 +301,8 @@ def _write(flow: Flow, position: int, reads: list[Read], nodes: list[Node | None
     if not same or len(viewed.users) > 1:
         raise NotALoopError(f"{node} writes what has another shape or dtype, or is read again")
     place = flow.taken[view.position]
+    if place.slope not in (1, -1):
+        raise NotALoopError(f"{node} writes every {abs(place.slope)}th part")
     parts = {step[view.position] for step in flow.steps}
     inside = {each for step in flow.steps for each in step}
     if place.source.op != "call_function" or any(u in inside and u not in parts for u in place.source.users):
@@ -284,7 +322,7 @@ def _is_pure(node: Node) -> bool:
 def _is_invariant(flow: Flow, read: Read) -> bool:
     if isinstance(read, Inside):
         return read.position in flow.invariant
-    return not isinstance(read, Carried)
+    return not isinstance(read, (Carried, Counted))
 
 
 def _check_states(flow: Flow) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import linecache
 import math
 import operator
@@ -305,7 +306,7 @@ def place_in_code() -> Place:
     by_user: bool | None = None
     while frame is not None and frame.f_code.co_filename != EXPORT:
         path = frame.f_code.co_filename
-        is_library = _is_of_libraries(path)
+        is_library = is_of_libraries(path)
         if by_user is None and not path.startswith(EVALUATING):
             by_user = not is_library
         if not is_library and not path.startswith(GENERATED):
@@ -315,7 +316,9 @@ def place_in_code() -> Place:
     return Place()
 
 
-def _is_of_libraries(path: str) -> bool:
+@functools.cache
+def is_of_libraries(path: str) -> bool:
+    """Return whether the file at ``path`` belongs to torch, this package or Python."""
     is_python = _is_inside(path, STANDARD) and not _is_inside(path, PACKAGES)
     return is_python or _is_inside(path, TORCH) or _is_inside(path, PACKAGE)
 
@@ -354,6 +357,7 @@ def called_aside(reads: KnowsSizes, function: Callable[..., Any], args: Any, kwa
     if not sizes or not made or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None:
         return result
     found = [list[Any](tensor.shape) for tensor in made]
+    slopes: dict[tuple[int, int], set[float]] = {}
     for size in sizes.values():
         # A function may want equal sizes to stay equal.
         alike = [each for each, other in sizes.items() if other.node.value == size.node.value]
@@ -364,9 +368,19 @@ def called_aside(reads: KnowsSizes, function: Callable[..., Any], args: Any, kwa
             except Exception:  # It wants these sizes to be as they are.
                 continue
             for place, dim, before, after in _changes(made, others):
-                if not is_followed(found[place][dim]):
-                    unknown = FollowedInt(Followed(reads.guard, before, UNKNOWN))
-                    found[place][dim] = size if after == PRIME else unknown
+                known, slope = found[place][dim], (after - before) / (PRIME - size.node.value)
+                if is_followed(known) and changed is alike:
+                    continue
+                slopes.setdefault((place, dim), set()).add(slope)
+                if slopes[place, dim] != {1.0} and (
+                    is_followed(known) or slope != int(slope) or abs(slope) >= PRIME
+                ):
+                    found[place][dim] = FollowedInt(Followed(reads.guard, before, UNKNOWN))
+                elif is_followed(known):  # What ``cat`` returns grows with each of its parts.
+                    found[place][dim] = known + (size - size.node.value)
+                else:
+                    is_same = slope == 1.0 and before == size.node.value
+                    found[place][dim] = size if is_same else int(slope) * (size - size.node.value) + before
             break
     for tensor, own in zip(made, found, strict=True):
         reads.remember(tensor, tuple(own))
