@@ -9,7 +9,7 @@ from torch.ao.quantization import get_default_qconfig_mapping
 
 import torchq_compat as tc
 from tests.helpers.oracle import by_fx, calibrate, sqnr
-from torchq_compat.capture.checked import stands_for_infinity
+from torchq_compat.capture.checked import extremes, stand_for_infinity
 from torchq_compat.errors import QuantizationWarning
 
 X86 = get_default_qconfig_mapping("x86")
@@ -91,7 +91,7 @@ def test_a_mask_that_the_example_does_not_show_is_told() -> None:
     ],
 )
 def test_what_stands_for_infinity(values: list[float], expected: bool) -> None:
-    assert stands_for_infinity(torch.tensor(values)) is expected
+    assert stand_for_infinity(*extremes(torch.tensor(values))) is expected
 
 
 def test_large_values_of_one_size_are_quantized() -> None:

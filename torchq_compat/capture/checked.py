@@ -542,33 +542,48 @@ LARGE = 1e8
 APART = 1e-4
 
 
-def mark_infinite_values(graph_module: GraphModule, case: CaptureCase) -> None:
+def mark_infinite_values(graph_module: GraphModule, case: CaptureCase, first: tuple[Any, ...] = ()) -> None:
     """Mark the nodes of a captured graph that have values which mean infinity on the example inputs.
 
     The graph runs only if a constant or an example input is that large.
+
+    Args:
+        first: the inputs of a loop's first step, whose states may start at an extreme.
     """
-    if _may_have_any(graph_module, case.args):
-        case.runs.of_graph(graph_module, case.args, runner=_Marking)
+    inputs = [args for args in (case.args, first) if args]
+    if not any(_may_have_any(graph_module, args) for args in inputs):
+        return
+    nodes = {node.name: node for node in graph_module.graph.nodes}
+    met: dict[Node, tuple[float, float]] = {}
+
+    class Collecting(GraphRunner):
+        def run_node(self, n: Node) -> Any:
+            result = super().run_node(n)
+            if isinstance(result, Tensor) and result.is_floating_point():
+                before = met.get(nodes[n.name], (-1.0, -1.0))
+                now = extremes(result)
+                met[nodes[n.name]] = max(before[0], now[0]), max(before[1], now[1])
+            return result
+
+    for args in inputs:
+        case.runs.of_graph(graph_module, args, runner=Collecting)
+    for node, reached in met.items():
+        if stand_for_infinity(*reached):
+            metadata.INFINITE.write(node, True)
 
 
-class _Marking(GraphRunner):
-    def run_node(self, n: Node) -> Any:
-        result = super().run_node(n)
-        if isinstance(result, Tensor) and stands_for_infinity(result):
-            metadata.INFINITE.write(n, True)
-        return result
+def stand_for_infinity(largest: float, others: float) -> bool:
+    """Return whether the ``largest`` values are infinite, or so much larger than the others as to mean it."""
+    return largest >= LARGE and (math.isinf(largest) or 0 <= others <= APART * largest)
 
 
-def stands_for_infinity(values: Tensor) -> bool:
-    """Return whether some of ``values`` are infinite, or so much larger than the others as to mean it."""
-    if not values.is_floating_point() or not values.numel():
-        return False
-    sizes = values.detach().abs().double()
-    others = sizes[sizes < LARGE]
-    largest = float(sizes.max())
-    if not largest >= LARGE:
-        return False
-    return math.isinf(largest) or (bool(others.numel()) and float(others.max()) <= APART * largest)
+def extremes(values: Tensor) -> tuple[float, float]:
+    """Return the largest absolute value, and the largest below ``LARGE``; -1 if there is none."""
+    sizes = values.detach().abs().double().flatten()
+    largest, others = (
+        float(known.max()) if known.numel() else -1.0 for known in (sizes, sizes[sizes < LARGE])
+    )
+    return largest, others
 
 
 def _may_have_any(graph_module: GraphModule, args: tuple[Any, ...]) -> bool:

@@ -48,6 +48,7 @@ class ObserveRequest:
         standalone: the configuration of a standalone module.
         prepare_inside: prepares a standalone module, or the model that the module holds, as its own model.
         example_inputs: the example inputs of the model that the module holds.
+        first_inputs: what that model is given first, as the states before a loop.
     """
 
     module: nn.Module
@@ -58,6 +59,7 @@ class ObserveRequest:
     standalone: StandaloneSettings | None = None
     prepare_inside: Callable[[ObserveRequest], GraphModule] | None = None
     example_inputs: tuple[Any, ...] | None = None
+    first_inputs: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)

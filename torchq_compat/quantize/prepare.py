@@ -287,7 +287,7 @@ def _capture(state: _Preparing) -> None:
             working, state.model, state.tried, state.signature, state.swaps, request
         )
     graph_module = state.captured.found.graph_module
-    mark_infinite_values(graph_module, state.captured.case)
+    mark_infinite_values(graph_module, state.captured.case, request.first_inputs)
     fix_modes(graph_module, working, state.in_evaluation, is_qat=state.is_qat)
 
 

@@ -37,6 +37,7 @@ class PrepareRequest:
     Attributes:
         rules: the QConfigMapping; if ``quantizer`` is given, the default one, for custom modules alone.
         is_step: whether the model is the step of a loop, prepared by the rules of the model around it.
+        first_inputs: the arguments of the first step of that loop.
         unrolled_because: why loops over time stay as they are written; empty if they may be rolled.
         untraced_because: why modules of torch.nn that FX does not trace are one float call each; empty if
             they are traced.
@@ -53,6 +54,7 @@ class PrepareRequest:
     dynamic_shapes: Any
     is_qat: bool
     is_step: bool = False
+    first_inputs: tuple[Any, ...] = ()
     unrolled_because: str = ""
     untraced_because: str = ""
     has_two_samples: bool = False
@@ -73,6 +75,7 @@ class PrepareRequest:
                 settings=settings,
                 dynamic_shapes=None,
                 is_step=True,
+                first_inputs=inner.first_inputs,
             )
         standalone = inner.standalone
         assert standalone is not None

@@ -147,7 +147,8 @@ class LoopHandler(CustomModuleHandler):
         loop = request.module
         assert isinstance(loop, Loop)
         assert request.prepare_inside is not None
-        step = replace(request, module=vars(loop)["step"], example_inputs=loop.example)
+        module = vars(loop)["step"]
+        step = replace(request, module=module, example_inputs=loop.example, first_inputs=loop.first)
         prepared = request.prepare_inside(step)
         assert isinstance(prepared, QuantizationGraphModule)
         # torchao checks for every module in the outer graph whether it is a standalone module.

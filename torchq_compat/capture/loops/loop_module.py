@@ -141,12 +141,14 @@ class Loop(nn.Module):
         # Not a submodule: the step's modules belong to a model of its own.
         vars(self)["step"] = step
         self.training = step.training
-        #: The arguments of the step in the last call; the example for its capture.
+        #: The arguments of the step in the last call, the example for its capture; and in the first.
         self.example: tuple[Tensor, ...] = ()
+        self.first: tuple[Tensor, ...] = ()
 
     def forward(
         self, states: Sequence[Tensor], wholes: Sequence[Tensor], same: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
+        self.first = ()
         return run_steps(self.form, self._step, list(states), list(wholes), list(same))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Loop:
@@ -160,6 +162,6 @@ class Loop(nn.Module):
         return self
 
     def _step(self, *args: Tensor) -> Sequence[Tensor]:
-        self.example = args
+        self.example, self.first = args, self.first or args
         results: Sequence[Tensor] = vars(self)["step"](*args)
         return results

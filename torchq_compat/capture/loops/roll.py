@@ -380,7 +380,7 @@ def _keep_examples(made: RolledModel, args: tuple[Any, ...]) -> None:
     for name, loop in made.loops.items():
         ran = model.get_submodule(name)
         assert isinstance(ran, Loop)
-        loop.example = ran.example
+        loop.example, loop.first = ran.example, ran.first
 
 
 def _check(
