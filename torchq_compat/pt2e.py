@@ -17,7 +17,7 @@ from torchao.quantization.pt2e.quantizer import Quantizer
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from torchq_compat.annotate.outputs import annotate_outputs, check_annotations, check_sharing
-from torchq_compat.annotate.quantizers import UserQuantizer, quantizer_from
+from torchq_compat.annotate.quantizers import QuantizerFailedError, UserQuantizer, quantizer_from
 from torchq_compat.annotate.sharing import Output
 from torchq_compat.annotate.tuple_rerouting import reroute_tuples
 from torchq_compat.ops import preserves_values
@@ -134,7 +134,12 @@ def convert_pt2e(
 def _prepare(model: GraphModule, quantizer: Quantizer, *, is_qat: bool) -> GraphModule:
     checked = _CheckedQuantizer(quantizer, model)
     flow = process_state.prepare_qat_pt2e if is_qat else process_state.prepare_pt2e
-    prepared = flow(copy.deepcopy(model), checked)
+    try:
+        prepared = flow(copy.deepcopy(model), checked)
+    except QuantizerFailedError as failed:
+        raise failed.raised from failed.raised.__cause__
+    assert checked.outer is not None
+    checked.outer.show_checks(prepared)
     for decision in checked.decisions(prepared):
         if decision.warn:
             warn_user(decision.code, f"{decision.kind} at {decision.path!r}: {decision.reason}.")

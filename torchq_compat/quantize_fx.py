@@ -18,7 +18,7 @@ from torchq_compat.quantize.convert import convert_to_reference
 from torchq_compat.quantize.distributed.ranks import ready_to_convert
 from torchq_compat.quantize.first_call import takes_waiting_models, waits_for_first_call
 from torchq_compat.quantize.prepare import prepare
-from torchq_compat.quantize.request import PrepareRequest, check_float_model
+from torchq_compat.quantize.request import PrepareRequest, check_float_model, rules_beside
 from torchq_compat.read.backend_configs import read_backend_config
 from torchq_compat.read.custom_configs import (
     read_convert_custom_config,
@@ -34,9 +34,8 @@ from torchq_compat.support.torch_ao import (
     ConvertCustomConfig,
     FuseCustomConfig,
     PrepareCustomConfig,
+    QConfig,
     QConfigMapping,
-    get_default_qat_qconfig_mapping,
-    get_default_qconfig_mapping,
 )
 from torchq_compat.support.user_warnings import warn_user
 
@@ -63,6 +62,7 @@ def prepare_fx(
     *,
     dynamic_shapes: Any = None,
     fuse_as_fx: bool = False,
+    custom_module_qconfig: QConfig | QConfigMapping | dict[str, Any] | None = None,
 ) -> QuantizationGraphModule:
     """Prepare a model for post-training quantization.
 
@@ -72,9 +72,8 @@ def prepare_fx(
     Args:
         model: the float model.
         qconfig_mapping: a QConfigMapping or its dict form; or a torchao ``Quantizer``, which annotates
-            everything but custom modules. Custom modules then have torch.ao's default qconfig. A recurrent
-            module that is not mapped is left to the Quantizer, if it annotates the operator, such as
-            ``aten.lstm.input``.
+            everything but custom modules. A recurrent module that is not mapped is left to the Quantizer,
+            if it annotates the operator, such as ``aten.lstm.input``, or writes it as others.
         example_inputs: one example of every positional argument; only their structure, dtypes and ranks
             matter, and every size stays free unless the model fixes it. A bare tensor, a list, and a dict of
             forward's parameters are accepted too, with a QuantizationWarning that names the tuple to write.
@@ -84,6 +83,9 @@ def prepare_fx(
             size that can.
         fuse_as_fx: whether only the batch norms that FX folds are folded: behind modules of torch.nn's own
             classes. By default also those behind functions and subclasses, and in subclasses.
+        custom_module_qconfig: beside a Quantizer, the QConfig of custom modules, or a QConfigMapping for
+            them; default: the ``qconfig`` of the module or of one around it, or what the Quantizer annotates
+            a linear layer in its place with.
 
     Returns:
         The observed model, called with the arguments of ``model``: tensors of the same dtypes and any free
@@ -113,6 +115,7 @@ def prepare_fx(
         _equalization_config,
         backend_config,
         dynamic_shapes,
+        custom_module_qconfig,
         fuse_as_fx=fuse_as_fx,
         is_qat=False,
     )
@@ -130,6 +133,7 @@ def prepare_qat_fx(
     _equalization_config: QConfigMapping | dict[str, Any] | None = None,
     dynamic_shapes: Any = None,
     fuse_as_fx: bool = False,
+    custom_module_qconfig: QConfig | QConfigMapping | dict[str, Any] | None = None,
 ) -> QuantizationGraphModule:
     """Prepare a model for quantization-aware training.
 
@@ -158,6 +162,7 @@ def prepare_qat_fx(
         _equalization_config,
         backend_config,
         dynamic_shapes,
+        custom_module_qconfig,
         fuse_as_fx=fuse_as_fx,
         is_qat=True,
     )
@@ -365,6 +370,7 @@ def _prepare(
     equalization_config: Any,
     backend_config: Any,
     dynamic_shapes: Any,
+    custom_module_qconfig: Any,
     *,
     fuse_as_fx: bool,
     is_qat: bool,
@@ -383,7 +389,12 @@ def _prepare(
                 "the Quantizer decides what the backend supports",
                 "leave backend_config out, or give a QConfigMapping.",
             )
-        qconfig_mapping = get_default_qat_qconfig_mapping() if is_qat else get_default_qconfig_mapping()
+    elif custom_module_qconfig is not None:
+        raise ConfigError.not_supported(
+            "custom_module_qconfig beside a QConfigMapping",
+            "the mapping has the QConfigs of custom modules, too",
+            "set it there, by module name or object type.",
+        )
     if not isinstance(model, nn.Module) and isinstance(qconfig_mapping, nn.Module):
         name = "prepare_qat_fx" if is_qat else "prepare_fx"
         raise ArgumentError(
@@ -391,9 +402,12 @@ def _prepare(
             "was given as the second argument.",
             hint=f"the order is {name}(model, qconfig_mapping, example_inputs).",
         )
-    rules = read_qconfig_mapping(qconfig_mapping)
     settings, backend = read_prepare_custom_config(prepare_custom_config), read_backend_config(backend_config)
     check_float_model(model)
+    if quantizer is None:
+        rules = read_qconfig_mapping(qconfig_mapping)
+    else:
+        rules = rules_beside(quantizer, model, settings, custom_module_qconfig, is_qat=is_qat)
     request = PrepareRequest(
         rules=rules,
         quantizer=quantizer,

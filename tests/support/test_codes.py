@@ -26,6 +26,7 @@ from torchao.quantization.pt2e.quantizer import QuantizationAnnotation, Quantiza
 import torchq_compat as tc
 from tests.helpers.package_trees import PACKAGE, package_trees
 from torchq_compat import errors
+from torchq_compat.capture.opaque_stub import OPAQUE_OP
 from torchq_compat.port.scanner import CONSTRUCTS, RETIRED
 from torchq_compat.profiles import whole_range_dynamic
 from torchq_compat.recurrent.kernel import build
@@ -120,14 +121,14 @@ def test_what_users_of_fx_see_as_no_problem_is_not_told(kind: str) -> None:
 
 
 class Annotates(Quantizer):
-    """Annotates the result of every call of a module, which custom modules do not take."""
+    """Annotates the input of every call of a custom module, which does not take it."""
 
     def annotate(self, model: GraphModule) -> GraphModule:
         for node in model.graph.nodes:
-            if node.op == "call_module":
+            if node.target is OPAQUE_OP:
                 spec = QuantizationSpec(torch.int8, MinMaxObserver)
                 node.meta["quantization_annotation"] = QuantizationAnnotation(
-                    input_qspec_map={node.args[0]: spec}, _annotated=True
+                    input_qspec_map={node.all_input_nodes[0]: spec}, _annotated=True
                 )
         return model
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 from torchao.quantization.pt2e.observer import NoopObserver, RecordingObserver
 from torchao.quantization.pt2e.quantizer import (
     ComposableQuantizer,
@@ -26,9 +30,10 @@ from torchq_compat.annotate.decide import decide_graph
 from torchq_compat.annotate.outputs import check_annotations
 from torchq_compat.annotate.patterns import SourcePartition, find_source_partitions, is_float_tensor
 from torchq_compat.annotate.sharing import has_several
-from torchq_compat.capture.opaque_calls import OpaqueBoundary
+from torchq_compat.capture.opaque_calls import OpaqueBoundary, opaque_call_nodes
+from torchq_compat.capture.opaque_stub import HiddenCalls
 from torchq_compat.capture.writes import make_out_of_place
-from torchq_compat.errors import AnnotationError, ConfigError
+from torchq_compat.errors import AnnotationError, ConfigError, TorchQCompatError
 from torchq_compat.read.backend_configs import read_backend_config
 from torchq_compat.read.observers import WeightConstructor
 from torchq_compat.read.qconfig_mappings import read_qconfig_mapping
@@ -263,19 +268,29 @@ def _observed(node: Node, prepared: GraphModule) -> Node:
 # in the prepared graph, so that ``explain`` reports what is actually there.
 
 
+ATEN = torch.ops.aten
 #: The ``op`` of annotated nodes that are no ops of the model -> the kind in decisions about them.
 ENDS = {"placeholder": "input", "output": "output"}
 #: The message of torchao's ComposableQuantizer if its children annotate one node (torchao 0.18).
 OF_TWO_CHILDREN = re.compile(r"^Quantizer (\w+) has (changed|removed) annotations on node (\S+)$")
 
 
+class QuantizerFailedError(Exception):
+    """A user's Quantizer raised ``raised``."""
+
+    def __init__(self, raised: Exception) -> None:
+        super().__init__(str(raised))
+        self.raised = raised
+
+
 class UserQuantizer(WrappingQuantizer):
-    """A user's ``quantizer`` for a graph with opaque calls.
+    """A user's ``quantizer`` for a graph with opaque calls, which are operators while it works.
 
     Args:
         quantizer: the user's Quantizer.
         boundaries: the boundary of each opaque call of the graph.
         model: the exported module.
+        is_fixed: whether every size is that of the example, and so a number in the graph.
 
     Raises:
         ConfigError: a ComposableQuantizer has a child that is no Quantizer.
@@ -286,33 +301,70 @@ class UserQuantizer(WrappingQuantizer):
         quantizer: Quantizer,
         boundaries: Mapping[Node, OpaqueBoundary],
         model: nn.Module,
+        *,
+        is_fixed: bool = False,
     ) -> None:
         super().__init__(quantizer)
         _check_children(quantizer)
-        self.boundaries = boundaries
+        self.boundaries = {_key(call): boundary for call, boundary in boundaries.items()}
         self.model = model
+        self.is_fixed = is_fixed
+        #: The calls of the outer graph, which torchao prepares before the bodies of loops.
+        self.outer: HiddenCalls | None = None
         self._groups: list[SourcePartition] | None = None
         self._points: list[list[PointName]] | None = None
         self._ends: list[Node] = []
         self._observers: dict[Any, nn.Module] | None = None
 
+    def transform_for_annotation(self, model: GraphModule) -> GraphModule:
+        """Hide the calls of modules, and let ``quantizer`` transform.
+
+        Raises:
+            QuantizerFailedError: ``quantizer`` raises; also from the methods below.
+        """
+        if self.is_fixed:
+            write_sizes(model)
+        self._hidden = HiddenCalls(model)
+        self.outer = self.outer or self._hidden
+        with self._asking():
+            return super().transform_for_annotation(model)
+
     def annotate(self, model: GraphModule) -> GraphModule:
-        """Let ``quantizer`` annotate, then annotate the calls of custom modules.
+        """Let ``quantizer`` annotate.
 
         Raises:
             AnnotationError: two children of a ComposableQuantizer annotate one node.
         """
-        try:
-            model = super().annotate(model)
-        except RuntimeError as cause:
-            disagreed = OF_TWO_CHILDREN.search(str(cause))
-            if not isinstance(self.quantizer, ComposableQuantizer) or disagreed is None:
-                raise
-            raise _of_two_children(self.quantizer, *disagreed.groups()) from cause
+        with self._asking():
+            return super().annotate(model)
+
+    def ask(self, model: GraphModule) -> GraphModule:
+        """Return ``model`` as ``quantizer`` transforms, annotates and validates it.
+
+        Raises:
+            AnnotationError: see ``annotate``.
+        """
+        model = self.transform_for_annotation(model)
+        self.annotate(model)
+        with self._asking():
+            super().validate(model)
+        return model
+
+    def validate(self, model: GraphModule) -> None:
+        """Let ``quantizer`` validate, annotate the calls of custom modules, and check and settle all
+        annotations.
+
+        Raises:
+            AnnotationError: see ``check_annotations``.
+        """
+        with self._asking():
+            super().validate(model)
+        self._hidden.show(model)
         if self._groups is None:
             self._groups = find_source_partitions(model, self.model)
-        for call, boundary in self.boundaries.items():
-            if call.graph is not model.graph:
+        for call in opaque_call_nodes(model):
+            boundary = self.boundaries.get(_key(call))
+            if boundary is None:
                 continue
             _warn_if_annotated(call, self.quantizer)
             call.meta[Q_ANNOTATION_KEY] = _annotation(call, boundary)
@@ -320,15 +372,6 @@ class UserQuantizer(WrappingQuantizer):
                 position = getitem.args[1]
                 assert isinstance(position, int)
                 _annotate_output(getitem, boundary.output_specs[position])
-        return model
-
-    def validate(self, model: GraphModule) -> None:
-        """Let ``quantizer`` validate, then check and settle all annotations.
-
-        Raises:
-            AnnotationError: see ``check_annotations``.
-        """
-        super().validate(model)
         check_annotations(model)
         if self._points is None:
             # If there were several getitems of one output, only one is left.
@@ -337,6 +380,19 @@ class UserQuantizer(WrappingQuantizer):
             ]
             self._groups, self._points = partitions, [_points_of(partition) for partition in partitions]
             self._ends = [node for node in model.graph.nodes if node.op in ENDS and annotated_points(node)]
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        try:
+            with self._hidden.active():
+                yield
+        except TorchQCompatError:
+            raise  # It reports a faulty annotation, which the Quantizer's author has to correct.
+        except Exception as cause:
+            disagreed = OF_TWO_CHILDREN.search(str(cause))
+            if isinstance(self.quantizer, ComposableQuantizer) and disagreed is not None:
+                raise _of_two_children(self.quantizer, *disagreed.groups()) from cause
+            raise QuantizerFailedError(cause) from cause
 
     def prepare_obs_or_fq_callback(self, model: GraphModule, observers: dict[Any, Any]) -> None:
         super().prepare_obs_or_fq_callback(model, observers)
@@ -360,6 +416,36 @@ class UserQuantizer(WrappingQuantizer):
             _decision(partition, points, missing, idle, unread, name)
             for partition, points in zip(self._groups or (), self._points or (), strict=True)
         )
+
+
+def own_copy(quantizer: Quantizer) -> Quantizer:
+    """Return a copy of ``quantizer``, so that it remembers nothing of a trial, or ``quantizer`` itself if it
+    cannot be copied."""
+    try:
+        copied: Quantizer = copy.deepcopy(quantizer)
+    except Exception:
+        return quantizer
+    return copied
+
+
+def write_sizes(model: GraphModule) -> None:
+    """Write the sizes that ``model`` computes as the numbers that they are in the example."""
+    for node in list(model.graph.nodes):
+        value = node.meta.get("val")
+        if node.op == "call_function" and isinstance(value, int):
+            for user in list(node.users):
+                user.args = map_arg(user.args, lambda each: value if each is node else each)  # noqa: B023
+            model.graph.erase_node(node)
+        elif node.target is ATEN.new_zeros.default:
+            # As torch.export writes the zeros of a state.
+            node.target, node.args = ATEN.zeros.default, node.args[1:]
+            node.kwargs = {"dtype": value.dtype, "device": value.device}
+    model.recompile()
+
+
+def _key(call: Node) -> tuple[Any, Any]:
+    """Return what names an opaque ``call`` in every graph that is made of its own."""
+    return call.target, call.kwargs["opaque_layout"]
 
 
 def _check_children(quantizer: Quantizer) -> None:

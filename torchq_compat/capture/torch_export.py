@@ -105,6 +105,8 @@ def _without(beginning: str) -> logging.Filter:
 
 #: As ``dynamic_shapes``: every size is free that the model allows.
 EVERY_SIZE: Any = object()
+#: As ``dynamic_shapes``: every size is that of the example.
+NO_SIZE: Any = object()
 #: The directories of torch and of this package: a user's line is in neither.
 LIBRARY_ROOTS = (Path(torch.__file__).parent, Path(__file__).parents[1])
 #: Advice on traceable forms of code that usually computes with the values of lengths.
@@ -165,7 +167,7 @@ def export_with(model: nn.Module, args: tuple[Any, ...], dynamic_shapes: Any) ->
     """Return the result of ``torch.export.export``.
 
     Args:
-        dynamic_shapes: as in torch.export, where None is static; or ``EVERY_SIZE``.
+        dynamic_shapes: as in torch.export, where None is static; or ``EVERY_SIZE`` or ``NO_SIZE``.
     """
     args = _distinct(args)
     oblivious: AbstractContextManager[None] = nullcontext()
@@ -173,6 +175,8 @@ def export_with(model: nn.Module, args: tuple[Any, ...], dynamic_shapes: Any) ->
         dynamic_shapes = _every_dimension(model, args)
         # Without this an example of batch 1 fixes the batch to 1 (0/1 specialization).
         oblivious = symbolic_shapes_config.patch(backed_size_oblivious=True)
+    elif dynamic_shapes is NO_SIZE:
+        dynamic_shapes = None
     export = partial(torch.export.export, model, args, strict=False, dynamic_shapes=dynamic_shapes)
     with alone(), partial_graphs_held_back(), oblivious:
         return with_seen_python(model, export)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -13,7 +14,12 @@ from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e.quantizer import Quantizer
 
 from torchq_compat.annotate.annotation import module_record, write_op_records
-from torchq_compat.annotate.quantizers import annotated_points
+from torchq_compat.annotate.quantizers import (
+    QuantizerFailedError,
+    UserQuantizer,
+    annotated_points,
+    own_copy,
+)
 from torchq_compat.annotate.sharing import has_several
 from torchq_compat.capture.checked import Attempt, CaptureCase, capture_checked
 from torchq_compat.capture.opaque_calls import (
@@ -33,7 +39,7 @@ from torchq_compat.capture.torch_export import (
 from torchq_compat.capture.trial_runs import FloatRun, Runs, trial_copy
 from torchq_compat.capture.unseen_python import show_identities
 from torchq_compat.custom_modules import handler_of
-from torchq_compat.errors import InputError, TorchQCompatError
+from torchq_compat.errors import InputError
 from torchq_compat.modules.registry import ObserveRequest, WriteOps
 from torchq_compat.modules.swap import Swap, apply_swaps
 from torchq_compat.quantize.request import PrepareRequest, WithLoops
@@ -251,13 +257,22 @@ def share_modules(
     modules: dict[str, nn.Module],
     decisions: Sequence[Decision],
     quantizer: Quantizer | None,
+    *,
+    is_fixed: bool,
 ) -> tuple[Mapping[str, WriteOps], list[Decision]]:
     """Return the writers, by path, of the modules that ``quantizer`` annotates as ops, and the ``decisions``
-    that remain."""
+    that remain.
+
+    Args:
+        is_fixed: whether every size is that of the example.
+
+    Raises:
+        QuantizerFailedError: ``quantizer`` fails on free sizes, and does not on fixed ones.
+    """
     candidates = {} if quantizer is None else _candidates(captured, swaps)
     if quantizer is None or not candidates:
         return {}, list(decisions)
-    wanted, why_not = _wanted(captured, modules, candidates, quantizer)
+    wanted, why_not = _wanted(captured, modules, candidates, quantizer, is_fixed=is_fixed)
     kept = []
     for decision in decisions:
         if decision.path in wanted:
@@ -282,22 +297,29 @@ def _wanted(
     modules: dict[str, nn.Module],
     candidates: Mapping[str, WriteOps],
     quantizer: Quantizer,
+    *,
+    is_fixed: bool,
 ) -> tuple[set[str], str]:
     """Return the paths of the candidates whose ops ``quantizer`` annotates, and why the others stay float."""
     name = type(quantizer).__name__
-    trial = copy.deepcopy(captured.found.graph_module)
-    insert_calls(trial, captured.stubs, modules, candidates)
-    written = _module_paths(trial) & candidates.keys()
+
+    def asked(*, is_fixed: bool) -> tuple[GraphModule, set[str]]:
+        trial = copy.deepcopy(captured.found.graph_module)
+        insert_calls(trial, captured.stubs, modules, candidates)
+        written = _module_paths(trial) & candidates.keys()
+        return UserQuantizer(own_copy(quantizer), {}, trial, is_fixed=is_fixed).ask(trial), written
+
     try:
-        asked = _own_copy(quantizer)
-        trial = asked.transform_for_annotation(trial)
-        asked.annotate(trial)
-    except TorchQCompatError:
-        raise  # It reports a faulty annotation, which the Quantizer's author has to correct.
-    except Exception as cause:
+        trial, written = asked(is_fixed=is_fixed)
+    except QuantizerFailedError as failed:
+        works_fixed = False
+        with suppress(QuantizerFailedError):
+            works_fixed = not is_fixed and bool(asked(is_fixed=True))
+        if works_fixed:
+            raise
         # Without the written ops the Quantizer may succeed; if not, it raises the same error on the graph.
-        first_line = str(cause).strip().split("\n", 1)[0]
-        return set(), f"{name} fails on its ops: {type(cause).__name__}: {first_line}"
+        first_line = str(failed).strip().split("\n", 1)[0]
+        return set(), f"{name} fails on its ops: {type(failed.raised).__name__}: {first_line}"
     # An op whose results are no longer read was rewritten by the Quantizer as ops of its own.
     annotated, read = (_module_paths(trial, accepts) for accepts in (_is_annotated, _is_read))
     wanted = (written & annotated) | (written - read)
@@ -322,13 +344,3 @@ def _module_paths(graph_module: GraphModule, accepts: Callable[[Node], bool] = l
         for node in graph_module.graph.nodes
         if node.op == "call_function" and has_several(node) and accepts(node)
     }
-
-
-def _own_copy(quantizer: Quantizer) -> Quantizer:
-    """Return a copy of ``quantizer``, so that it remembers nothing of the trial graph, or ``quantizer``
-    itself if it cannot be copied."""
-    try:
-        copied: Quantizer = copy.deepcopy(quantizer)
-    except Exception:
-        return quantizer
-    return copied

@@ -19,7 +19,7 @@ from torchq_compat.annotate.observed_graph import (
     prepare_with,
 )
 from torchq_compat.annotate.patterns import is_folded_in_fx
-from torchq_compat.annotate.quantizers import UserQuantizer
+from torchq_compat.annotate.quantizers import QuantizerFailedError, UserQuantizer
 from torchq_compat.annotate.unmatched import decide_unmatched_rules, decide_unmatched_settings
 from torchq_compat.capture.checked import (
     check_prepared,
@@ -32,7 +32,7 @@ from torchq_compat.capture.example_inputs import is_one_value_a_channel, with_tw
 from torchq_compat.capture.opaque_calls import OpaqueBoundary
 from torchq_compat.capture.origins import decide_leftovers, find_origin
 from torchq_compat.capture.signature import CallSignature
-from torchq_compat.capture.torch_export import copied_inputs, restore_source_functions
+from torchq_compat.capture.torch_export import NO_SIZE, copied_inputs, restore_source_functions
 from torchq_compat.capture.training import (
     EvaluationRun,
     decide_evaluation,
@@ -146,9 +146,11 @@ def observe_by_rules(captured: Captured, request: PrepareRequest) -> Observed:
     return prepared, tuple(decisions)
 
 
-def observe_by_quantizer(captured: Captured, quantizer: Quantizer, *, is_qat: bool) -> Observed:
+def observe_by_quantizer(
+    captured: Captured, quantizer: Quantizer, *, is_qat: bool, is_fixed: bool
+) -> Observed:
     """Annotate everything but custom modules by ``quantizer``, and prepare; return the decisions too."""
-    around = UserQuantizer(quantizer, captured.boundaries, captured.model)
+    around = UserQuantizer(quantizer, captured.boundaries, captured.model, is_fixed=is_fixed)
     prepared = prepare_with(captured.graph_module, around, is_qat=is_qat, cumulative=captured.cumulative)
     return prepared, around.decisions(prepared)
 
@@ -175,19 +177,32 @@ def prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModul
 
 def _first_that_succeeds(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModule:
     """Return ``model`` prepared in the first way that succeeds; raise the first error if none does."""
-    waiting, first = [request], None
+    waiting: list[PrepareRequest] = [request]
+    first: Exception | None = None
     while waiting:
         tried = waiting.pop(0)
         try:
             return _prepare(model, tried)
         except _RolledModelFailedError as failed:
             waiting.insert(0, replace(tried, unrolled_because=str(failed)))
+        except QuantizerFailedError as failed:
+            first = first or failed.raised
+            if not tried.fixed_because:
+                waiting.append(_with_fixed_sizes(tried, failed.raised))
         except TorchQCompatError as error:
             first = first or error
             if isinstance(error, CaptureError):
                 waiting.extend(_other_ways(model, tried, error))
     assert first is not None
     raise first from first.__cause__
+
+
+def _with_fixed_sizes(tried: PrepareRequest, cause: Exception) -> PrepareRequest:
+    """Return ``tried`` with the sizes of the example: its Quantizer fails, or writes them into the graph."""
+    first_line = (str(cause).strip().splitlines() or [""])[0]
+    reason = f"{type(cause).__name__}: {first_line}"
+    name = type(tried.quantizer).__name__
+    return replace(tried, dynamic_shapes=NO_SIZE, fixed_because=f"{name} needs fixed sizes ({reason})")
 
 
 def _other_ways(model: nn.Module, tried: PrepareRequest, error: CaptureError) -> Iterator[PrepareRequest]:
@@ -198,6 +213,8 @@ def _other_ways(model: nn.Module, tried: PrepareRequest, error: CaptureError) ->
     has_untraced = any(is_untraced_in_fx(module, tried.backend) for module in model.modules())
     if has_untraced and not tried.untraced_because:
         yield replace(tried, untraced_because=f"{UNTRACED}: {error.message.splitlines()[0]}")
+    if tried.quantizer is not None and not tried.fixed_because:
+        yield _with_fixed_sizes(tried, error)
 
 
 class _RolledModelFailedError(Exception):
@@ -297,7 +314,14 @@ def _observe_modules(state: _Preparing) -> None:
     graph_module = captured.found.graph_module
     modules = observe_modules(captured, swaps, lambda inner: prepare(inner.module, request.inside(inner)))
     restore_source_functions(graph_module, state.with_loops.model)
-    writers, state.decisions = share_modules(captured, swaps, modules, state.decisions, request.quantizer)
+    writers, state.decisions = share_modules(
+        captured,
+        swaps,
+        modules,
+        state.decisions,
+        request.quantizer,
+        is_fixed=bool(request.fixed_because),
+    )
     state.decisions.extend(place_modules(captured, swaps, modules, writers, is_qat=state.is_qat))
     state.boundaries = boundaries_of(graph_module, swaps, state.tried.runs.calls)
 
@@ -330,6 +354,10 @@ def _wrap(state: _Preparing) -> None:
     state.decisions.extend(decide_blocks(captured.found, is_qat=state.is_qat))
     state.decisions.extend(decide_sizes(captured.case, captured.found))
     state.decisions.extend(state.with_loops.decisions)
+    if request.fixed_because:
+        state.decisions.append(
+            Decision("", "sizes of inputs", Action.FIXED, request.fixed_because, warn=True, code="TQ329")
+        )
     record = ModelRecord(
         Stage.PREPARED,
         state.signature.with_sizes(captured.found.sizes),
@@ -401,7 +429,9 @@ def _insert_observers(
     captured: Captured, request: PrepareRequest
 ) -> tuple[GraphModule, tuple[Decision, ...]]:
     if request.quantizer is not None:
-        prepared, decided = observe_by_quantizer(captured, request.quantizer, is_qat=request.is_qat)
+        prepared, decided = observe_by_quantizer(
+            captured, request.quantizer, is_qat=request.is_qat, is_fixed=bool(request.fixed_because)
+        )
     else:
         prepared, decided = observe_by_rules(captured, request)
     if not request.is_qat:

@@ -2,30 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.fx import GraphModule
-from torchao.quantization.pt2e.quantizer import Quantizer
+from torchao.quantization.pt2e.observer import HistogramObserver, MovingAverageMinMaxObserver
+from torchao.quantization.pt2e.quantizer import QuantizationSpec, Quantizer
 
+from torchq_compat.annotate.quantizers import QuantizerFailedError, UserQuantizer, own_copy
+from torchq_compat.annotate.sharing import Output, read_specs
 from torchq_compat.capture.loops.looped_sizes import LoopedSizes, find_looped_sizes
 from torchq_compat.capture.loops.roll import roll_loops
 from torchq_compat.capture.loops.step_flow import NotALoopError
 from torchq_compat.capture.opaque_stub import StubRegistry
 from torchq_compat.capture.signature import CallSignature
+from torchq_compat.capture.torch_export import NO_SIZE, capture
 from torchq_compat.capture.trial_runs import FloatRun, Runs, trial_copy
-from torchq_compat.errors import InputError
+from torchq_compat.errors import InputError, TorchQCompatError
 from torchq_compat.model.graph_module import record_of
 from torchq_compat.model.other_tools import OBSERVED_KEY
 from torchq_compat.modules.registry import ObserveRequest
 from torchq_compat.modules.swap import apply_swaps, decide_swaps
 from torchq_compat.read.backend_configs import BackendTable
 from torchq_compat.read.custom_configs import PrepareSettings
-from torchq_compat.read.qconfig_mappings import QConfigRules
+from torchq_compat.read.qconfig_mappings import QConfigRules, read_qconfig_mapping
+from torchq_compat.read.qspecs import SpecObserverConstructor, make_observer
 from torchq_compat.support.decisions import Action, Decision
-from torchq_compat.support.torch_ao import FloatFunctional, FXFloatFunctional, QuantizedGraphModule
+from torchq_compat.support.dtypes import is_integer
+from torchq_compat.support.graph_nodes import module_path_of
+from torchq_compat.support.torch_ao import (
+    FloatFunctional,
+    FXFloatFunctional,
+    QConfig,
+    QConfigMapping,
+    QuantizedGraphModule,
+    get_default_qat_qconfig,
+    get_default_qconfig,
+)
 
 # The arguments of ``prepare_fx`` or ``prepare_qat_fx`` as one frozen value.
 
@@ -44,6 +63,7 @@ class PrepareRequest:
         has_two_samples: whether each single sample of the example was doubled.
         fuse_as_fx: whether only the batch norms that FX folds are folded.
         quantizer: annotates everything but custom modules, in place of ``rules`` and ``backend``.
+        fixed_because: why every size is that of the example; empty if sizes may be free.
     """
 
     rules: QConfigRules
@@ -59,6 +79,7 @@ class PrepareRequest:
     untraced_because: str = ""
     has_two_samples: bool = False
     fuse_as_fx: bool = False
+    fixed_because: str = ""
 
     def inside(self, inner: ObserveRequest) -> PrepareRequest:
         """Return the request for preparing a standalone module or the step of a loop."""
@@ -73,7 +94,7 @@ class PrepareRequest:
                 self,
                 example_inputs=inner.example_inputs,
                 settings=settings,
-                dynamic_shapes=None,
+                dynamic_shapes=NO_SIZE if self.fixed_because else None,
                 is_step=True,
                 first_inputs=inner.first_inputs,
             )
@@ -85,9 +106,10 @@ class PrepareRequest:
             example_inputs=standalone.example_inputs,
             settings=standalone.settings,
             backend=standalone.backend or self.backend,
-            dynamic_shapes=None,
+            dynamic_shapes=NO_SIZE if self.fixed_because else None,
             is_qat=self.is_qat,
             fuse_as_fx=self.fuse_as_fx,
+            fixed_because=self.fixed_because,
         )
 
 
@@ -221,3 +243,130 @@ def _as_written(working: nn.Module, looped: LoopedSizes, reason: str) -> WithLoo
     first_line = (reason.strip().splitlines() or [""])[0]
     told = f"the loop over {where}{at} is written out for the length of the example: {first_line}"
     return WithLoops(working, decisions=(Decision("", "loop over time", Action.FIXED, told),))
+
+
+# The QConfigs of custom modules beside a user's Quantizer, which annotates everything else.
+
+
+#: The engine whose default QConfig has the whole range of 8 bits.
+WHOLE_RANGE = "qnnpack"
+#: The width of the probe's layers, which backends with vector units accept.
+WIDTH = 16
+
+
+def rules_beside(
+    quantizer: Quantizer, model: nn.Module, settings: PrepareSettings, given: Any, *, is_qat: bool
+) -> QConfigRules:
+    """Return the QConfigs of the custom modules of ``model``.
+
+    They are those ``given``; or the ``qconfig`` of the module or of one around it; or what ``quantizer``
+    annotates a linear layer in the module's place with; or the default one of the whole range.
+
+    Args:
+        given: a QConfig for all, a QConfigMapping or its dict form; or None.
+
+    Raises:
+        ConfigError: a QConfig cannot be read.
+    """
+    if isinstance(given, QConfig):
+        return QConfigRules.of_global(given)
+    if given is not None:
+        return read_qconfig_mapping(given)
+    default: QConfig = (get_default_qat_qconfig if is_qat else get_default_qconfig)(WHOLE_RANGE)  # type: ignore[no-untyped-call]
+    mapping = QConfigMapping().set_global(default)
+    own = {
+        path: vars(module)["qconfig"] for path, module in model.named_modules() if "qconfig" in vars(module)
+    }
+    for path, qconfig in own.items():
+        mapping.set_module_name(path, qconfig) if path else mapping.set_global(qconfig)
+    mapped = {each for classes in settings.float_to_observed.values() for each in classes}
+    paths = [
+        path
+        for path, module in model.named_modules()
+        if mapped.intersection(type(module).__mro__) and not any(_is_inside(path, name) for name in own)
+    ]
+    name = type(quantizer).__name__
+    specs = _specs_of_linears(quantizer, paths) if paths else {}
+    for path, (activation, weight) in specs.items():
+        mapping.set_module_name(
+            path,
+            QConfig(  # type: ignore[no-untyped-call]
+                activation=default.activation if activation is None else _over_time(activation, name),
+                weight=default.weight if weight is None else SpecObserverConstructor(weight, name),
+            ),
+        )
+    sources = {"": "the default with the whole range"}
+    sources |= dict.fromkeys(own, "module.qconfig") | dict.fromkeys(specs, name)
+    return replace(read_qconfig_mapping(mapping), sources=MappingProxyType(sources))
+
+
+def _is_inside(path: str, name: str) -> bool:
+    return not name or path == name or path.startswith(f"{name}.")
+
+
+def _over_time(spec: QuantizationSpec, setting: str) -> SpecObserverConstructor:
+    """Return the constructor of ``spec``; of a histogram in place of a moving average, which over the steps
+    of a sequence stays near the range of the first ones."""
+    made = make_observer(spec)
+    if isinstance(made, MovingAverageMinMaxObserver):
+        eps = float(made.eps)
+        spec = replace(spec, observer_or_fake_quant_ctr=HistogramObserver.with_args(eps=eps))
+    return SpecObserverConstructor(spec, setting)
+
+
+class _Probe(nn.Module):
+    """A model with a linear layer at each of ``paths``."""
+
+    def __init__(self, paths: list[str]) -> None:
+        super().__init__()
+        self.paths = paths
+        for path in paths:
+            parent: nn.Module = self
+            *outer, name = path.split(".")
+            for each in outer:
+                if each not in dict(parent.named_children()):
+                    parent.add_module(each, nn.Module())
+                parent = parent.get_submodule(each)
+            parent.add_module(name, nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [self.get_submodule(path)(x) for path in self.paths]
+
+
+def _specs_of_linears(
+    quantizer: Quantizer, paths: list[str]
+) -> Mapping[str, tuple[QuantizationSpec | None, QuantizationSpec | None]]:
+    """Return the specs of activation and weight that ``quantizer`` gives a linear layer at each of ``paths``;
+    none where it annotates nothing or fails."""
+    probe = _Probe(paths).eval()
+    graph_module, _ = capture(probe, (torch.zeros(WIDTH, WIDTH),))
+    with suppress(QuantizerFailedError, TorchQCompatError):
+        annotated = UserQuantizer(own_copy(quantizer), {}, graph_module).ask(graph_module)
+        specs = list(_specs_by_path(annotated))
+        return {
+            path: (
+                _most_common(spec for at, is_weight, spec in specs if at == path and not is_weight),
+                _most_common(spec for at, is_weight, spec in specs if at == path and is_weight),
+            )
+            for path in paths
+            if any(at == path for at, _, _ in specs)
+        }
+    return {}
+
+
+def _specs_by_path(annotated: GraphModule) -> Iterator[tuple[str, bool, QuantizationSpec]]:
+    """Yield each integer spec with the path of its module and whether it is of a weight."""
+    for point, spec in read_specs(annotated.graph):
+        if not isinstance(spec, QuantizationSpec) or not is_integer(spec.dtype):
+            continue
+        source, reader = point if isinstance(point, tuple) else (point, None)
+        node = source.node if isinstance(source, Output) else source
+        is_parameter = node.op == "get_attr"
+        if is_parameter and node.meta["val"].dim() < 2:
+            continue  # A bias.
+        yield module_path_of(reader or node).partition("@")[0], is_parameter, spec
+
+
+def _most_common(specs: Iterator[QuantizationSpec]) -> QuantizationSpec | None:
+    counted = Counter(specs).most_common(1)
+    return counted[0][0] if counted else None

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -75,6 +75,8 @@ class QConfigRules:
     module_name_regexes: tuple[tuple[re.Pattern[str], QConfig | None], ...]
     module_names: Mapping[str, QConfig | None]
     orders: tuple[OrderRule, ...]
+    #: What to name in place of the level, by module name.
+    sources: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of_global(cls, qconfig: QConfig) -> QConfigRules:
@@ -213,7 +215,8 @@ def select_for_module(
 ) -> Selection:
     """Select for a module that FX keeps as one node; ``call_index`` counts the calls of its type in the
     parent module."""
-    selection = _by_object_type(rules, (module_type,), Selection(rules.global_qconfig, "global"))
+    everything = Selection(rules.global_qconfig, rules.sources.get("", "global"))
+    selection = _by_object_type(rules, (module_type,), everything)
     selection = _by_name(rules, path, selection)
     return _by_order(rules, path.rpartition(".")[0], (module_type,), call_index, selection)
 
@@ -246,7 +249,7 @@ def _by_name(rules: QConfigRules, path: str, fallback: Selection) -> Selection:
     name = path
     while name:
         if name in rules.module_names:
-            return Selection(rules.module_names[name], f"module_name {name!r}")
+            return Selection(rules.module_names[name], rules.sources.get(name, f"module_name {name!r}"))
         name = name.rpartition(".")[0]
     for pattern, qconfig in rules.module_name_regexes:
         if pattern.match(path):
