@@ -14,7 +14,7 @@ from torchq_compat.eager.fuse import fuse
 from torchq_compat.errors import ArgumentError, ConfigError
 from torchq_compat.lower.integers.lowered_module import lower_to_integers
 from torchq_compat.model.graph_module import ConvertedModel, QuantizationGraphModule, record_of
-from torchq_compat.quantize.convert import convert_to_reference
+from torchq_compat.quantize.convert import convert_to_reference, warn_of_loss
 from torchq_compat.quantize.distributed.ranks import ready_to_convert
 from torchq_compat.quantize.first_call import takes_waiting_models, waits_for_first_call
 from torchq_compat.quantize.prepare import prepare
@@ -231,7 +231,9 @@ def convert_fx(
         graph_module, settings, rules, backend, observer_qparams=observer_qparams
     )
     record = record_of(graph_module)
-    return lower_to_integers(reference, None if record is None else record.trial_inputs)
+    lowered = lower_to_integers(reference, None if record is None else record.trial_inputs)
+    warn_of_loss(graph_module, lowered)
+    return lowered
 
 
 @takes_waiting_models
@@ -281,7 +283,11 @@ def convert_to_reference_fx(
     _warn_unused(remove_qconfig=_remove_qconfig)
     rules = _read_convert_mapping(qconfig_mapping)
     graph_module = ready_to_convert(graph_module, "convert_to_reference_fx")
-    return convert_to_reference(graph_module, settings, rules, backend, observer_qparams=observer_qparams)
+    reference = convert_to_reference(
+        graph_module, settings, rules, backend, observer_qparams=observer_qparams
+    )
+    warn_of_loss(graph_module, reference)
+    return reference
 
 
 @takes_old_keywords()

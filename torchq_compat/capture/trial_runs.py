@@ -351,9 +351,10 @@ def _seeded() -> Iterator[None]:
 
 
 @contextmanager
-def kept_buffers(module: nn.Module) -> Iterator[None]:
-    """Restore the values of the buffers of ``module`` afterwards."""
-    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
+def kept_buffers(module: nn.Module, *, but: torch.dtype | None = None) -> Iterator[None]:
+    """Restore the values of the buffers of ``module`` afterwards, ``but`` those of a dtype that only weights
+    have."""
+    before = [(buffer, buffer.clone()) for buffer in module.buffers() if buffer.dtype is not but]
     try:
         yield
     finally:

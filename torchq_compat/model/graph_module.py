@@ -76,7 +76,7 @@ from torchq_compat.support.later_stages import (
 )
 from torchq_compat.support.process_state import TURNS, is_compiling, is_exporting
 from torchq_compat.support.torch_ao import freeze_bn_stats, update_bn_stats
-from torchq_compat.support.upstream import USER_PRESERVED_ATTRIBUTES_KEY
+from torchq_compat.support.upstream import USER_PRESERVED_ATTRIBUTES_KEY, pytree
 from torchq_compat.support.user_warnings import is_of_treespec, silenced
 
 #: The path of a float model that is a custom module itself, in the module that wraps it.
@@ -85,6 +85,8 @@ ROOT = "module"
 QPARAMS_OF_FX = re.compile(r".+_(scale|zero_point)_\d+")
 #: Attribute that holds the structure of the arguments, with the pytree_info it was read from.
 STRUCTURE = "_torchq_compat_structure"
+#: Attribute of a prepared model: the arguments and result of its last call in evaluation.
+LAST_CALL = "_torchq_compat_last_call"
 #: Legacy switch -> whether batch norms are frozen.
 BATCH_NORM_SWITCHES = {
     freeze_bn_stats: True,
@@ -229,7 +231,11 @@ class QuantizationGraphModule(GraphModule):
             if is_compiled or not (observes or hooked):
                 return super().__call__(*bound)
             with TURNS, calling_hooks(self, hooked) if hooked else nullcontext():
-                return super().__call__(*bound)
+                result = super().__call__(*bound)
+            if observes and not self.training:
+                detached = pytree.tree_map_only(Tensor, Tensor.detach, result)
+                vars(self)[LAST_CALL] = bound, detached
+            return result
         except FAILURES as cause:
             error = None if is_of_a_hook(cause) else self._explained(bound, cause)
             if error is None:

@@ -6,7 +6,8 @@ import copy
 from collections.abc import Collection
 from dataclasses import replace
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from torchq_compat.annotate.annotation import op_record
@@ -26,9 +27,18 @@ from torchq_compat.capture.opaque_calls import (
     quantize_boundaries,
     tensor_arguments,
 )
+from torchq_compat.capture.torch_export import copied_inputs
+from torchq_compat.capture.trial_runs import kept_buffers, run_prepared, sqnr
 from torchq_compat.custom_modules import handler_of
 from torchq_compat.errors import ConfigError, ConvertError
-from torchq_compat.model.graph_module import ConvertedGraphModule, ModelRecord, Stage, record_of
+from torchq_compat.model.graph_module import (
+    LAST_CALL,
+    ConvertedGraphModule,
+    ConvertedModel,
+    ModelRecord,
+    Stage,
+    record_of,
+)
 from torchq_compat.model.other_tools import unguard
 from torchq_compat.model.quantized_interface import expose_integers
 from torchq_compat.modules.parts import PartOwner
@@ -50,7 +60,11 @@ from torchq_compat.support import metadata
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.process_state import draws_kept
 from torchq_compat.support.torch_ao import QuantType
-from torchq_compat.support.upstream import USER_PRESERVED_ATTRIBUTES_KEY
+from torchq_compat.support.upstream import (
+    USER_PRESERVED_ATTRIBUTES_KEY,
+    is_activation_post_process,
+    pytree,
+)
 from torchq_compat.support.user_warnings import warn_user
 
 # Ops that were calibrated and stay float because ``convert_fx(qconfig_mapping=...)`` switches them off.
@@ -473,3 +487,45 @@ def _check_observers(prepared: GraphModule) -> None:
 
 def _shorten(places: list[str]) -> str:
     return ", ".join(places[:5]) + (f" and {len(places) - 5} more" if len(places) > 5 else "")
+
+
+# Tell, at convert, what a converted model loses on the last calibration batch.
+#
+# A prepared model may be as good as the float one and the converted model compute nothing of use: a range
+# that grew over time, a state that starts at an extreme, an outlier. A prepared model in evaluation holds
+# the arguments and the result of its last call; convert runs the converted model on them, once.
+
+
+#: In dB, against the prepared model: below it, noise is half of the result's amplitude.
+LOST = 6.0
+#: Values of a batch that is tried; larger ones take too long.
+MOST = 1 << 24
+
+
+def warn_of_loss(prepared: nn.Module, converted: ConvertedModel) -> None:
+    """Warn if ``converted`` computes something else than ``prepared`` on its last calibration batch.
+
+    The prepared model is called again, with its observers off, only where the results differ: the tensors of
+    the batch may have got other values since.
+    """
+    args, expected = vars(prepared).get(LAST_CALL, (None, None))
+    is_integer = converted.record.interface.inputs or converted.record.interface.outputs
+    tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
+    if args is None or is_integer or prepared.training or sum(tensor.numel() for tensor in tensors) > MOST:
+        return
+    try:
+        with torch.no_grad(), draws_kept(), kept_buffers(converted, but=torch.int8):
+            actual = converted(*copied_inputs(args))
+        if sqnr(expected, actual) >= LOST:
+            return
+        decibels = sqnr(run_prepared(prepared, args, is_activation_post_process), actual)
+    except Exception:
+        return  # What the converted model cannot take it refuses when it is called.
+    if decibels < LOST:
+        warn_user(
+            "TQ441",
+            f"the converted model is {decibels:.1f} dB from the prepared one on the last calibration batch: "
+            "little of its result is left. explain(prepared).plot() shows the ranges, torchq_compat.suggest "
+            "what to leave float. Values that grow with the length, and states that start at an extreme, "
+            "are the usual causes.",
+        )

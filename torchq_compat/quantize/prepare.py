@@ -44,7 +44,7 @@ from torchq_compat.capture.training import (
 )
 from torchq_compat.capture.unseen_python import compute_weights, decide_parametrizations
 from torchq_compat.errors import CaptureError, TorchQCompatError
-from torchq_compat.model.graph_module import ModelRecord, QuantizationGraphModule, Stage
+from torchq_compat.model.graph_module import LAST_CALL, ModelRecord, QuantizationGraphModule, Stage
 from torchq_compat.model.quantized_interface import QuantizedInterface
 from torchq_compat.model.views import ModuleFacts, describe_modules
 from torchq_compat.modules.registry import with_parent
@@ -386,6 +386,7 @@ def _check(state: _Preparing) -> None:
         captured = state.captured
         differing = check_prepared(state.prepared, captured.case, captured.found, users_own, lost)
     state.prepared.add_decisions(differing)
+    vars(state.prepared).pop(LAST_CALL, None)  # a trial, and no calibration
     if state.is_qat:
         keep_training_flags(state.prepared, state.model, _fused(state))
     _warn(state.prepared.record.decisions)

@@ -1,0 +1,71 @@
+"""What a converted model loses on the last calibration batch is told at convert; what it keeps is not."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.ao.quantization import get_default_qconfig_mapping
+
+import torchq_compat as tc
+from torchq_compat.capture.trial_runs import sqnr
+from torchq_compat.errors import QuantizationWarning
+
+MAPPING = get_default_qconfig_mapping("x86")
+
+
+class Difference(nn.Module):
+    """A small difference of two values that are large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        large = self.fc(x) + 3000.0
+        return large - 3000.0
+
+
+@pytest.mark.parametrize("convert", [tc.convert_fx, tc.convert_to_reference_fx])
+def test_what_is_lost_is_told_once(convert: object) -> None:
+    assert callable(convert)
+    x = torch.randn(64, 4)
+    prepared = tc.prepare_fx(Difference().eval(), MAPPING, (x,))
+    with torch.no_grad():
+        expected = prepared(x)
+    with pytest.warns(QuantizationWarning, match=r"dB from the prepared one .*\[TQ441\]$") as caught:
+        converted = convert(prepared)
+    assert [warning.message.code for warning in caught] == ["TQ441"]
+    assert sqnr(expected, converted(x).detach()) < 6
+
+
+def test_what_is_kept_is_not_told() -> None:
+    x = torch.randn(64, 4)
+    prepared = tc.prepare_fx(nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval(), MAPPING, (x,))
+    with torch.no_grad():
+        expected = prepared(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", QuantizationWarning)
+        assert 20 < sqnr(expected, tc.convert_fx(prepared)(x).detach()) < 60
+        x.zero_()  # a buffer that the loop over the data uses again
+        tc.convert_fx(prepared)
+
+
+def test_a_state_is_left_as_it_was() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+            self.register_buffer("calls", torch.zeros(()))
+            self.calls: Tensor
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return self.fc(x)
+
+    x = torch.randn(8, 4)
+    prepared = tc.prepare_fx(Counts().eval(), MAPPING, (x,))
+    prepared(x)
+    assert float(tc.convert_fx(prepared).state_dict()["calls"]) == float(prepared.calls) == 1.0
