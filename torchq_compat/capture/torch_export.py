@@ -201,7 +201,7 @@ def capture_flat(model: nn.Module, args: tuple[Tensor, ...]) -> GraphModule:
     calling code, because the graph is called once per time step."""
     captured = capture_freely(model, args)
     make_out_of_place(captured)
-    flat = GraphModule(captured, captured.graph)
+    flat = LazyGraphModule(captured, captured.graph)
     flat.graph.set_codegen(torch.fx.graph.CodeGen())
     flat.recompile()
     return flat

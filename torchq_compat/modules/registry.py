@@ -91,6 +91,8 @@ class CustomModuleHandler(ABC):
     is_fallback = False
     #: Whether this is the handler of standalone modules.
     carries_standalone = False
+    #: Whether ``check_call`` tries the calls of the example run, which is recorded for it.
+    checks_calls = False
     #: Whether a converted module of this kind is lowered by lowering its graphs.
     lowers_graphs = False
 
@@ -202,7 +204,7 @@ class CustomModuleHandler(ABC):
     def check_call(
         self, opaque: OpaqueModule, path: str, layout: int, arguments: list[Any], expected: list[Tensor]
     ) -> None:
-        """Try a captured call of ``opaque``, a copy, on ``arguments``; compare the shapes and dtypes of the
+        """Try a captured call of a copy of ``opaque`` on ``arguments``; compare the shapes and dtypes of the
         results with those of ``expected``.
 
         Raises:

@@ -35,6 +35,7 @@ from torchq_compat.read.qdq import DEQUANTIZE
 from torchq_compat.read.qparams import PerTensorQParams, QParams, covering
 from torchq_compat.read.qspecs import OpSpecs, make_spec
 from torchq_compat.support.dtypes import LEGACY_DTYPES, dtype_name, dtype_range, is_integer
+from torchq_compat.support.graph_nodes import copied_model
 from torchq_compat.support.process_state import alone, draws_kept
 from torchq_compat.support.quantized_tensors import as_float, of_integers, quantize
 from torchq_compat.support.torch_ao import (
@@ -284,6 +285,7 @@ class UserModuleHandler(CustomModuleHandler):
     more for a class, such as ``fake_call`` and ``boundary``."""
 
     is_fallback = True
+    checks_calls = True
 
     def takes(self, float_class: type[nn.Module], observed_class: type[nn.Module]) -> bool:
         return True
@@ -339,7 +341,7 @@ class UserModuleHandler(CustomModuleHandler):
         assert isinstance(opaque, OpaqueUserModule)
         try:
             with alone(), draws_kept(), torch.no_grad():
-                results = opaque(*arguments, opaque_layout=layout)
+                results = copied_model(opaque)(*arguments, opaque_layout=layout)
         except TorchQCompatError:
             raise
         except Exception as cause:

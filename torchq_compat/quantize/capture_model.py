@@ -44,7 +44,7 @@ from torchq_compat.modules.registry import ObserveRequest, WriteOps
 from torchq_compat.modules.swap import Swap, apply_swaps
 from torchq_compat.quantize.request import PrepareRequest, WithLoops
 from torchq_compat.support.decisions import Action, Decision
-from torchq_compat.support.graph_nodes import copied_model, module_path_of
+from torchq_compat.support.graph_nodes import module_path_of
 
 # Runs the float model on its example inputs, and captures it with its custom modules as opaque calls.
 
@@ -97,7 +97,8 @@ def try_model(
             ``working``.
     """
     runs = Runs(trial_copy(working), StubRegistry(), {swap.paths[0]: swap.module for swap in swaps})
-    recorded = [] if request.is_qat or with_loops.steps else [swap.paths[0] for swap in swaps]
+    checked = [swap.paths[0] for swap in swaps if swap.request is not None and swap.handler.checks_calls]
+    recorded = [] if request.is_qat or with_loops.steps else checked
     example = with_loops.example
     # Hooks, which counted the calls of modules, break the loops of torch's own operators.
     if not recorded and example is not None and example.error is None:
@@ -203,7 +204,7 @@ def boundaries_of(
         assert handler is not None
         if path in calls.tensors:
             arguments, expected = example_call(node, opaque, calls.tensors[path][index])
-            handler.check_call(copied_model(opaque), path, index, arguments, expected)
+            handler.check_call(opaque, path, index, arguments, expected)
         boundaries[node] = handler.boundary(opaque, request, opaque.opaque_layouts[index])
     return boundaries
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -134,7 +134,7 @@ def read_backend_config(value: BackendConfig | dict[str, Any] | None) -> Backend
         ConfigError: wrong type, unknown dict key.
     """
     if value is None:
-        value = get_native_backend_config()
+        return _native_table()
     if isinstance(value, dict):
         _check_keys_of_patterns(value.get("configs", ()))
         value = read_dict_form("backend_config", value, ("name", "configs"), BackendConfig)
@@ -144,6 +144,11 @@ def read_backend_config(value: BackendConfig | dict[str, Any] | None) -> Backend
     configs = dict(_configs_by_pattern(value))
     entries = {pattern: _entry(pattern, config, configs) for pattern, config in configs.items()}
     return BackendTable(name=value.name, entries=MappingProxyType(entries))
+
+
+@cache
+def _native_table() -> BackendTable:
+    return read_backend_config(get_native_backend_config())
 
 
 def _configs_by_pattern(value: BackendConfig) -> Iterator[tuple[Any, BackendPatternConfig]]:
