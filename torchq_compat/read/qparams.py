@@ -153,11 +153,13 @@ def combine_along(axis: int, pieces: list[tuple[PerTensorQParams, int]]) -> QPar
     """Return the qparams of a tensor concatenated from ``pieces`` along ``axis``; each piece is (qparams,
     size along ``axis``).
 
-    Equal qparams remain per-tensor. Different qparams of one dtype become per-channel, so that nothing is
+    Equal qparams remain per-tensor, but for those of observers that have seen no data: a state with others
+    may be loaded over them. Different qparams of one dtype become per-channel, so that nothing is
     requantized. Pieces of different dtypes have no common qparams: return None.
     """
     first = pieces[0][0]
-    if all(qparams == first for qparams, _ in pieces):
+    is_unseen = len(pieces) > 1 and (first.scale, first.zero_point) == (1.0, 0)
+    if not is_unseen and all(qparams == first for qparams, _ in pieces):
         return first
     if any(
         (g.dtype, g.quant_min, g.quant_max) != (first.dtype, first.quant_min, first.quant_max)
