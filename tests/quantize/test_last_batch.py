@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import pytest
@@ -69,3 +70,11 @@ def test_a_state_is_left_as_it_was() -> None:
     prepared = tc.prepare_fx(Counts().eval(), MAPPING, (x,))
     prepared(x)
     assert float(tc.convert_fx(prepared).state_dict()["calls"]) == float(prepared.calls) == 1.0
+
+
+def test_a_batch_that_has_a_gradient_is_no_part_of_a_copy() -> None:
+    x = torch.randn(8, 4, requires_grad=True) * 2
+    prepared = tc.prepare_fx(nn.Sequential(nn.Linear(4, 4)).eval(), MAPPING, (x.detach(),))
+    prepared(x)
+    copied = copy.deepcopy(prepared)
+    assert torch.equal(tc.convert_fx(copied)(x), tc.convert_fx(prepared)(x))

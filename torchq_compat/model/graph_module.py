@@ -85,7 +85,7 @@ ROOT = "module"
 QPARAMS_OF_FX = re.compile(r".+_(scale|zero_point)_\d+")
 #: Attribute that holds the structure of the arguments, with the pytree_info it was read from.
 STRUCTURE = "_torchq_compat_structure"
-#: Attribute of a prepared model: the arguments and result of its last call in evaluation.
+#: Attribute of a prepared model: its ``LastCall``.
 LAST_CALL = "_torchq_compat_last_call"
 #: Legacy switch -> whether batch norms are frozen.
 BATCH_NORM_SWITCHES = {
@@ -134,6 +134,17 @@ class ModelRecord:
     fx_converts_otherwise: tuple[str, ...] = ()
     observer_qparams: bool = False
     trial_inputs: tuple[Any, ...] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+
+@dataclass(frozen=True)
+class LastCall:
+    """The last call of a prepared model in evaluation, by reference; copies of the model share it."""
+
+    args: tuple[Any, ...]
+    result: Any
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
@@ -234,7 +245,7 @@ class QuantizationGraphModule(GraphModule):
                 result = super().__call__(*bound)
             if observes and not self.training:
                 detached = pytree.tree_map_only(Tensor, Tensor.detach, result)
-                vars(self)[LAST_CALL] = bound, detached
+                vars(self)[LAST_CALL] = LastCall(bound, detached)
             return result
         except FAILURES as cause:
             error = None if is_of_a_hook(cause) else self._explained(bound, cause)

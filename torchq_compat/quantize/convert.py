@@ -35,6 +35,7 @@ from torchq_compat.model.graph_module import (
     LAST_CALL,
     ConvertedGraphModule,
     ConvertedModel,
+    LastCall,
     ModelRecord,
     Stage,
     record_of,
@@ -508,17 +509,19 @@ def warn_of_loss(prepared: nn.Module, converted: ConvertedModel) -> None:
     The prepared model is called again, with its observers off, only where the results differ: the tensors of
     the batch may have got other values since.
     """
-    args, expected = vars(prepared).get(LAST_CALL, (None, None))
+    last: LastCall | None = vars(prepared).get(LAST_CALL)
     is_integer = converted.record.interface.inputs or converted.record.interface.outputs
-    tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
-    if args is None or is_integer or prepared.training or sum(tensor.numel() for tensor in tensors) > MOST:
+    if last is None or is_integer or prepared.training:
+        return
+    tensors = [leaf for leaf in pytree.tree_leaves(last.args) if isinstance(leaf, Tensor)]
+    if sum(tensor.numel() for tensor in tensors) > MOST:
         return
     try:
         with torch.no_grad(), draws_kept(), kept_buffers(converted, but=torch.int8):
-            actual = converted(*copied_inputs(args))
-        if sqnr(expected, actual) >= LOST:
+            actual = converted(*copied_inputs(last.args))
+        if sqnr(last.result, actual) >= LOST:
             return
-        decibels = sqnr(run_prepared(prepared, args, is_activation_post_process), actual)
+        decibels = sqnr(run_prepared(prepared, last.args, is_activation_post_process), actual)
     except Exception:
         return  # What the converted model cannot take it refuses when it is called.
     if decibels < LOST:
