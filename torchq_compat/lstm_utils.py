@@ -2,11 +2,7 @@
 
 Legacy: each helper built every cell with ``prepare_fx`` and then found the ops to re-observe by counting adds
 and multiplications, in the forward direction only. Here each part has a name, in both directions; see
-``recurrent.cells``. ``torchq_compat.recurrent_parts`` does the same for GRU, RNN and
-cells.
-
-New: functions that quantize the ``aten.lstm.input`` of an exported program as one operator, or decompose it,
-for any torchao Quantizer, without an FX configuration.
+``recurrent.cells``. ``torchq_compat.recurrent_parts`` does the same for GRU, RNN and cells.
 """
 
 from __future__ import annotations
@@ -17,12 +13,6 @@ from torch import nn
 
 from torchq_compat.errors import CustomModuleError
 from torchq_compat.read.backend_configs import read_backend_config
-from torchq_compat.recurrent.exported_lstm.decompose import (
-    convert_decomposed_lstm,
-    decompose_lstm,
-    prepare_decomposed_lstm,
-)
-from torchq_compat.recurrent.exported_lstm.whole_op import whole_op_lstm_quantizer
 from torchq_compat.recurrent.families import (
     CELL_INPUTS,
     ConvertedLSTM,
@@ -33,12 +23,8 @@ from torchq_compat.support.argument_checks import FLAG, checked_arguments
 from torchq_compat.support.torch_ao import BackendConfig, quantizable
 
 __all__ = [
-    "convert_decomposed_lstm",
-    "decompose_lstm",
     "get_lstm_with_individually_observed_parts",
     "get_reference_quantized_lstm_module",
-    "prepare_decomposed_lstm",
-    "whole_op_lstm_quantizer",
 ]
 
 

@@ -36,8 +36,7 @@ from torchq_compat import Output, annotate_outputs
 from torchq_compat.annotate.observed_graph import observer_nodes
 from torchq_compat.custom_config import PrepareCustomConfig
 from torchq_compat.errors import AnnotationError, ConfigError, QuantizationWarning
-from torchq_compat.lstm_utils import whole_op_lstm_quantizer
-from torchq_compat.recurrent_parts import whole_op_recurrent_quantizer
+from torchq_compat.pt2e import whole_op_lstm_quantizer, whole_op_recurrent_quantizer
 
 INT8 = int8_spec()
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))

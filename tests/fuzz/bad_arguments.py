@@ -37,7 +37,7 @@ from torchq_compat import pt2e
 from torchq_compat.comparison.cases import Case as ComparedCase
 from torchq_compat.custom_modules import UserModuleHandler
 from torchq_compat.lower.executorch.lowering import ExecutorchProgram
-from torchq_compat.lstm_utils import decompose_lstm, prepare_decomposed_lstm
+from torchq_compat.pt2e import decompose_lstm, prepare_decomposed_lstm
 from torchq_compat.recurrent.exported_lstm.whole_op import whole_op_lstm_quantizer
 
 __all__ = ["EntryPoint", "cases", "entry_points"]

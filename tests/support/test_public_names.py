@@ -39,8 +39,7 @@ PUBLIC = {
         ConvertCustomConfig FuseCustomConfig PrepareCustomConfig StandaloneModuleConfigEntry
     """,
     "torchq_compat.lstm_utils": """
-        convert_decomposed_lstm decompose_lstm get_lstm_with_individually_observed_parts
-        get_reference_quantized_lstm_module prepare_decomposed_lstm whole_op_lstm_quantizer
+        get_lstm_with_individually_observed_parts get_reference_quantized_lstm_module
     """,
     "torchq_compat.nn.intrinsic.qat": "freeze_bn_stats update_bn_stats",
     "torchq_compat.nn.quantizable": "GRU GRUCell LSTM LSTMCell MultiheadAttention RNN RNNCell",
@@ -49,10 +48,7 @@ PUBLIC = {
     "torchq_compat.profiles": """
         int16_parts int8_parts int8_products int8_with_int16_cell whole_range_dynamic
     """,
-    "torchq_compat.recurrent_parts": """
-        convert_decomposed_recurrent decompose_recurrent get_individually_observed_parts
-        prepare_decomposed_recurrent whole_op_recurrent_quantizer
-    """,
+    "torchq_compat.recurrent_parts": "get_individually_observed_parts",
 }
 
 

@@ -31,7 +31,7 @@ from tests.helpers.once import made_once
 from tests.helpers.oracle import leaves, sqnr
 from torchq_compat.annotate.observed_graph import observer_nodes
 from torchq_compat.errors import AnnotationError, QuantizationWarning
-from torchq_compat.lstm_utils import convert_decomposed_lstm, decompose_lstm, prepare_decomposed_lstm
+from torchq_compat.pt2e import convert_decomposed_lstm, decompose_lstm, prepare_decomposed_lstm
 from torchq_compat.recurrent.exported_lstm.whole_op import product_of_scales
 
 ATEN, OPS = torch.ops.aten, torch.ops.quantized_decomposed

@@ -18,11 +18,12 @@ from tests.helpers.once import made_once
 from tests.helpers.oracle import leaves, sqnr
 from tests.helpers.quantizers import of_arithmetic
 from torchq_compat.errors import AnnotationError
-from torchq_compat.lstm_utils import decompose_lstm, whole_op_lstm_quantizer
-from torchq_compat.recurrent_parts import (
-    convert_decomposed_recurrent,
+from torchq_compat.pt2e import (
+    convert_decomposed_lstm,
+    decompose_lstm,
     decompose_recurrent,
-    prepare_decomposed_recurrent,
+    prepare_decomposed_lstm,
+    whole_op_lstm_quantizer,
     whole_op_recurrent_quantizer,
 )
 
@@ -105,8 +106,8 @@ def test_decomposed_in_three_shapes_with_the_same_bits(variant: Any) -> None:
         decomposed = decompose_recurrent(program, shape)
         assert all(node.target is not op for node in decomposed.graph.nodes)
         torch.testing.assert_close(leaves(decomposed(*inputs)), leaves(model(*inputs)), rtol=0, atol=1e-6)
-        prepared = calibrated(prepare_decomposed_recurrent(decomposed, of_arithmetic()), cls, options)
-        results.append(within(model, convert_decomposed_recurrent(prepared), inputs))
+        prepared = calibrated(prepare_decomposed_lstm(decomposed, of_arithmetic()), cls, options)
+        results.append(within(model, convert_decomposed_lstm(prepared), inputs))
     for first, *others in zip(*results, strict=True):
         assert all(torch.equal(first, other) for other in others)
 

@@ -15,7 +15,7 @@ from torchao.quantization.pt2e.quantizer import ComposableQuantizer, Quantizatio
 
 from tests.helpers.oracle import leaves, sqnr
 from tests.helpers.quantizers import prepared_by_torchao
-from torchq_compat.lstm_utils import whole_op_lstm_quantizer
+from torchq_compat.pt2e import whole_op_lstm_quantizer
 
 OPS = torch.ops.quantized_decomposed
 PER_TENSOR, PER_CHANNEL = OPS.dequantize_per_tensor.default, OPS.dequantize_per_channel.default

@@ -63,7 +63,7 @@ def decompose_lstm(
     """Decompose every ``aten.lstm.input`` of ``program`` into ops that any quantizer can annotate.
 
     Prepare the result, which computes the same as ``program``, with ``prepare_decomposed_lstm`` and any
-    torchao Quantizer; the parts get the same qparams in every shape. ``recurrent_parts.decompose_recurrent``
+    torchao Quantizer; the parts get the same qparams in every shape. ``pt2e.decompose_recurrent``
     also decomposes GRU and RNN.
 
     Args:
@@ -84,7 +84,7 @@ def decompose_lstm(
 
     Example:
         >>> import torch
-        >>> from torchq_compat.lstm_utils import decompose_lstm
+        >>> from torchq_compat.pt2e import decompose_lstm
         >>> lstm, x = torch.nn.LSTM(4, 8).eval(), torch.randn(5, 2, 4)
         >>> decomposed = decompose_lstm(torch.export.export(lstm, (x,)))
         >>> torch.testing.assert_close(decomposed(x)[0], lstm(x)[0])
@@ -98,21 +98,21 @@ def decompose_recurrent(
     """Decompose every LSTM, GRU and RNN of ``program`` into ops that any quantizer can annotate.
 
     These are ``aten.lstm.input``, ``aten.gru.input``, ``aten.rnn_tanh.input`` and ``aten.rnn_relu.input``.
-    Prepare the result, which computes the same as ``program``, with ``prepare_decomposed_recurrent``.
+    Prepare the result, which computes the same as ``program``, with ``prepare_decomposed_lstm``.
 
     Args:
-        program: see ``lstm_utils.decompose_lstm``.
-        shape: ``"rolled"``, ``"unrolled"`` or ``"opaque"``, see ``lstm_utils.decompose_lstm``.
+        program: see ``pt2e.decompose_lstm``.
+        shape: ``"rolled"``, ``"unrolled"`` or ``"opaque"``, see ``pt2e.decompose_lstm``.
 
     Returns:
         A graph module with the inputs and outputs of ``program``.
 
     Raises:
-        AnnotationError: no such operator in the program; otherwise as ``lstm_utils.decompose_lstm``.
+        AnnotationError: no such operator in the program; otherwise as ``pt2e.decompose_lstm``.
 
     Example:
         >>> import torch
-        >>> from torchq_compat.recurrent_parts import decompose_recurrent
+        >>> from torchq_compat.pt2e import decompose_recurrent
         >>> program = torch.export.export(torch.nn.GRU(4, 8), (torch.randn(5, 1, 4),))
         >>> decompose_recurrent(program)(torch.randn(9, 1, 4))[0].shape
         torch.Size([9, 1, 8])
@@ -157,7 +157,7 @@ def _nothing_to_decompose(graph_module: GraphModule, operators: Collection[Any])
     hint = "export the float model with torch.export.export and do not run_decompositions before."
     others = {str(each.node.target) for each in aten_recurrents(graph_module)}
     if others:
-        hint = f"torchq_compat.recurrent_parts.decompose_recurrent decomposes {', '.join(sorted(others))}."
+        hint = f"pt2e.decompose_recurrent decomposes {', '.join(sorted(others))}."
     return AnnotationError(
         f"the program has no {', '.join(map(str, operators))}; it has {has or 'no operators at all'}.",
         hint=hint,
@@ -225,7 +225,7 @@ def prepare_decomposed_lstm(model: GraphModule, quantizer: Quantizer) -> GraphMo
         >>> import torch
         >>> from torch.ao.quantization import get_default_qconfig_mapping
         >>> from torchq_compat import quantizer_from
-        >>> from torchq_compat.lstm_utils import decompose_lstm, prepare_decomposed_lstm
+        >>> from torchq_compat.pt2e import decompose_lstm, prepare_decomposed_lstm
         >>> x = torch.randn(5, 2, 4)
         >>> decomposed = decompose_lstm(torch.export.export(torch.nn.LSTM(4, 8).eval(), (x,)))
         >>> prepared = prepare_decomposed_lstm(decomposed, quantizer_from(get_default_qconfig_mapping("x86")))
@@ -255,13 +255,13 @@ def convert_decomposed_lstm(prepared: GraphModule) -> GraphModule:
     Example:
         >>> import torch
         >>> from torch.ao.quantization import get_default_qconfig_mapping
-        >>> from torchq_compat import lstm_utils, quantizer_from
+        >>> from torchq_compat import pt2e, quantizer_from
         >>> x = torch.randn(5, 2, 4)
-        >>> decomposed = lstm_utils.decompose_lstm(torch.export.export(torch.nn.LSTM(4, 8).eval(), (x,)))
+        >>> decomposed = pt2e.decompose_lstm(torch.export.export(torch.nn.LSTM(4, 8).eval(), (x,)))
         >>> quantizer = quantizer_from(get_default_qconfig_mapping("x86"))
-        >>> prepared = lstm_utils.prepare_decomposed_lstm(decomposed, quantizer)
+        >>> prepared = pt2e.prepare_decomposed_lstm(decomposed, quantizer)
         >>> _ = prepared(x)  # calibrate
-        >>> lstm_utils.convert_decomposed_lstm(prepared)(x)[0].shape
+        >>> pt2e.convert_decomposed_lstm(prepared)(x)[0].shape
         torch.Size([5, 2, 8])
     """
     copied = copy.deepcopy(prepared)

@@ -69,7 +69,7 @@ def whole_op_lstm_quantizer(
     Example:
         >>> import torch
         >>> from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
-        >>> from torchq_compat.lstm_utils import whole_op_lstm_quantizer
+        >>> from torchq_compat.pt2e import whole_op_lstm_quantizer
         >>> lstm, x = torch.nn.LSTM(4, 8).eval(), torch.randn(5, 2, 4)
         >>> prepared = prepare_pt2e(torch.export.export(lstm, (x,)).module(), whole_op_lstm_quantizer())
         >>> _ = prepared(x)  # calibrate
@@ -100,7 +100,7 @@ def whole_op_recurrent_quantizer(
     Example:
         >>> import torch
         >>> from torchq_compat import convert_fx, prepare_fx
-        >>> from torchq_compat.recurrent_parts import whole_op_recurrent_quantizer
+        >>> from torchq_compat.pt2e import whole_op_recurrent_quantizer
         >>> x = torch.randn(5, 1, 4)
         >>> prepared = prepare_fx(torch.nn.GRU(4, 8).eval(), whole_op_recurrent_quantizer(), (x,))
         >>> _ = prepared(torch.randn(50, 1, 4))  # calibrate
