@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from torchq_compat.custom_modules import handler_of
-from torchq_compat.eager.converted import ConvertedEager
+from torchq_compat.eager.grid import ConvertedEager
 from torchq_compat.errors import ArgumentError, CheckpointError
 from torchq_compat.fx_state.load import load_module_state, load_state
 from torchq_compat.fx_state.states import packed_names

@@ -16,17 +16,24 @@ Custom modules (``prepare_custom_config_dict``, by default LSTM and MultiheadAtt
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
+from torch.fx import GraphModule
 from torch.nn.utils.parametrize import type_before_parametrizations
+from torchao.quantization.pt2e.quantizer import Quantizer
 
+from torchq_compat.capture.opaque_calls import OpaqueModule
 from torchq_compat.eager.convert import ConvertSettings, convert_children, convert_module, tell_of_observers
-from torchq_compat.eager.converted import ConvertedEager, decide, mark_converted
+from torchq_compat.eager.grid import ConvertedEager, decide, mark_converted
 from torchq_compat.eager.observe import ObserveSettings, forget_observers, observe, set_qconfigs
-from torchq_compat.errors import ConfigError
-from torchq_compat.model.graph_module import record_of
+from torchq_compat.errors import ConfigError, QuantizationWarning
+from torchq_compat.lower.integers.lowered_module import lower_to_integers
+from torchq_compat.model.graph_module import ConvertedGraphModule, ConvertedModel, record_of
+from torchq_compat.quantize_fx import convert_to_reference_fx, prepare_fx
 from torchq_compat.support.argument_checks import (
     ANYTHING,
     FLAG,
@@ -36,6 +43,7 @@ from torchq_compat.support.argument_checks import (
     names_of,
     optional,
 )
+from torchq_compat.support.decisions import MODULE_DECISIONS
 from torchq_compat.support.graph_nodes import copied_model
 from torchq_compat.support.torch_ao import (
     DeQuantStub,
@@ -68,6 +76,7 @@ __all__ = [
     "fuse_modules_qat",
     "get_default_qat_qconfig",
     "get_default_qconfig",
+    "lower",
     "prepare",
     "prepare_qat",
     "propagate_qconfig_",
@@ -252,6 +261,59 @@ def convert(
     mark_converted(working)
     decide(working, settings.decisions)
     return working
+
+
+class _Nothing(Quantizer):  # type: ignore[misc]
+    """Annotates nothing: the graph of a converted model is q-dq already."""
+
+    def annotate(self, model: GraphModule) -> GraphModule:
+        return model
+
+    def validate(self, model: GraphModule) -> None:
+        return
+
+
+@checked_arguments(converted=MODULE)
+def lower(converted: nn.Module, example_inputs: tuple[Any, ...]) -> ConvertedModel:
+    """Return a converted model as one graph on integer kernels, as ``convert_fx`` returns.
+
+    The model is captured with ``torch.export``, so its Python has to be one that FX mode takes; it stays as
+    it is. Legacy: torch.ao's converted model ran integer kernels module by module.
+
+    Args:
+        converted: the model that ``convert`` returned.
+        example_inputs: one example of every positional argument, as for ``prepare_fx``.
+
+    Returns:
+        The lowered model, with the bits of the captured graph; ``reference`` is that graph.
+
+    Raises:
+        ConfigError: ``converted`` was not returned by ``convert``, or has custom modules.
+        InputError: ``example_inputs`` do not fit the model.
+        CaptureError: torch.export cannot capture the model.
+    """
+    if not isinstance(converted, ConvertedEager):
+        raise ConfigError(
+            f"lower: {type(converted).__name__} was not returned by quantize_eager.convert.",
+            hint="give what convert returned; convert_fx lowers by itself.",
+            code="TQ905",
+        )
+    if any(isinstance(module, OpaqueModule) for module in converted.modules()):
+        raise ConfigError(
+            "lower: the model has custom modules, such as a quantized LSTM, which are not captured again.",
+            hint="export it with torch.export.export, or prepare it with prepare_fx, whose models lower.",
+            code="TQ905",
+        )
+    converted = copied_model(converted).eval()
+    with warnings.catch_warnings():
+        for code in ("TQ401", "TQ423"):  # What is left to the Quantizer is quantized already.
+            warnings.filterwarnings("ignore", message=rf".*\[{code}\]", category=QuantizationWarning)
+        prepared = prepare_fx(converted, _Nothing(), example_inputs)
+        trial = None if (record := record_of(prepared)) is None else record.trial_inputs
+        reference = convert_to_reference_fx(prepared).reference
+    decisions = vars(converted)[MODULE_DECISIONS]
+    known = ConvertedGraphModule.wrap(reference, replace(reference.record, decisions=decisions), {})
+    return lower_to_integers(known, trial)
 
 
 @checked_arguments(model=MODULE, mapping=MAPPING, inplace=FLAG)
@@ -442,6 +504,12 @@ def swap_module(
 def _config(given: Mapping[str, Any] | None) -> Mapping[str, Any]:
     default: Mapping[str, Any] = get_default_custom_config_dict()  # type: ignore[no-untyped-call]
     return default if given is None else given
+
+
+def lower_to_script(converted: nn.Module, inputs: tuple[Any, ...]) -> nn.Module:
+    """Return ``converted`` as ``torch.jit.script`` takes it."""
+    scripted: nn.Module = lower(converted, inputs).__prepare_scriptable__()
+    return scripted
 
 
 def _working(model: nn.Module, function: str, *, inplace: bool) -> nn.Module:

@@ -19,7 +19,7 @@ import torchq_compat as tc
 from tests.eager.eager_models import NETS, MobileNet, ResNet, both, calibrated, images, sane
 from tests.helpers.once import made_once
 from torchq_compat import quantize_eager
-from torchq_compat.errors import ConfigError, ConvertError, QuantizationWarning
+from torchq_compat.errors import ConfigError, ConvertError, ExportError, QuantizationWarning
 
 X86 = legacy.get_default_qconfig("x86")
 
@@ -402,3 +402,20 @@ def test_bad_input_is_refused() -> None:
 def test_a_model_without_qconfig_is_told() -> None:
     with pytest.warns(QuantizationWarning, match="TQ424"):
         quantize_eager.prepare(Parts())
+
+
+def test_lowered_to_integers_and_scripted() -> None:
+    _, converted, batches = converted_resnet()
+    with pytest.raises(ExportError, match="was not called"):
+        torch.jit.script(converted)
+    expected = converted(batches[0])
+    lowered = quantize_eager.lower(converted, (batches[0],))
+    by_integers = [decision for decision in lowered.lowering if "convolution" in decision.reason]
+    assert len(by_integers) == 2
+    assert all(decision.action == "lowered" for decision in lowered.lowering)
+    more = torch.randn(2, 3, 16, 12)
+    for model in (lowered, torch.jit.script(converted)):
+        for images_, result in ((batches[0], expected), (more, converted(more))):
+            assert float((model(images_) - result).abs().max()) < 1.01 * converted.fc.scale
+    with pytest.raises(ConfigError, match=r"not returned by quantize_eager\.convert"):
+        quantize_eager.lower(ResNet(), (batches[0],))

@@ -29,7 +29,7 @@ PUBLIC = {
     """,
     "torchq_compat.quantize_eager": """
         DeQuantStub FloatFunctional QConfig QuantStub QuantWrapper add_quant_dequant convert default_qconfig
-        fuse_modules fuse_modules_qat get_default_qat_qconfig get_default_qconfig prepare prepare_qat
+        fuse_modules fuse_modules_qat get_default_qat_qconfig get_default_qconfig lower prepare prepare_qat
         propagate_qconfig_ quantize quantize_qat swap_module
     """,
     "torchq_compat.quantize_fx": QUANTIZE_FX,

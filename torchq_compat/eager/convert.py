@@ -20,7 +20,7 @@ from torch.nn.utils.parametrize import is_parametrized, remove_parametrizations,
 from torchq_compat.annotate.observed_graph import ObserverFault, observer_fault
 from torchq_compat.capture.opaque_calls import OpaqueModule
 from torchq_compat.custom_modules import handler_of
-from torchq_compat.eager.converted import keep_custom_results
+from torchq_compat.eager.grid import keep_custom_results
 from torchq_compat.eager.observe import OBSERVER, OBSERVERS, forget_observers, is_observing
 from torchq_compat.eager.qdq_modules import (
     CLASSES,
@@ -150,7 +150,7 @@ def _decision(made: nn.Module, kind: type[nn.Module], path: str) -> Decision:
         details = {"dtype": made.output.dtype, "scale": made.scale, "zero_point": made.zero_point}
         return Decision(path, kind.__name__, Action.QUANTIZED, "by its qconfig", details)
     if isinstance(made, DeQuantize):
-        return Decision(path, kind.__name__, Action.FLOAT, "hands floats out")
+        return Decision(path, kind.__name__, Action.SHARED, "hands floats out")
     is_kept = type(made) is kind and not isinstance(made, OpaqueModule)
     reason = "computes on the grid of its input" if is_kept else "by its qconfig"
     return Decision(path, kind.__name__, Action.SHARED if is_kept else Action.QUANTIZED, reason)

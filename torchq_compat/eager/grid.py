@@ -9,27 +9,33 @@ does the same, so that the captured graph is q-dq.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from torchq_compat.capture.opaque_calls import OpaqueModule
+from torchq_compat.errors import ExportError
 from torchq_compat.read.qparams import PerTensorQParams
+from torchq_compat.support.decisions import MODULE_DECISIONS, Decision
 from torchq_compat.support.dtypes import LEGACY_DTYPES, dtype_range, plain_dtype
+from torchq_compat.support.later_stages import lower_to_script
 from torchq_compat.support.process_state import is_exporting
 from torchq_compat.support.quantized_tensors import is_quantized, qparams_of, quantize
 from torchq_compat.support.upstream import pytree
+from torchq_compat.support.user_warnings import warn_user
 
 #: Functions whose results have values of their input, or zeros: nothing has to be rounded.
 MOVES = frozenset(
     """
-    __getitem__ adaptive_max_pool1d adaptive_max_pool2d alpha_dropout amax amin as_strided broadcast_to
+    __getitem__ alias adaptive_max_pool1d adaptive_max_pool2d alpha_dropout amax amin as_strided broadcast_to
     channel_shuffle chunk clone contiguous cpu cuda detach diagonal dropout dropout1d dropout2d
     dropout3d expand expand_as feature_alpha_dropout flatten flip gather index_select masked_select max
     max_pool1d max_pool1d_with_indices max_pool2d max_pool2d_with_indices max_pool3d
@@ -96,7 +102,7 @@ class FollowGrid(TorchFunctionMode):
     ) -> Any:
         """Call ``func``; round its results, or hand the qparams of its inputs on."""
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
+        name = getattr(func, "__name__", "").partition(".")[0]
         if self.is_paused or (not self._grids and name not in MADE_BY_HAND):
             return func(*args, **kwargs)
         before = next(self._of(args, kwargs), None)
@@ -233,3 +239,126 @@ def grid_of(value: Tensor) -> PerTensorQParams | None:
 def floats_of(value: Any) -> Any:
     """Return ``value``; a quantized tensor of the user's own code as the floats it stands for."""
     return value.dequantize() if is_quantized(value) else value
+
+
+# The class of a converted eager model: the user's own, whose calls follow the values on their grids.
+
+
+TOLD = "_torchq_compat_told"
+#: The attribute that has shapes and dtypes of the last call.
+CALLED_WITH = "_torchq_compat_called_with"
+
+
+class ConvertedEager(nn.Module):
+    """A mixin for the class of a user's model: a call follows its quantized values."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with following() as grid:
+            result = super().__call__(*args, **kwargs)
+        vars(self)[CALLED_WITH] = None if kwargs else tuple(map(_kind_of, args))
+        if not vars(self).get(TOLD) and not torch.compiler.is_exporting():
+            vars(self)[TOLD] = _tell(type(self).__name__, grid)
+        return result
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """Return the model lowered for inputs like those of its last call; torch.jit calls this."""
+        called_with = vars(self).get(CALLED_WITH)
+        if called_with is None or None in called_with:
+            raise ExportError(
+                f"torch.jit.script: {type(self).__name__} was not called with tensors yet, and has no graph.",
+                hint="call the converted model once, with tensors as positional arguments; or script what "
+                "quantize_eager.lower(model, example_inputs) returns.",
+            )
+        inputs = [torch.rand(shape).to(dtype) for shape, dtype in called_with]
+        return lower_to_script(self, tuple(inputs))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _rebuilt, (users_class(self), vars(self).copy())
+
+
+def _kind_of(value: Any) -> tuple[torch.Size, torch.dtype] | None:
+    is_known = isinstance(value, Tensor) and not torch.compiler.is_compiling()
+    return (value.shape, value.dtype) if is_known else None
+
+
+def _tell(name: str, grid: FollowGrid) -> bool:
+    """Warn about what the call did and eager mode would not have done; return whether there was any."""
+    if grid.unquantized:
+        warn_user(
+            "TQ425",
+            f"{name}: quantized modules are given floats that no QuantStub or quantized module rounded, at "
+            f"{_first(grid.unquantized)}; eager mode fails there. They compute with these floats.",
+        )
+    if grid.left:
+        warn_user(
+            "TQ426",
+            f"{name}: {_first(grid.left)} of quantized values computes floats; eager mode fails there. Use "
+            "a FloatFunctional, or put a DeQuantStub in front.",
+        )
+    if grid.by_hand:
+        warn_user(
+            "TQ427",
+            f"{name} calls {_first(grid.by_hand)} of torch.ops.quantized by hand, which runs on quantized "
+            "tensors, and cannot be exported. Use the float module with a qconfig, or a FloatFunctional.",
+        )
+    return bool(grid.unquantized or grid.left or grid.by_hand)
+
+
+def _first(names: Iterable[str]) -> str:
+    return ", ".join(list(names)[:5])
+
+
+@functools.cache
+def _class_of(users: Any) -> type[nn.Module]:
+    members = {"__module__": users.__module__, "__qualname__": users.__qualname__, "__doc__": users.__doc__}
+    return type(users.__name__, (ConvertedEager, users), members)
+
+
+def users_class(model: nn.Module) -> type[nn.Module]:
+    """Return the class that the user wrote."""
+    cls = type(model)
+    return cls.__mro__[2] if isinstance(model, ConvertedEager) else cls
+
+
+def mark_converted(model: nn.Module) -> None:
+    """Make ``model`` a converted model, in place."""
+    if not isinstance(model, ConvertedEager):
+        model.__class__ = _class_of(type(model))  # type: ignore[arg-type]
+
+
+def decide(model: nn.Module, decisions: Iterable[Decision]) -> None:
+    """Keep the decisions about ``model`` for ``explain``."""
+    vars(model)[MODULE_DECISIONS] = tuple(decisions)
+
+
+def _rebuilt(users: type[nn.Module], state: dict[str, Any]) -> nn.Module:
+    cls: Any = _class_of(users)  # type: ignore[arg-type]
+    model: nn.Module = cls.__new__(cls)
+    vars(model).update(state)
+    return model
+
+
+# Custom modules compute their own results, whose grids they know.
+
+
+def keep_custom_results(converted: OpaqueModule) -> None:
+    """Let ``converted`` hand its qparams on with its results."""
+    converted.register_forward_pre_hook(_enter, prepend=True)
+    converted.register_forward_hook(_leave, always_call=True)
+
+
+def _enter(module: nn.Module, _inputs: Any) -> None:
+    mode = active()
+    if mode is not None:
+        mode.is_paused = True
+
+
+def _leave(module: Any, _inputs: Any, result: Any) -> None:
+    mode = active()
+    if mode is None:
+        return
+    mode.is_paused = False
+    values = [value for value in pytree.tree_leaves(result) if isinstance(value, Tensor)]
+    for value, qparams in zip(values, module.opaque_output_qparams(values), strict=False):
+        if qparams is not None:
+            mode.know(value, qparams)

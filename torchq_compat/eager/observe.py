@@ -128,7 +128,9 @@ def _decisions(model: nn.Module) -> Iterator[Decision]:
         elif getattr(module, "qconfig", None) is None:
             yield Decision(path, kind, Action.FLOAT, "its qconfig is None")
         else:
-            yield Decision(path, kind, Action.SHARED, "computes on the grid of its input")
+            hands_out = isinstance(module, DeQuantStub)
+            reason = "hands floats out" if hands_out else "computes on the grid of its input"
+            yield Decision(path, kind, Action.SHARED, reason)
 
 
 def _observe(module: nn.Module, path: str, settings: ObserveSettings, device: torch.device | None) -> None:

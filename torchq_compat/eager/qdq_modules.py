@@ -136,7 +136,7 @@ class DeQuantize(nn.Module):
     def forward(self, x: Any) -> Any:
         """Return ``x`` as floats."""
         with paused():
-            return floats_of(x) if is_quantized(x) else x.view_as(x)
+            return floats_of(x) if is_quantized(x) else x.clone()
 
 
 class QFunctional(OnGrid):

@@ -53,6 +53,12 @@ def scripted_graph(model: nn.Module) -> Any:
     return _stage("scripted_graph")(model)
 
 
+def lower_to_script(model: nn.Module, inputs: tuple[Any, ...]) -> nn.Module:
+    """Return a converted eager model for torch.jit; see ``torchq_compat.quantize_eager``."""
+    scripted: nn.Module = _stage("lower_to_script")(model, inputs)
+    return scripted
+
+
 def scripted_recurrent(module: nn.Module, contract: Any) -> nn.Module:
     """Return the plain module for a recurrent ``module`` of an eager model.
 

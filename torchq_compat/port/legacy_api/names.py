@@ -29,6 +29,17 @@ EAGER_FUNCTIONS = tuple(
         "torch.quantization.quantize",
     )
 )
+#: The functions of eager mode that ``run`` redirects; fusing makes the same modules in torch.ao and here.
+EAGER_FLOW = (
+    *("prepare", "prepare_qat", "convert", "quantize", "quantize_qat"),
+    *("add_quant_dequant", "propagate_qconfig_", "swap_module"),
+)
+FUSING = ("fuse_modules", "fuse_modules_qat")
+EAGER_MODE = tuple(
+    Moved(f"{package}{module}", "torchq_compat.quantize_eager", unchanged(*names))
+    for package in ("torch.ao.quantization", "torch.quantization")
+    for module, names in (("", (*EAGER_FLOW, *FUSING)), (".quantize", EAGER_FLOW), (".fuse_modules", FUSING))
+)
 #: Positional parameters, in order.
 PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "prepare_fx": (

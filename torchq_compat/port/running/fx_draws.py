@@ -68,6 +68,7 @@ def drawing_as_fx(function: Function, original: Function) -> Function:
         if fx_is_called():
             return original(*args, **kwargs)
         before = torch.get_rng_state()
+        unchanged = _copied(args, kwargs) if _observes_custom_modules(function, args) else None
         result = function(*args, **kwargs)
         draw = functools.partial(_drawn, original, before)
         if function.__name__ in PREPARING:
@@ -83,9 +84,18 @@ def drawing_as_fx(function: Function, original: Function) -> Function:
                 draw((theirs.model, *args[1:]), others)
         elif function.__name__ in EAGER:
             draw(args, kwargs)
+        elif unchanged is not None:
+            draw(*unchanged)
         return result
 
     return drawing
+
+
+def _observes_custom_modules(function: Function, args: tuple[Any, ...]) -> bool:
+    """Return whether eager mode makes observed modules of modules in ``args``: those draw weights."""
+    if function.__name__ not in ("prepare", "prepare_qat") or not args or not isinstance(args[0], nn.Module):
+        return False
+    return any(isinstance(module, (nn.LSTM, nn.MultiheadAttention)) for module in args[0].modules())
 
 
 def _drawn(

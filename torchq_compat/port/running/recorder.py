@@ -67,6 +67,11 @@ STAGES = {
     "prepare_qat_fx": "prepared for training",
     "convert_fx": "converted",
     "convert_to_reference_fx": "converted to reference",
+    "prepare": "prepared in eager mode",
+    "prepare_qat": "prepared for training in eager mode",
+    "convert": "converted in eager mode",
+    "quantize": "converted in eager mode",
+    "quantize_qat": "converted in eager mode",
 }
 
 #: The function for eager models, which have no decisions.
@@ -161,7 +166,7 @@ class Recorder:
     def summary(self, script: str) -> str:
         """Return what was quantized and what stayed float, in at most twelve lines."""
         if not self._models and not self._eager:
-            return f"torchq-compat: {script} prepared no model with FX graph mode quantization."
+            return f"torchq-compat: {script} prepared no model with FX graph mode or eager mode quantization."
         lines = [f"torchq-compat: {script} on torch.export and torchao (PT2E)"]
         for model in self._models.values():
             told, *floats = _lines(model)

@@ -14,9 +14,9 @@ from typing import Any
 
 from torchq_compat.model.graph_module import record_of
 from torchq_compat.model.other_tools import StateOfCaptured, suite_error
-from torchq_compat.port.legacy_api.names import CONVERTING, EAGER_FUNCTIONS
+from torchq_compat.port.legacy_api.names import CONVERTING, EAGER_FLOW, EAGER_FUNCTIONS
 from torchq_compat.port.running.removed_imports import legacy_module, put_stand_in
-from torchq_compat.port.source.moved_tables import MOVED_FUNCTIONS, Moved
+from torchq_compat.port.source.moved_tables import MOVED_FUNCTIONS, Moved, unchanged
 
 # Legacy FX functions -> the functions of this package, in the process that runs a legacy script.
 #
@@ -49,7 +49,8 @@ PRIVATE_FUNCTIONS = (
         {"_prepare_fx": "prepare_fx", "_convert_fx": "convert_fx", "_fuse_fx": "fuse_fx"},
     ),
 )
-REDIRECTIONS = (*MOVED_FUNCTIONS, *EAGER_FUNCTIONS, *PRIVATE_FUNCTIONS, BATCH_NORM_SWITCHES)
+EAGER_MODE = Moved("torch.ao.quantization.quantize", "torchq_compat.quantize_eager", unchanged(*EAGER_FLOW))
+REDIRECTIONS = (*MOVED_FUNCTIONS, *EAGER_FUNCTIONS, *PRIVATE_FUNCTIONS, BATCH_NORM_SWITCHES, EAGER_MODE)
 
 
 def redirect(

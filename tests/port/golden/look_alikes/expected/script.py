@@ -44,5 +44,7 @@ def look_alikes(model, x, y, batches):
     torch.onnx.export(model, (x,), "float.onnx")  # TQ207
     for name, value in converted.state_dict().items():  # TQ208
         print(name, value.shape, model.conv1.weight, converted.training)
+    engine.prepare(model), ns.convert(prepared), torch.nn.Sequential.fuse_modules(model)  # TQ117: another's
+    torch.ops.aten.add(x, y), ns.quantized.Conv2d(3, 3, 1)  # TQ209: not torch.ao's
     mine.fake_quantize(converted), engine.convert_fx(prepared)  # TQ116: one's own, and ported calls
     return convert_fx(prepared), program, graph_module, spec, convert_pt2e(prepare_pt2e(program.module(), spec))

@@ -1,0 +1,47 @@
+"""Find quantized modules and kernels of torch.ao that a script calls by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import libcst as cst
+
+from torchq_compat.port.constructs import Construct, Site
+from torchq_compat.port.reviews.review import ManualReview
+from torchq_compat.port.source.parsed import ParsedSource
+
+MODULES = ("torch.ao.nn.quantized.", "torch.nn.quantized.", "torch.ao.nn.intrinsic.quantized.")
+KERNELS = "torch.ops.quantized."
+#: Names of these modules that compute on floats, or carry a custom config.
+OTHERS = ("FloatFunctional", "FXFloatFunctional", "QFunctional", "dynamic", "reference", "modules")
+
+
+def find(source: ParsedSource) -> Iterator[Site]:
+    """Yield calls such as ``nnq.Conv2d(...)``, ``nnq.Linear.from_float(m)``, ``torch.ops.quantized.add``."""
+    for call in source.nodes(cst.Call):
+        names = source.names(call.func)
+        if names and all(map(_is_by_hand, names)):
+            refusal = "it works on quantized tensors, which torch removes; leave it to convert"
+            yield Site("TQ209", source.start(call), source.code(call.func), refusal=refusal)
+
+
+def _is_by_hand(name: str) -> bool:
+    if name.startswith(KERNELS):
+        return True
+    prefix = next((each for each in MODULES if name.startswith(each)), None)
+    return prefix is not None and name.removeprefix(prefix).split(".")[0] not in OTHERS
+
+
+CONSTRUCT = Construct(
+    code="TQ209",
+    title="quantized modules and kernels called by hand",
+    becomes="the float module with a qconfig, or a FloatFunctional",
+    guide="""\
+`torch.ao.nn.quantized.Conv2d(...)`, `...Linear.from_float(m)` or `torch.ops.quantized.add(...)` in a script
+work on quantized tensors, which PT2E does not have and torch removes. Inside a model that
+`quantize_eager.convert` returned they still run, with a warning (TQ427), and cannot be exported. Write the
+float module with a qconfig and let `convert` replace it; for sums and products use a `FloatFunctional`.
+""",
+)
+
+REVIEW = ManualReview(CONSTRUCT, find, words=("quantized",))
