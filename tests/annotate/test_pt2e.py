@@ -15,8 +15,15 @@ import torch
 import torch.ao.quantization.observer as legacy_observer
 import torchao.quantization.pt2e.quantizer.x86_inductor_quantizer as x86
 from torch import Tensor, fx, nn
+from torch.ao.quantization import get_default_qconfig_mapping
 from torch.fx import GraphModule
-from torchao.quantization.pt2e import MinMaxObserver, quantize_pt2e
+from torchao.quantization.pt2e import (
+    MinMaxObserver,
+    compare_results,
+    extract_results_from_loggers,
+    prepare_for_propagation_comparison,
+    quantize_pt2e,
+)
 from torchao.quantization.pt2e.quantizer import (
     ComposableQuantizer,
     DerivedQuantizationSpec,
@@ -25,6 +32,7 @@ from torchao.quantization.pt2e.quantizer import (
     Quantizer,
 )
 
+import torchq_compat as tc
 from tests.annotate.test_issue_script import DEQUANTIZE, QUANTIZE, rewritten
 from tests.helpers.oracle import leaves, sqnr
 from torchq_compat import pt2e
@@ -255,3 +263,49 @@ def test_a_derived_spec_needs_no_qscheme() -> None:
 
     graph = exported(model, x)
     assert torch.equal(plain(graph, ByNode(annotate), [x])(x), ours(graph, ByNode(annotate), [x])(x))
+
+
+def in_pt2e(model: nn.Module, x: Tensor) -> tuple[GraphModule, list[GraphModule]]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", QuantizationNote)
+        prepared = pt2e.prepare_pt2e(exported(model, x), x86_quantizer())
+    prepared(x)
+    return copy.deepcopy(prepared), [pt2e.convert_pt2e(prepared)]
+
+
+def in_fx(model: nn.Module, x: Tensor) -> tuple[GraphModule, list[GraphModule]]:
+    prepared = tc.prepare_fx(model, get_default_qconfig_mapping("x86"), (x,))
+    prepared(x)
+    return prepared, [tc.convert_to_reference_fx(prepared), tc.convert_fx(prepared)]
+
+
+@pytest.mark.parametrize("flow", [in_pt2e, in_fx])
+def test_the_numeric_debugger_finds_every_value(flow: Any) -> None:
+    """Handles are kept by prepare, by convert and by the lowering to integers."""
+
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 16), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            first, second = self.a(x).chunk(2, -1)
+            return self.b(torch.relu(first) + second)
+
+    torch.manual_seed(0)
+    x = torch.randn(5, 8)
+    prepared, converted = flow(Gated().eval(), x)
+
+    def results(model: GraphModule) -> Any:
+        logged = prepare_for_propagation_comparison(copy.deepcopy(model))
+        logged(x)
+        return extract_results_from_loggers(logged)
+
+    for each in converted:
+        compared = compare_results(results(prepared), results(each))
+        found = {handle.name: summary.results[0] for handle, summary in compared.items()}
+        assert {"linear", "getitem", "getitem_1", "relu", "add", "linear_1"} <= found.keys()
+        # Inside a lowered model values are integers.
+        assert float(found["linear_1"].sqnr) > 20
+        if each is converted[0]:
+            assert all(float(found[name].sqnr) > 20 for name in ("linear", "relu", "add"))

@@ -15,7 +15,9 @@ from torchao.quantization.pt2e.quantizer import ComposableQuantizer, Quantizatio
 
 from tests.helpers.oracle import leaves, sqnr
 from tests.helpers.quantizers import prepared_by_torchao
-from torchq_compat.pt2e import whole_op_lstm_quantizer
+from torchq_compat.errors import QuantizationWarning
+from torchq_compat.pt2e import whole_op_lstm_quantizer, whole_op_recurrent_quantizer
+from torchq_compat.recurrent.exported_lstm.aten_recurrent import RECURRENT_OPS
 
 OPS = torch.ops.quantized_decomposed
 PER_TENSOR, PER_CHANNEL = OPS.dequantize_per_tensor.default, OPS.dequantize_per_channel.default
@@ -205,3 +207,41 @@ def test_saved_and_exported_again(tmp_path: Any) -> None:
     loaded = torch.export.load(tmp_path / "lstm.pt2").module()
     for expected, result in zip(leaves(converted(*data[1])), leaves(loaded(*data[1])), strict=True):
         assert torch.equal(expected, result)
+
+
+@pytest.mark.parametrize("states", [True, False])
+def test_weights_may_stay_float(states: bool) -> None:
+    """As the operator of ExecuTorch's Cortex-M backend wants it, for LSTM, GRU and RNN in one call."""
+
+    class Three(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.gru, self.rnn = nn.LSTM(8, 8), nn.GRU(8, 8), nn.RNN(8, 8)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.lstm(x), self.gru(x), self.rnn(x)
+
+    torch.manual_seed(0)
+    model, data = Three().eval(), [(torch.randn(6, 3, 8),) for _ in range(3)]
+    converted = quantize(model, data, whole_op_recurrent_quantizer(weights=False, states=states))
+    for op in RECURRENT_OPS[:3]:
+        (node,) = (each for each in converted.graph.nodes if each.target is op)
+        x, given, parameters = node.args[:3]
+        assert dq(x)[2] is torch.int8
+        assert all(each.op == "get_attr" for each in parameters)
+        for each in given if isinstance(given, (tuple, list)) else (given,):
+            assert (each.target is PER_TENSOR) is states
+        observed = {getitem.args[1]: next(iter(getitem.users)).target for getitem in node.users}
+        assert {at for at, target in observed.items() if target is OPS.quantize_per_tensor.default} == (
+            set(observed) if states else {0}
+        )
+    for expected, result in zip(leaves(model(*data[0])), leaves(converted(*data[0])), strict=True):
+        assert 30 < sqnr(expected, result) < 60
+
+
+def test_a_gru_is_told_by_the_quantizer_of_lstms() -> None:
+    data = [(torch.randn(6, 3, 8),)]
+    with pytest.warns(
+        QuantizationWarning, match=r"finds no aten\.lstm\.input, and leaves aten\.gru\.input.*TQ428"
+    ):
+        prepared_by_torchao(nn.GRU(8, 8).eval(), whole_op_lstm_quantizer(), data)

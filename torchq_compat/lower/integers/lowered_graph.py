@@ -80,6 +80,11 @@ ORIGIN_KEYS = ("stack_trace", "nn_module_stack", "torch_fn", "source_fn_stack", 
 STATE = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules")
 
 
+def origin_of(node: Node) -> dict[str, Any]:
+    """Return the metadata of ``node`` that point to the user's code."""
+    return {key: node.meta[key] for key in ORIGIN_KEYS if key in node.meta}
+
+
 class LoweredGraph:
     """A graph that is rewritten in place.
 
@@ -102,7 +107,7 @@ class LoweredGraph:
     @contextmanager
     def before(self, node: Node) -> Iterator[None]:
         """Write calls before ``node``, with the origin of ``node`` in the user's code."""
-        self._origin = {key: node.meta[key] for key in ORIGIN_KEYS if key in node.meta}
+        self._origin = origin_of(node)
         with self.graph.inserting_before(node):
             yield
 

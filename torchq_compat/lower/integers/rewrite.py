@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from torchq_compat.lower.integers import operators
-from torchq_compat.lower.integers.lowered_graph import Kernel, LoweredGraph, Refusal
+from torchq_compat.lower.integers.lowered_graph import Kernel, LoweredGraph, Refusal, origin_of
 from torchq_compat.lower.integers.qdq_graph import (
     CLAMPS,
     Integers,
@@ -261,6 +261,8 @@ class Rewriter:
             integers = written
             if several:
                 integers = self.lowered.call(operator.getitem, written, result.args[1])
+                # Of its own: torchao's numeric debugger compares values by where they come from.
+                integers.meta.update(origin_of(result))
                 self.names[integers] = result.name
                 self._covered.add(result)
             if integers not in self.stands_for:

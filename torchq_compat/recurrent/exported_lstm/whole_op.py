@@ -29,7 +29,8 @@ from torchq_compat.recurrent.exported_lstm.aten_recurrent import (
     aten_recurrents,
     refuse_packed,
 )
-from torchq_compat.support.argument_checks import checked_arguments, instance_of, optional
+from torchq_compat.support.argument_checks import FLAG, checked_arguments, instance_of, optional
+from torchq_compat.support.user_warnings import warn_user
 
 # Quantizes LSTM, GRU and RNN as one operator each: q-dq around ``aten.lstm.input``, nothing inside.
 #
@@ -44,9 +45,13 @@ EdgeSpecs = dict[Node | Output, Any]
 SPEC = optional(instance_of(QuantizationSpec))
 
 
-@checked_arguments(activation=SPEC, weight=SPEC)
+@checked_arguments(activation=SPEC, weight=SPEC, weights=FLAG, states=FLAG)
 def whole_op_lstm_quantizer(
-    activation: QuantizationSpec | None = None, weight: QuantizationSpec | None = None
+    activation: QuantizationSpec | None = None,
+    weight: QuantizationSpec | None = None,
+    *,
+    weights: bool = True,
+    states: bool = True,
 ) -> WholeOpLSTMQuantizer:
     """Return a torchao Quantizer that quantizes every ``aten.lstm.input`` as one operator.
 
@@ -60,6 +65,12 @@ def whole_op_lstm_quantizer(
         activation: the spec of x and both states; default int8 per tensor, affine, HistogramObserver.
         weight: the spec of all weights, per tensor or per channel on axis 0; default int8 per tensor,
             symmetric, MinMaxObserver.
+        weights: whether weights and biases are quantized. A kernel that quantizes them itself, as that of
+            ExecuTorch's Cortex-M backend, wants them float.
+        states: whether h0, c0, h_n and c_n are quantized; without them the output has its own observer.
+
+    Warns:
+        QuantizationWarning: TQ428, the recurrent operators of a program are all others, and stay float.
 
     Source of the flow: the PyTorch issue on quantizing operators with multiple outputs (RNN, LSTM).
 
@@ -76,12 +87,18 @@ def whole_op_lstm_quantizer(
         >>> convert_pt2e(prepared)(x)[0].shape
         torch.Size([5, 2, 8])
     """
-    return WholeOpLSTMQuantizer(activation or _default_activation(), weight or _default_weight())
+    return WholeOpLSTMQuantizer(
+        activation or _default_activation(), weight or _default_weight(), weights=weights, states=states
+    )
 
 
-@checked_arguments(activation=SPEC, weight=SPEC)
+@checked_arguments(activation=SPEC, weight=SPEC, weights=FLAG, states=FLAG)
 def whole_op_recurrent_quantizer(
-    activation: QuantizationSpec | None = None, weight: QuantizationSpec | None = None
+    activation: QuantizationSpec | None = None,
+    weight: QuantizationSpec | None = None,
+    *,
+    weights: bool = True,
+    states: bool = True,
 ) -> WholeOpRecurrentQuantizer:
     """Return a torchao Quantizer that quantizes every LSTM, GRU and RNN of a program as one operator.
 
@@ -93,6 +110,8 @@ def whole_op_recurrent_quantizer(
         activation: the spec of x and the states; default int8 per tensor, affine, HistogramObserver.
         weight: the spec of all weights, per tensor or per channel on axis 0; default int8 per tensor,
             symmetric, MinMaxObserver.
+        weights: whether weights and biases are quantized, as in ``whole_op_lstm_quantizer``.
+        states: whether the states are quantized; without them the output has its own observer.
 
     Returns:
         A Quantizer for ``prepare_pt2e``, ``prepare_qat_pt2e``, a ``ComposableQuantizer`` or ``prepare_fx``.
@@ -107,7 +126,9 @@ def whole_op_recurrent_quantizer(
         >>> convert_fx(prepared)(x)[0].shape
         torch.Size([5, 1, 8])
     """
-    return WholeOpRecurrentQuantizer(activation or _default_activation(), weight or _default_weight())
+    return WholeOpRecurrentQuantizer(
+        activation or _default_activation(), weight or _default_weight(), weights=weights, states=states
+    )
 
 
 class WholeOpRecurrentQuantizer(Quantizer):  # type: ignore[misc]
@@ -115,10 +136,19 @@ class WholeOpRecurrentQuantizer(Quantizer):  # type: ignore[misc]
 
     operators: tuple[Any, ...] = RECURRENT_OPS
 
-    def __init__(self, activation: QuantizationSpec, weight: QuantizationSpec) -> None:
+    def __init__(
+        self,
+        activation: QuantizationSpec,
+        weight: QuantizationSpec,
+        *,
+        weights: bool = True,
+        states: bool = True,
+    ) -> None:
         super().__init__()
         self.activation = activation
         self.weight = weight
+        self.weights = weights
+        self.states = states
 
     def annotate(self, model: GraphModule) -> GraphModule:
         """Annotate every call of ``operators``.
@@ -132,7 +162,18 @@ class WholeOpRecurrentQuantizer(Quantizer):  # type: ignore[misc]
             if annotation is None or not annotation._annotated:
                 specs = self._input_specs(recurrent)
                 annotate_outputs(recurrent.node, specs, self._output_specs(recurrent))
+        self._tell_others(model)
         return model
+
+    def _tell_others(self, model: GraphModule) -> None:
+        present = {node.target for node in model.graph.nodes if node.target in RECURRENT_OPS}
+        if present and not present.intersection(self.operators):
+            names = ", ".join(sorted(map(str, present)))
+            warn_user(
+                "TQ428",
+                f"whole_op_lstm_quantizer finds no aten.lstm.input, and leaves {names} float; "
+                "whole_op_recurrent_quantizer annotates every LSTM, GRU and RNN.",
+            )
 
     def validate(self, model: GraphModule) -> None:
         """Check that torchao can carry out all annotations.
@@ -143,19 +184,25 @@ class WholeOpRecurrentQuantizer(Quantizer):  # type: ignore[misc]
         check_annotations(model)
 
     def _input_specs(self, recurrent: AtenRecurrent) -> EdgeSpecs:
-        specs: EdgeSpecs = dict.fromkeys((recurrent.x, *recurrent.states), self.activation)
-        hidden = recurrent.states[0]
-        for direction in recurrent.directions:
+        observed = (recurrent.x, *recurrent.states) if self.states else (recurrent.x,)
+        specs: EdgeSpecs = dict.fromkeys(observed, self.activation)
+        # Without an observer of the state, there are no qparams for the biases of what it is multiplied with.
+        hidden = recurrent.states[0] if self.states else None
+        for direction in recurrent.directions if self.weights else ():
             for name, parameter in direction.parameters.items():
                 if name.startswith("weight"):
                     specs[parameter] = self.weight
                 else:
                     weight = direction.parameters[name.replace("bias", "weight")]
                     multiplied = recurrent.x if name == "bias_ih" and direction.layer == 0 else hidden
-                    specs[parameter] = self._bias_spec((multiplied, recurrent.node), (weight, recurrent.node))
+                    if multiplied is not None:
+                        edges = (multiplied, recurrent.node), (weight, recurrent.node)
+                        specs[parameter] = self._bias_spec(*edges)
         return specs
 
-    def _output_specs(self, recurrent: AtenRecurrent) -> list[SharedQuantizationSpec]:
+    def _output_specs(self, recurrent: AtenRecurrent) -> list[Any]:
+        if not self.states:
+            return [self.activation, *(None for _ in recurrent.states)]
         states = [SharedQuantizationSpec((state, recurrent.node)) for state in recurrent.states]
         return [states[0], *states]
 
