@@ -254,3 +254,8 @@ class QuantizationWarning(UserWarning):
 
 class QuantizationNote(QuantizationWarning):
     """A warning of severity note: nothing is lost, but FX or the setting would have had it otherwise."""
+
+
+def install_extra(extra: str) -> str:
+    """Return how to install an optional part of the package: the one place to change once it is published."""
+    return f"install the extra: pip install -e '.[{extra}]' in a clone of the project"

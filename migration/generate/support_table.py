@@ -61,7 +61,7 @@ AREAS: dict[str, tuple[tuple[str, Status, str], ...]] = {
         (
             "convert_fx",
             DIFFERS,
-            "integer kernels of x86 and qnnpack; elsewhere of recurrent modules and linears alone",
+            "one graph on plain integers, the same for every engine and CPU; FX: quantized tensors",
         ),
         ("convert_fx: graph_module", DIFFERS, "copied; FX used it up"),
         ("convert_fx: convert_custom_config", SUPPORTED, ""),

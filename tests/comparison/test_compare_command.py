@@ -472,7 +472,7 @@ def test_without_the_report_extra(
     assert main(["compare", "--html", "page.html", "m:f"]) == 2
     error = capsys.readouterr().err
     assert f"the HTML page needs {package}, which is not installed." in error
-    assert "Hint: pip install 'torchq-compat[report]'" in error
+    assert "Hint: install the extra: pip install -e '.[report]'" in error
 
 
 def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,7 @@ from torchq_compat.port import process as project
 from torchq_compat.support.versions import TESTED
 
 ROOT = Path(torchq_compat.__file__).parents[1]
+PACKAGE = ROOT / "torchq_compat"
 PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 ADDRESS: str = PYPROJECT["urls"]["Homepage"]
 
@@ -100,3 +101,43 @@ def test_contributing_names_files_that_are_there() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
     for name in re.findall(r"`((?:torchq_compat|migration|tests)/[\w./]+)`", text):
         assert (ROOT / name).exists(), name
+
+
+def prose() -> dict[str, str]:
+    """Return the pages that people read, by name."""
+    pages = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]
+    pages += [*(ROOT / "migration").glob("*.md"), *(ROOT / "migration" / "guide").glob("*.md")]
+    return {path.relative_to(ROOT).as_posix(): " ".join(path.read_text().split()) for path in pages}
+
+
+def test_nothing_is_installed_from_an_index_that_has_it_not() -> None:
+    assert [name for name, text in prose().items() if re.search(r"install '?torchq[-_]compat", text)] == []
+    hints = [p.name for p in PACKAGE.rglob("*.py") if "pip install torchq" in p.read_text()]
+    assert hints == [], "errors.install_extra has the words"
+
+
+def test_versions_are_those_of_pyproject() -> None:
+    readme = prose()["README.md"]
+    first, last = (minor.split(".")[1] for minor in (TESTED[0][0], TESTED[-1][0]))
+    assert f"torch 2.{first} to 2.{last} with torchao {TESTED[0][1]}" in readme
+    pins = dict(re.match(r"([a-z]+)(.*)", pin).groups() for pin in PYPROJECT["dependencies"])  # type: ignore[union-attr]
+    assert pins["torch"] == f">=2.{first},<2.{int(last) + 1}"
+    assert pins["torchao"].startswith(f">={TESTED[0][1]},")
+    pythons = re.findall(r"Python :: 3\.(\d+)", " ".join(PYPROJECT["classifiers"]))
+    assert f"Python 3.{pythons[0]} to 3.{pythons[-1]}" in readme
+    assert PYPROJECT["requires-python"] == f">=3.{pythons[0]}"
+
+
+def test_no_page_claims_what_another_denies() -> None:
+    """Claims that were true once: PT2E's Quantizers may decompose an LSTM, and all CPUs run one graph."""
+    stale = re.compile(
+        r"PT2E (silently )?leaves (an |its )?LSTMs?( silently)? float(?! unless)"
+        r"|on CPUs other than x86|q-dq graph on (ARM|other CPUs)",
+        re.IGNORECASE,
+    )
+    assert {name: match[0] for name, text in prose().items() if (match := stale.search(text))} == {}
+
+
+def test_the_readme_is_short() -> None:
+    words = {name: len(text.split()) for name, text in prose().items()}
+    assert words["README.md"] < 700

@@ -114,7 +114,7 @@ def test_a_notebook_and_data(reports: dict[str, Report]) -> None:
 
 def test_without_pandas(reports: dict[str, Report], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(ScriptError, match=r"torchq-compat\[notebook\]"):
+    with pytest.raises(ScriptError, match=r"pip install -e '\.\[notebook\]'"):
         reports["converted"].to_pandas()
 
 

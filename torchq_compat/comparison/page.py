@@ -33,7 +33,7 @@ from torchq_compat.comparison.text import (
     told_places,
     worst_places,
 )
-from torchq_compat.errors import ScriptError
+from torchq_compat.errors import ScriptError, install_extra
 from torchq_compat.support.argument_checks import PATH, checked_arguments
 from torchq_compat.support.atomic_files import write_whole
 from torchq_compat.support.decisions import data_frame
@@ -231,7 +231,7 @@ def check_page(path: Path) -> None:
         if importlib.util.find_spec(package) is None:
             raise ScriptError(
                 f"the HTML page needs {package}, which is not installed.",
-                hint="pip install 'torchq-compat[report]'; the table and --json need nothing more.",
+                hint=f"{install_extra('report')}; the table and --json need nothing more.",
                 code="TQ974",
             )
     if path.is_dir():

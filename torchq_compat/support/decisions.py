@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal
 
-from torchq_compat.errors import ScriptError
+from torchq_compat.errors import ScriptError, install_extra
 from torchq_compat.support.argument_checks import INDEX, Expected, checked_arguments, instance_of, optional
 from torchq_compat.support.report import (
     ObservedRange,
@@ -279,7 +279,7 @@ def data_frame(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> pd.
 def _not_installed(what: str, package: str, extra: str) -> ScriptError:
     return ScriptError(
         f"{what} needs {package}, which is not installed.",
-        hint=f"install the extra: pip install torchq-compat[{extra}]; to_dict() needs nothing.",
+        hint=f"{install_extra(extra)}; to_dict() needs nothing.",
         code="TQ974",
     )
 

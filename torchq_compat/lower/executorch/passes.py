@@ -14,7 +14,7 @@ from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.passes.infra.pass_base import PassResult
 
-from torchq_compat.errors import ExportError
+from torchq_compat.errors import ExportError, install_extra
 from torchq_compat.read.qdq import (
     CONVERT_DTYPE,
     DEQUANTIZE,
@@ -229,7 +229,7 @@ def executorch_module(name: str) -> Any:
     except ImportError as cause:
         raise ExportError(
             f"ExecuTorch cannot be imported: {cause}.",
-            hint="install the extra: pip install torchq-compat[executorch].",
+            hint=f"{install_extra('executorch')}.",
             code="TQ932",
         ) from cause
 

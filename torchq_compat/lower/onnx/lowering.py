@@ -18,7 +18,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 from torchq_compat.capture.example_inputs import asks_for_examples, read_example_inputs
-from torchq_compat.errors import ExportError, PathError
+from torchq_compat.errors import ExportError, PathError, install_extra
 from torchq_compat.lower.export import export
 from torchq_compat.model.state import look_up_rows
 from torchq_compat.ops import CONVOLUTIONS, TRANSPOSED
@@ -177,7 +177,7 @@ def onnx_module(name: str) -> Any:
     except ImportError as cause:
         raise ExportError(
             f"ONNX cannot be written: {cause}.",
-            hint="install the extra: pip install torchq-compat[onnx].",
+            hint=f"{install_extra('onnx')}.",
             code="TQ933",
         ) from cause
 
