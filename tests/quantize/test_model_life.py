@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ import torchq_compat as tc
 from tests.helpers.histograms import coarse_qconfig_mapping
 from tests.helpers.once import made_once
 from tests.helpers.oracle import MAP_LSTM, by_fx, by_us, calibrate, leaves, sqnr
+from torchq_compat.errors import CheckpointError
 from torchq_compat.model.graph_module import QuantizationGraphModule
 
 INPUTS, HIDDEN = 8, 16
@@ -571,3 +573,64 @@ def test_converted_in_inference_mode(tagger: tuple[nn.Module, GraphModule, Graph
         expected = converted(x)
     with torch.inference_mode():
         assert_equal_bits(converted(x), expected)
+
+
+@made_once
+def per_channel() -> tuple[GraphModule, GraphModule]:
+    mapping = get_default_qconfig_mapping("x86")
+    return by_us(Tagger().eval(), mapping, batches(2), MAP_LSTM)
+
+
+def altered(state: dict[str, Tensor], kind: str) -> dict[str, dict[str, Tensor]]:
+    """Return what is wrong -> a state with one such value."""
+    name = next(each for each in state if each.endswith(kind))
+    value = state[name]
+
+    def row(column: int, number: float) -> Tensor:
+        rows = value.clone()
+        rows[-1, column] = number
+        return rows
+
+    if kind == "_zero_point_0":
+        changed = {f"{number}": torch.full_like(value, number) for number in (128, -129, 2**40)}
+    elif kind == "_extra_state":
+        numbers = [
+            (0, math.nan),
+            (0, 0.0),
+            (1, 2.0**40),
+            (1, -(2.0**40)),
+            (1, 0.5),
+            (2, 2.0**40),
+            (3, -(2.0**40)),
+        ]
+        changed = {f"column {column} {number}": row(column, number) for column, number in numbers}
+    else:
+        changed = {f"{number}": torch.full_like(value, number) for number in (math.nan, math.inf, 0.0, -1.0)}
+    changed["huge"] = torch.ones((), dtype=value.dtype).expand(2**40)
+    return {label: {**state, name: wrong} for label, wrong in changed.items()}
+
+
+@pytest.mark.parametrize("kind", ["_zero_point_0", "_extra_state", "_scale_0"])
+def test_a_state_with_impossible_qparams_or_shapes_is_refused_by_name(
+    kind: str, subtests: pytest.Subtests
+) -> None:
+    _, converted = per_channel.itself()
+    (x,) = batches(1)[0]
+    before, result = dict(converted.state_dict()), converted(x)
+    for label, state in altered(before, kind).items():
+        with subtests.test(label), pytest.raises(CheckpointError) as refused:
+            converted.load_state_dict(state)
+        assert kind in str(refused.value) or "per-tensor qparams" in str(refused.value)
+    assert_equal_bits(converted(x), result)
+
+
+def test_what_is_saved_is_loaded_without_running_code() -> None:
+    prepared, converted = per_channel.itself()
+    dynamic = tc.quantize_dynamic(nn.Sequential(nn.Linear(4, 4)).eval())
+    for model in (prepared, converted, tc.convert_to_reference_fx(prepared), dynamic):
+        file = io.BytesIO()
+        torch.save(model.state_dict(), file)
+        file.seek(0)
+        state = torch.load(file, weights_only=True)
+        assert state.keys() == model.state_dict().keys()
+        model.load_state_dict(state)

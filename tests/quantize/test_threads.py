@@ -239,6 +239,39 @@ def test_what_another_thread_warns_of_is_not_lost() -> None:
     assert list(warnings.filters) == filters
 
 
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.lstm, self.gru = nn.Embedding(9, 8), nn.LSTM(8, 8), nn.GRU(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gru(self.lstm(self.table(x.abs().long() % 9))[0])[0]
+
+
+@made_once
+def recurrent() -> Any:
+    (x,) = inputs()
+    model = tc.prepare_fx(Recurrent().eval(), MAPPING, (x,), tc.get_default_prepare_custom_config())
+    model(x)
+    return tc.convert_fx(model)
+
+
+def test_two_models_from_four_threads() -> None:
+    """Their packed weights are made, used and dropped at once: loaded anew, and of copies that end."""
+    (x,), models = inputs(), [recurrent(), converted()]
+    expected = [model(x) for model in models]
+    states = [model.state_dict() for model in models]
+
+    def call(index: int) -> None:
+        for step in range(6):
+            model = models[index % 2] if step % 3 else copy.deepcopy(models[index % 2])
+            assert torch.equal(model(x), expected[index % 2])
+
+    for model, state in zip(models, states, strict=True):
+        model.load_state_dict(state)
+    at_once(*(lambda index=index: call(index) for index in range(4)))
+
+
 # Forks.
 
 

@@ -61,9 +61,21 @@ def set_qparams_state(graph_module: GraphModule, state: Tensor) -> None:
         raise CheckpointError.bad_value(
             "the per-tensor qparams", "are no finite numbers, or hold a scale of 0"
         )
+    for node, (_, zero_point, low, high) in zip(nodes, state.tolist(), strict=True):
+        dtype = next(arg for arg in node.args if isinstance(arg, torch.dtype))
+        if not (low < high and all(_has(dtype, number) for number in (zero_point, low, high))):
+            numbers = f"zero point {zero_point:g} from {low:g} to {high:g}"
+            raise CheckpointError.bad_value("the per-tensor qparams", f"hold {numbers}, not of {dtype}")
     for node, row in zip(nodes, state.tolist(), strict=True):
         node.args = _with_row(node, row)
     graph_module.recompile()
+
+
+def _has(dtype: torch.dtype, number: float) -> bool:
+    """Return whether integers of ``dtype`` have this ``number``; the qparams of floats are not read."""
+    return dtype.is_floating_point or (
+        number == int(number) and torch.iinfo(dtype).min <= number <= torch.iinfo(dtype).max
+    )
 
 
 def _row_of(node: Node) -> tuple[Any, ...]:
@@ -95,11 +107,13 @@ def check_state(state: Any, model: nn.Module) -> None:
     Raises:
         CheckpointError: ``state`` is not a mapping from names; it has a value that is not a tensor, a meta
             tensor, a tensor whose numbers the dtype of ``model`` cannot hold, a range of an observer that is
-            NaN or has ends that differ in number, or a scale that is not positive and finite.
+            NaN or has ends that differ in number, a scale that is not positive and finite, a zero point that
+            the integers do not have, or a shape of more values than it stores.
     """
     if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
         raise CheckpointError.not_a_state(shown(state))
     own, scales, observed = model.state_dict(), set(_scales(model)), set(_observed(model))
+    zero_points = dict(_zero_points(model))
     for name, value in state.items():
         expected = own.get(name)
         if not isinstance(value, Tensor):
@@ -110,6 +124,12 @@ def check_state(state: Any, model: nn.Module) -> None:
             raise CheckpointError.bad_value(name, "is a meta tensor, which has no values")
         if isinstance(expected, Tensor) and (value.is_nested or value.layout is not expected.layout):
             raise CheckpointError.bad_value(name, "is sparse or nested, where the model has a dense tensor")
+        is_like_own = isinstance(expected, Tensor) and expected.shape == value.shape
+        if not is_like_own and value.numel() * value.element_size() > value.untyped_storage().nbytes():
+            # A few bytes in a file, terabytes when it is copied.
+            raise CheckpointError.bad_value(
+                name, f"has the shape {tuple(value.shape)}, but not as many values"
+            )
         if is_quantized(value) and name in scales | observed:
             raise CheckpointError.bad_value(name, f"is {value.dtype}, which is no dtype of a range or scale")
         if isinstance(expected, Tensor) and not _can_hold(expected.dtype, value):
@@ -123,6 +143,10 @@ def check_state(state: Any, model: nn.Module) -> None:
             raise CheckpointError.bad_value(name, f"holds {counts}")
         if name in scales and not bool((value.isfinite() & (value > 0)).all()):
             raise CheckpointError.bad_value(name, "holds a scale that is no positive number")
+        if name in zero_points and not value.is_floating_point():
+            limits = torch.iinfo(zero_points[name])
+            if not bool(((value >= limits.min) & (value <= limits.max)).all()):
+                raise CheckpointError.bad_value(name, f"holds a zero point outside of {zero_points[name]}")
 
 
 def _other_end(name: str) -> str | None:
@@ -161,6 +185,19 @@ def _scales(model: nn.Module) -> Iterator[str]:
             scale = node.args[1] if getattr(node.target, "namespace", "") == NAMESPACE else None
             if isinstance(scale, Node) and scale.op == "get_attr":
                 yield f"{path}.{scale.target}".removeprefix(".")
+
+
+def _zero_points(model: nn.Module) -> Iterator[tuple[str, torch.dtype]]:
+    """Yield the names of the zero points that the q-dq operators of ``model`` read, with their dtypes."""
+    for path, module in model.named_modules():
+        for node in module.graph.nodes if isinstance(module, GraphModule) else ():
+            if getattr(node.target, "namespace", "") == NAMESPACE and len(node.args) > 2:
+                zero_point, dtypes = (
+                    node.args[2],
+                    [each for each in node.args if isinstance(each, torch.dtype)],
+                )
+                if isinstance(zero_point, Node) and zero_point.op == "get_attr" and dtypes:
+                    yield f"{path}.{zero_point.target}".removeprefix("."), dtypes[0]
 
 
 # Integer tables with float zero points, FX's scheme for embeddings, rewritten for exported programs.
