@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tests.native_harness.builds import BUILDS, EMULATED, SANITIZED, compile_replay, run_replay
 from tests.native_harness.calls import any_calls, calls_of_modules, write_calls
+from tests.native_harness.operators import CALLS, FROM_THREADS, run_tests
 
 
 def covered(features: Iterable[str]) -> list[str]:
@@ -54,6 +55,12 @@ def main() -> int:
                 f"{'FAULT' if problem else 'ok'} {name} ({time.monotonic() - began:.0f} s) {problem}",
                 flush=True,
             )
+        for name, tests in (("address,undefined", CALLS), ("thread", FROM_THREADS)):
+            began = time.monotonic()
+            problem = run_tests(name, tests, Path(directory) / name)
+            faults += bool(problem)
+            lasted = time.monotonic() - began
+            print(f"{'FAULT' if problem else 'ok'} operators, {name} ({lasted:.0f} s) {problem}", flush=True)
     return 1 if faults else 0
 
 
