@@ -120,7 +120,7 @@ def test_a_recurrent_module_that_was_not_mapped_is_not_unrolled_in_silence() -> 
 
 def test_without_the_extra(linear: GraphModule, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "executorch.kernels.quantized", None)
-    with pytest.raises(ExportError, match=r"Hint: .*pip install torchq-compat\[executorch\]"):
+    with pytest.raises(ExportError, match=r"Hint: .*pip install -e '\.\[executorch\]"):
         to_executorch(linear, (rows(),))
 
 
