@@ -28,6 +28,7 @@ from tests.helpers.lowered_walk import check_explained
 from tests.helpers.marks import slow_but
 from tests.helpers.once import made_once
 from tests.helpers.oracle import calibrate, sqnr
+from tests.helpers.side_by_side import side_by_side
 from torchq_compat.errors import QuantizationWarning
 from torchq_compat.lower.integers import lowered_module
 from torchq_compat.lower.integers.operators import CONVOLUTION
@@ -277,6 +278,95 @@ def test_a_kernel_that_fails_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.warns(QuantizationWarning, match="conv1d.*fails"):
         lowered = tc.convert_fx(prepared)
     torch.testing.assert_close(lowered(x), lowered.reference(x), rtol=0, atol=1e-5)
+
+
+def test_what_fails_as_a_whole_is_the_reference(
+    monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
+) -> None:
+    """Whatever fails in making the integers, or in the call of the whole, no conversion fails."""
+    prepared, x = speech()
+
+    def raising(*_: Any) -> None:
+        raise KeyError("a defect")
+
+    def unnoticed(reference: Any, lowered: Any, *_: Any) -> dict[str, str]:
+        for node in lowered.graph.find_nodes(op="call_function", target=CONVOLUTION):
+            node.args = (*node.args[:9], 7, *node.args[10:])
+        lowered.recompile()
+        return {}
+
+    def noise(reference: Any, lowered: Any, *_: Any) -> dict[str, str]:
+        (output,) = lowered.graph.find_nodes(op="output")
+        source = output.all_input_nodes[0]
+        with lowered.graph.inserting_before(output):
+            output.replace_input_with(source, lowered.graph.call_function(torch.neg, (source,)))
+        lowered.recompile()
+        return {}
+
+    for name, owner, patched in (
+        ("run", lowered_module.Rewriter, raising),
+        ("faults_of", lowered_module, unnoticed),
+        ("faults_of", lowered_module, noise),
+    ):
+        with subtests.test(patched.__name__), monkeypatch.context() as patch:
+            patch.setattr(owner, name, patched)
+            with pytest.warns(QuantizationWarning, match="as convert_to_reference_fx returns it") as told:
+                lowered = tc.convert_fx(prepared)
+            assert [warning.message.code for warning in told] == ["TQ432"]  # type: ignore[union-attr]
+            assert torch.equal(lowered(x), lowered.reference(x))
+            assert "TQ432" in {decision.code for decision in tc.explain(lowered)}
+
+
+class Padded(nn.Module):
+    """Padding of each kind between two convolutions."""
+
+    def __init__(self, rank: int, mode: str) -> None:
+        super().__init__()
+        conv = getattr(nn, f"Conv{rank}d")
+        self.first, self.last, self.mode, self.pad = conv(3, 4, 1), conv(4, 2, 3), mode, [1, 2] * rank
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.last(F.pad(self.first(x), self.pad, mode=self.mode))
+        return result
+
+
+@pytest.mark.parametrize(
+    "rank", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3]
+)
+@torch.no_grad()
+def test_padding_of_every_kind(rank: int) -> None:
+    torch.manual_seed(0)
+    modes = ("constant", "reflect", "replicate", "circular")
+    model = side_by_side([Padded(rank, mode) for mode in modes], [(0,)] * len(modes)).eval()
+    x = torch.randn(2, 3, *[5] * rank)
+    prepared = tc.prepare_fx(model, SEVEN_BITS, (x,))
+    calibrate(prepared, [(x,)])
+    lowered = tc.convert_fx(prepared)
+    for result, reference, expected in zip(lowered(x), lowered.reference(x), model(x), strict=True):
+        assert sqnr(reference, result) > 45
+        assert 25 < sqnr(expected, result) < 60
+
+
+@torch.no_grad()
+def test_a_moved_recurrent_output_with_several_readers() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.GRU(6, 6), nn.GRU(6, 6)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            h = self.a(x)[0].transpose(0, 1)
+            y = self.b(h)[0]
+            return h + y, torch.cat([h, y], -1)
+
+    torch.manual_seed(0)
+    model, x = Net().eval(), torch.randn(5, 5, 6)
+    prepared = tc.prepare_fx(model, SEVEN_BITS, (x,), tc.get_default_prepare_custom_config())
+    calibrate(prepared, [(x,)])
+    lowered = tc.convert_fx(prepared)
+    for result, reference, expected in zip(lowered(x), lowered.reference(x), model(x), strict=True):
+        assert sqnr(reference, result) > 45
+        assert 20 < sqnr(expected, result) < 60
 
 
 class ByMemory(nn.Module):

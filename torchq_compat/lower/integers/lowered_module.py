@@ -28,7 +28,13 @@ from torchq_compat.lower.integers.opaque_modules import (
 from torchq_compat.lower.integers.operators import forget_weights
 from torchq_compat.lower.integers.qdq_graph import hand_on_through_dropout
 from torchq_compat.lower.integers.rewrite import Rewriter
-from torchq_compat.lower.integers.side_by_side import StandsFor, faults_of, why_not_here
+from torchq_compat.lower.integers.side_by_side import (
+    StandsFor,
+    fault_of_whole,
+    faults_of,
+    first_line,
+    why_not_here,
+)
 from torchq_compat.model.graph_module import (
     ConvertedGraphModule,
     ConvertedModel,
@@ -148,6 +154,7 @@ class _Lowering:
         refused: name of an op -> why it does not run on integers here.
         generation: which of the graphs made so far it is.
         stands_for: see ``Rewriter``.
+        given_up: why the whole graph is that of the reference; empty if it is not.
     """
 
     reference: ConvertedGraphModule
@@ -158,6 +165,7 @@ class _Lowering:
     refused: Mapping[str, str] = field(default_factory=dict)
     generation: int = 0
     stands_for: StandsFor = field(default_factory=dict)
+    given_up: str = ""
 
     @property
     def is_current(self) -> bool:
@@ -178,10 +186,19 @@ def lower(reference: ConvertedGraphModule, trial_inputs: tuple[Any, ...] | None 
     for name, value in preserved_of(reference).items():
         setattr(lowered, name, value)
     lowered.training = reference.training
-    lowered._lower_again()
-    if trial_inputs is not None:
-        lowered._refuse_what_is_wrong(trial_inputs)
+    try:
+        lowered._lower_again()
+        fault = "" if trial_inputs is None else lowered._refuse_what_is_wrong(trial_inputs)
+    except Exception as error:  # Integers are optional: the reference runs without.
+        fault = f"it fails on integers ({type(error).__name__}: {first_line(error)})"
+    if fault:
+        lowered._lower_again(given_up=fault)
     return lowered
+
+
+def _not_lowered(fault: str) -> Decision:
+    reason = f"runs in floats between its q-dq, as convert_to_reference_fx returns it: {fault}"
+    return Decision("", "convert_fx", Action.REFERENCE, reason, warn=True, code="TQ432")
 
 
 class LoweredGraphModule(ConvertedModel):
@@ -229,15 +246,16 @@ class LoweredGraphModule(ConvertedModel):
             if not self._lowering.is_current:
                 self._lower_again()
 
-    def _lower_again(self, refused: Mapping[str, str] | None = None) -> None:
-        """Make the graph from the current reference graph; ``refused``: see ``_Lowering``."""
+    def _lower_again(self, refused: Mapping[str, str] | None = None, given_up: str = "") -> None:
+        """Make the graph from the current reference graph; see ``_Lowering`` for the arguments."""
         before, state = self._lowering, vars(self)
         reference = before.reference
         refused = before.refused if refused is None else refused
+        given_up = given_up or before.given_up
         opaque: list[LoweredOpaqueModule] = []
         with torch.no_grad():
             rewriter = Rewriter(reference, {}, _left_float(reference), refused)
-            elsewhere = why_not_here(reference)
+            elsewhere = why_not_here(reference) or (_not_lowered(given_up) if given_up else None)
             if elsewhere is None:
                 rewriter.run()
                 opaque = lower_opaque_modules(reference, _lower_inside)
@@ -257,6 +275,7 @@ class LoweredGraphModule(ConvertedModel):
             refused=refused,
             generation=before.generation + 1,
             stands_for=rewriter.stands_for,
+            given_up=given_up,
         )
         self.graph = graph
         state[LOWERING] = lowering  # Last: other threads call the model as soon as it is current.
@@ -273,19 +292,20 @@ class LoweredGraphModule(ConvertedModel):
         state[PACKED] = weakref.finalize(self, forget_weights, addresses)
         state[PACKED].atexit = False
 
-    def _refuse_what_is_wrong(self, trial_inputs: tuple[Any, ...]) -> None:
-        """Leave ops in floats whose results on integers are not the reference's, on ``trial_inputs``."""
+    def _refuse_what_is_wrong(self, trial_inputs: tuple[Any, ...]) -> str:
+        """Leave ops in floats whose results on integers are not the reference's, on ``trial_inputs``; return
+        what is wrong with the whole after that, or an empty string."""
         leaves = pytree.tree_leaves(trial_inputs, is_leaf=lambda leaf: leaf is None)
         for _ in range(MOST_TRIALS):
             lowering = self._lowering
-            try:
-                with kept_buffers(lowering.reference):
-                    faults = faults_of(lowering.reference, self, lowering.stands_for, tuple(leaves))
-            except Exception:
-                return  # The reference does not run on what the float model took: its own trials say so.
+            with kept_buffers(lowering.reference):
+                faults = faults_of(lowering.reference, self, lowering.stands_for, tuple(leaves))
+            if faults is None:
+                return ""
             if not faults.keys() - lowering.refused.keys():
-                return
+                return fault_of_whole(lowering.reference, self, trial_inputs)
             self._lower_again({**lowering.refused, **faults})
+        return f"after {MOST_TRIALS} trials ops are still wrong on integers"
 
     @property
     def graph(self) -> Graph:

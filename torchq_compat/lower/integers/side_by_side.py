@@ -6,10 +6,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 
+from torchq_compat.capture.torch_export import copied_inputs
+from torchq_compat.capture.trial_runs import kept_buffers
 from torchq_compat.lower.integers.qdq_graph import Place
 from torchq_compat.read.qdq import DEQUANTIZES
 from torchq_compat.support.decisions import Action, Decision
@@ -32,17 +34,22 @@ StandsFor = Mapping[Node, Place]
 
 def faults_of(
     reference: GraphModule, lowered: GraphModule, stands_for: StandsFor, args: tuple[Any, ...]
-) -> dict[str, str]:
+) -> dict[str, str] | None:
     """Return name of a node of ``reference`` -> what is wrong with the value that ``lowered`` has for it.
+
+    None means that the reference does not run on ``args``, as its own trials say.
 
     Args:
         args: the flat inputs.
         stands_for: see ``Rewriter``.
 
     Raises:
-        Exception: whatever the reference raises on ``args``.
+        Exception: what a node of ``lowered`` raises that stands for none of ``reference``.
     """
-    expected = _values(reference, args, {place.node for place in stands_for.values()})
+    try:
+        expected = _values(reference, args, {place.node for place in stands_for.values()})
+    except Exception:
+        return None
     return dict(_Judge(lowered, stands_for, expected).faults(args))
 
 
@@ -81,10 +88,10 @@ class _Judge:
                 try:
                     with torch.no_grad():
                         found = getattr(self.interpreter, node.op)(node.target, read, kwargs)
-                except RuntimeError as error:
+                except Exception as error:
                     if wanted is None:
                         raise
-                    yield self.stands_for[node].name, f"fails ({str(error).splitlines()[0]})"
+                    yield self.stands_for[node].name, f"fails ({first_line(error)})"
                     found = wanted
                 if wanted is not None and node.op == "call_function" and self.stands_for[node].is_judged:
                     fault = _fault(found, wanted, node)
@@ -149,6 +156,46 @@ def _taught(found: Any, wanted: Any) -> Any:
     if found.dtype != wanted.dtype:
         return found
     return torch.empty_like(found).copy_(wanted)
+
+
+def fault_of_whole(reference: nn.Module, lowered: nn.Module, args: tuple[Any, ...]) -> str:
+    """Return what is wrong with the results of ``lowered``, called as the user calls it with ``args``.
+
+    Nodes are judged apart: here results of another form are wrong, and noise above the signal. An empty
+    string means that nothing is.
+
+    Raises:
+        Exception: what ``lowered`` raises.
+    """
+    try:
+        expected = _result(reference, reference, args)
+    except Exception:
+        return ""
+    result = _result(lowered, reference, args)
+    (ones, form), (others, expected_form) = map(pytree.tree_flatten, (result, expected))
+    if form != expected_form:
+        return "its results have another structure than the reference's"
+    for one, other in zip(ones, others, strict=True):
+        if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+            continue
+        if (one.shape, one.dtype) != (other.shape, other.dtype):
+            return f"it returns {tuple(one.shape)} of {one.dtype} for {tuple(other.shape)} of {other.dtype}"
+        if one.is_floating_point() and bool(other.isfinite().all()):
+            noise, signal = (value.double().pow(2).sum() for value in (one - other, other))
+            if signal and not noise < signal:
+                return "its results differ from the reference's by more than these are"
+    return ""
+
+
+def _result(model: nn.Module, reference: nn.Module, args: tuple[Any, ...]) -> Any:
+    """Return the result of ``model``, and leave buffers, ``args`` and random numbers as they are."""
+    with kept_buffers(reference, but=torch.int8), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return model(*copied_inputs(args))
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 # Whether a model can run on integers where its state is, and in the dtype it computes in.
