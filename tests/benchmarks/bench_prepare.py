@@ -28,7 +28,9 @@ from torch import Tensor, nn
 from torch.ao.quantization import get_default_qconfig_mapping
 
 import torchq_compat as tc
+from tests.zoo.libraries import prepare_imports
 from torchq_compat.capture import checked as checked_capture
+from torchq_compat.capture.sizes import shape_program
 
 #: The models that the ratios are followed on.
 MODELS = (
@@ -68,6 +70,7 @@ def load(name: str, *, from_timm: bool) -> nn.Module:
 
         found: nn.Module = timm.create_model(name).eval()
         return found
+    prepare_imports()
     import torchvision
 
     model: nn.Module = torchvision.models.get_model(name).eval()
@@ -86,6 +89,7 @@ def measure(model: nn.Module, x: Tensor, rounds: int) -> dict[str, Any]:
                 ("", tc.prepare_fx, tc.convert_fx),
             ):
                 given = copy.deepcopy(model) if prefix else model
+                shape_program.KNOWN_SHAPES.clear()
                 prepared, taken = timed(lambda given=given, prepare=prepare: prepare(given, mapping, (x,)))
                 seconds[f"{prefix}prepare"].append(taken)
                 prepared(x)

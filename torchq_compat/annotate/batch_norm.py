@@ -69,7 +69,6 @@ def average_cumulatively(prepared: GraphModule, running_means: Collection[str]) 
             with prepared.graph.inserting_before(node):
                 count = prepared.graph.get_attr(counter)
                 node.update_arg(MOMENTUM, prepared.graph.call_function(averaging_factor, (count,)))
-    prepared.recompile()
 
 
 def fix_averaging_factors(prepared: GraphModule) -> None:
@@ -298,7 +297,6 @@ def fuse_batch_norms(prepared: GraphModule, may_fold: MayFold) -> None:
         op = node.args[0]
         if isinstance(op, Node) and _can_be_fused(prepared, op, node) and may_fold(op, node):
             _fuse(prepared.graph, op, node)
-    prepared.recompile()
 
 
 def _can_be_fused(prepared: GraphModule, op: Node, batch_norm: Node) -> bool:

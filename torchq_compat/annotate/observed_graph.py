@@ -133,7 +133,8 @@ def prepare_with(
     cumulative: Collection[str] = (),
     may_fold: batch_norm.MayFold = batch_norm.folds_all,
 ) -> GraphModule:
-    """Put observers (or fake-quantizes) into ``graph_module`` where ``quantizer`` says.
+    """Put observers (or fake-quantizes) into ``graph_module`` where ``quantizer`` says. The result is to be
+    wrapped: its code may be that of an earlier graph.
 
     Args:
         cumulative: what ``batch_norm.before_capture`` returned.
@@ -260,8 +261,6 @@ def _call_shared_observers_by_one_name(prepared: GraphModule) -> None:
     for node, path in again:
         prepared.delete_submodule(str(node.target))
         node.target = path
-    if again:
-        prepared.recompile()
 
 
 def _prepare_bodies(prepared: GraphModule, asked: OuterGraphQuantizer) -> None:

@@ -107,6 +107,10 @@ class Kept(Generic[Result]):
             self._results[key] = kept
         return kept
 
+    def clear(self) -> None:
+        """Keep none of the results."""
+        self._results.clear()
+
 
 #: Whoever is ``alone``, and calls of prepared models, take turns: observers read, compare and write back, and
 #: a trace switches oneDNN off for all threads, which changes the last bits of what they observe.

@@ -24,7 +24,7 @@ OPAQUE = "torchq_compat.custom_module.default"
 ATEN = torch.ops.aten
 #: An operator of torch, and the forms of its arguments -> its result: models repeat themselves, and torch
 #: computes many shapes in Python, at milliseconds each.
-_KNOWN: Kept[Any] = Kept(8192)
+KNOWN_SHAPES: Kept[Any] = Kept(8192)
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class _OnShapes(Interpreter):
         if not self._may_keep or not isinstance(target, OpOverload) or target.namespace != "aten":
             return getattr(self, n.op)(target, args, kwargs)
         key = target, _form(args), _form(kwargs), torch.get_default_dtype()
-        return _KNOWN.of(key, lambda: self._computed(n, args, kwargs))
+        return KNOWN_SHAPES.of(key, lambda: self._computed(n, args, kwargs))
 
     def _computed(self, n: Node, args: Any, kwargs: Any) -> Any:
         given = [value for source in n.all_input_nodes if isinstance(value := self.env[source], Tensor)]
