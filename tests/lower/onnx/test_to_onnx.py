@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import copy
 import errno
+import io
+import math
 import os
 import subprocess
 import sys
@@ -34,7 +36,7 @@ from tests.helpers.once import made_once
 from tests.helpers.oracle import leaves, sqnr
 from tests.helpers.quantizers import ByHand, annotate
 from torchq_compat import recurrent_parts
-from torchq_compat.errors import ArgumentError, ExportError, PathError
+from torchq_compat.errors import ArgumentError, ExportError, PathError, QuantizationWarning
 from torchq_compat.lower.onnx import lowering as packages
 from torchq_compat.lower.onnx.lowering import OnnxModel
 from torchq_compat.nn import quantizable
@@ -463,3 +465,47 @@ def test_a_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_package_does_not_import_onnx() -> None:
     code = "import sys, torchq_compat as t; t.to_onnx, t.convert_fx; assert 'onnxscript' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+class Squeezed(nn.Module):
+    """A squeeze that does nothing in torch, and half of the steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.squeeze(1)[:, : math.ceil(x.size(1) / 2)])
+
+
+@made_once
+def squeezed() -> GraphModule:
+    with pytest.warns(QuantizationWarning, match=r"as long as x\.size\(1\) != 1"):
+        return converted(Squeezed(), X86, torch.randn(2, 7, 4))
+
+
+def test_an_idle_squeeze_and_a_rounded_size() -> None:
+    model = squeezed()
+    check(model, torch.randn(2, 7, 4), torch.randn(3, 11, 4))
+    # torch's serializer has no form for math.ceil.
+    buffer = io.BytesIO()
+    torch.export.save(tc.export(model, (torch.randn(2, 7, 4),)), buffer)
+    buffer.seek(0)
+    other = torch.randn(3, 12, 4)
+    assert torch.equal(torch.export.load(buffer).module()(other), model(other))
+
+
+def test_what_onnx_runtime_refuses() -> None:
+    model, x = squeezed(), torch.randn(2, 7, 4)
+    made = tc.to_onnx(model, (x,))
+    made.proto.graph.node[0].op_type = "NoSuchOperator"
+    with pytest.raises(ExportError, match=r"ONNX Runtime refuses what was written.*NoSuchOperator"):
+        packages.check_in_runtime(made, model, [(x,)])
+
+
+def test_other_results_are_told() -> None:
+    model, x = squeezed(), torch.randn(2, 7, 4)
+    made = tc.to_onnx(model, (x,))
+    packages.check_in_runtime(made, model, [(x,)])
+    with pytest.warns(QuantizationWarning, match=r"something else.* \(2, 7, 4\): -?\d.* dB.*TQ436"):
+        packages.check_in_runtime(made, lambda x: -model(x), [(x,)])

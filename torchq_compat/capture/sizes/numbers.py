@@ -221,10 +221,50 @@ class Followed:
         def compute(*others: Any) -> Any:
             values = [_value(other) for other in others]
             expressions = [_expression(other) for other in others]
-            made = Computed(operation, (self.expression, *expressions))
+            made = _in_integers(Computed(operation, (self.expression, *expressions)))
             return Followed(self.guards, operation.function(self.value, *values), made)
 
         return compute
+
+
+#: The operations of which integers make integers.
+OF_INTEGERS = {
+    OPERATIONS[name]
+    for name in (
+        "add",
+        "sub",
+        "mul",
+        "floordiv",
+        "mod",
+        "neg",
+        "ceil",
+        "floor",
+        "trunc",
+        "sym_min",
+        "sym_max",
+    )
+}
+
+
+def _in_integers(made: Computed) -> Computed:
+    """Return ``made``, a rounded quotient of integers in integers: torch cannot save ``math.ceil``."""
+    quotient = made.operands[0]
+    rounds = made.operation in (OPERATIONS["ceil"], OPERATIONS["floor"])
+    if not rounds or not isinstance(quotient, Computed) or quotient.operation != OPERATIONS["truediv"]:
+        return made
+    over, under = quotient.operands
+    if not _is_integer(over) or not isinstance(under, int) or under <= 0:
+        return made
+    if made.operation == OPERATIONS["ceil"]:
+        # Not -(-over // under): ONNX rounds the quotients of negative numbers upwards.
+        over = Computed(OPERATIONS["add"], (over, under - 1))
+    return Computed(OPERATIONS["floordiv"], (over, under))
+
+
+def _is_integer(expression: Any) -> bool:
+    if not isinstance(expression, Computed):
+        return isinstance(expression, (int, Size))
+    return expression.operation in OF_INTEGERS and all(map(_is_integer, expression.operands))
 
 
 #: Is told each expression, with its value, that Python asks for.

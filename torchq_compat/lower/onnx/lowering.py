@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -18,15 +19,19 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 from torchq_compat.capture.example_inputs import asks_for_examples, read_example_inputs
+from torchq_compat.capture.torch_export import copied_inputs
+from torchq_compat.capture.trial_runs import difference, resized, trial_sizes
 from torchq_compat.errors import ExportError, PathError, install_extra
 from torchq_compat.lower.export import export
+from torchq_compat.model.graph_module import record_of
 from torchq_compat.model.state import look_up_rows
 from torchq_compat.ops import CONVOLUTIONS, TRANSPOSED
 from torchq_compat.recurrent.over_time import LoopShape
 from torchq_compat.support.argument_checks import PATH, Expected, checked_arguments, optional
 from torchq_compat.support.atomic_files import whole_file
 from torchq_compat.support.process_state import alone
-from torchq_compat.support.user_warnings import silenced
+from torchq_compat.support.upstream import pytree
+from torchq_compat.support.user_warnings import silenced, warn_user
 
 # The result of ``to_onnx``: an ONNX model, its opset and its free sizes.
 
@@ -128,6 +133,7 @@ def read_model(proto: Any, opset: int) -> OnnxModel:
 
 ATEN = torch.ops.aten
 SCAN = torch.ops.higher_order.scan
+SQUEEZES = (ATEN.squeeze.dim, ATEN.squeeze.dims, ATEN.squeeze.default)
 
 
 def with_bias_apart(convolution: Any, x: Tensor, weight: Tensor, bias: Tensor, *settings: Any) -> Tensor:
@@ -159,6 +165,97 @@ def keep_biases(program: ExportedProgram) -> None:
             node.replace_all_uses_with(apart, delete_user_cb=lambda user, apart=apart: user is not apart)
             node.update_arg(2, None)
     graph_module.recompile()
+
+
+def drop_idle_squeezes(program: ExportedProgram) -> None:
+    """Remove, in place, each ``squeeze`` of a dimension that is not 1: ONNX has no form for one that does
+    nothing."""
+    for module in program.graph_module.modules():
+        for node in list(module.graph.nodes) if isinstance(module, GraphModule) else ():
+            source: Any = node.args[0] if node.target in SQUEEZES else None
+            if source is not None and source.meta["val"].dim() == node.meta["val"].dim():
+                node.replace_all_uses_with(source)
+                module.graph.erase_node(node)
+
+
+# Loads what was written with ONNX Runtime, if it is installed, and compares.
+
+
+#: The SQNR in dB under which ONNX Runtime's results are told to be others.
+LEAST = 20.0
+
+
+def check_in_runtime(model: OnnxModel, converted: torch.nn.Module, trials: Sequence[tuple[Any, ...]]) -> None:
+    """Run ``model`` beside ``converted`` on the ``trials`` that it takes, and warn of other results.
+
+    Raises:
+        ExportError: ONNX Runtime refuses the model.
+    """
+    try:
+        onnxruntime = import_module("onnxruntime")
+    except ImportError:
+        return
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level = 4
+    try:
+        session = onnxruntime.InferenceSession(model.to_bytes(), options)
+    except Exception as cause:
+        raise _refused(str(cause)) from cause
+    for args in trials:
+        given = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
+        inputs = session.get_inputs()
+        if len(given) != len(inputs) or not all(map(_fits, inputs, given)):
+            continue
+        shapes = ", ".join(str(tuple(each.shape)) for each in given)
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                expected = converted(*copied_inputs(args))
+        except Exception:  # The model takes no such values, as lengths longer than the sequences.
+            continue
+        try:
+            named = {each.name: value.numpy() for each, value in zip(inputs, given, strict=True)}
+            results = session.run(None, named)
+        except Exception as cause:
+            raise _refused(f"{cause}, at {shapes}") from cause
+        results = [torch.from_numpy(each) if hasattr(each, "dtype") else each for each in results]
+        problem = difference(_floats(expected), _floats(results), LEAST)
+        if problem is not None:
+            warn_user(
+                "TQ436",
+                f"ONNX Runtime computes something else than this model on inputs of {shapes}: {problem}. "
+                "Where one step decides what the next one reads, a value midway between two integers is "
+                "enough.",
+            )
+
+
+def _floats(results: Any) -> list[Tensor]:
+    leaves = pytree.tree_leaves(results)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def _at_other_sizes(converted: torch.nn.Module, args: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    record = record_of(converted)
+    if record is None:
+        return []
+    inputs, sizes = record.signature.labelled(args), record.signature.sizes
+    return [resized(args, inputs, sizes, groups) for groups in itertools.islice(trial_sizes(sizes), 1)]
+
+
+def _fits(declared: Any, given: Tensor) -> bool:
+    return len(declared.shape) == given.dim() and all(
+        not isinstance(size, int) or size == own
+        for size, own in zip(declared.shape, given.shape, strict=True)
+    )
+
+
+def _refused(reason: str) -> ExportError:
+    first_line = next(iter(reason.strip().splitlines()), "")
+    return ExportError(
+        f"ONNX Runtime refuses what was written: {first_line}",
+        hint="what it names has no such form there; write that line of the model in another way.",
+        code="TQ707",
+    )
 
 
 # Import the optional ONNX packages when they are needed.
@@ -208,7 +305,8 @@ def to_onnx(
     Recurrent modules become Scan operators, one for each layer and direction, of any length and batch size.
     With ONNX Runtime's optimizer off, the graph computes the bits of ``convert_to_reference_fx``, except for
     values halfway between two integers, where ONNX divides by the scale and torch multiplies by its inverse;
-    with default options it has an SQNR of 40 dB or more relative to the reference.
+    with default options it has an SQNR of 40 dB or more relative to the reference. Where ONNX Runtime is
+    installed, it runs what was written once, at two sizes, and other results are warned of.
 
     Args:
         converted: what ``convert_fx`` or ``convert_to_reference_fx`` returned, in evaluation mode.
@@ -227,6 +325,7 @@ def to_onnx(
     Raises:
         ExportError: the extra ``onnx`` is not installed, an opset that is too old or unknown, or an operator
             that has no form in ONNX.
+        ExportError: ONNX Runtime refuses what was written.
         ExportError: not a converted model, one in training mode, or refused ``dynamic_shapes``.
         InputError: ``example_inputs`` missing, no inputs, or not fitting the model.
         PathError: the file cannot be written; it is an OSError too.
@@ -271,7 +370,10 @@ def to_onnx(
     program = export(converted, args, recurrent=shape, dynamic_shapes=dynamic_shapes)
     _look_up_integers(program)
     keep_biases(program)
+    drop_idle_squeezes(program)
     model = read_model(_translate(program, opset, translations), opset)
+    if dynamic_lstm == "loop":
+        check_in_runtime(model, converted, [args, *_at_other_sizes(converted, args)])
     if path is not None:
         model.save(Path(path))
     return model
