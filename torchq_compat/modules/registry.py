@@ -124,6 +124,11 @@ class CustomModuleHandler(ABC):
         """Return whether a ``module`` left float must stay one call, because torch.export would unroll it or
         fix its sizes."""
 
+    def is_users_own(self, module: nn.Module) -> bool:
+        """Return whether ``module`` is of a class derived from the handler's, with a ``forward`` of its own:
+        user code, which is one float call unless the user maps that class."""
+        return False
+
     def ops_writer(self, module: nn.Module) -> WriteOps | None:
         """Return a function that writes an opaque float ``module`` as ops that a Quantizer can annotate; None
         if there is none."""

@@ -15,6 +15,7 @@ from torch import nn
 from torchq_compat.capture.opaque_stub import StubRegistry
 from torchq_compat.capture.origins import computes_like, is_fx_leaf
 from torchq_compat.modules.registry import CustomModuleHandler, ObserveRequest, handlers
+from torchq_compat.modules.user_shapes import is_users_own
 from torchq_compat.read.backend_configs import BackendTable
 from torchq_compat.read.custom_configs import PrepareSettings, StandaloneSettings
 from torchq_compat.read.qconfig_mappings import QConfigRules, Selection, select_for_module
@@ -86,6 +87,8 @@ def _decide(
     if handler is not None:
         return Swap(module, paths, handler, request), Decision(path, kind, Action.QUANTIZED, reason)
     opaque = next((h for h in handlers() if h.is_opaque(module)), None)
+    if is_users_own(module):
+        opaque = _fallback()
     swap_of_opaque = None if opaque is None else Swap(module, paths, opaque, None)
     hint = next((r for h in handlers() if (r := h.mapping_hint(module)) is not None), None)
     if hint is None:

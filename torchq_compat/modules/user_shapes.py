@@ -179,6 +179,9 @@ def fake_call_of(module: nn.Module, path: str) -> FakeCall:
     """
     # During torch.export the module itself has fake parameters, and its calls are recorded.
     real = copied_model(module)
+    if is_users_own(module):
+        # On fake tensors torch writes its recurrent operator out, for as many steps as are tried.
+        return lambda *args, **kwargs: probe(real, path, args, kwargs)
     faked = _with_fake_calls_inside(real, path)
 
     def fake(*args: Any, **kwargs: Any) -> Any:
@@ -224,18 +227,23 @@ class FakeCaller(nn.Module):
 
 def _with_fake_calls_inside(module: nn.Module, path: str) -> nn.Module:
     """Return a copy of ``module`` with opaque submodules replaced; ``module`` itself if there are none."""
-    known = {
-        name: handler
-        for name, child in module.named_modules()
-        if name and (handler := next((h for h in handlers() if h.is_opaque(child)), None)) is not None
-    }
+    known: dict[str, Callable[[nn.Module, str], FakeCall]] = {}
+    for name, child in module.named_modules():
+        handler = next((h for h in handlers() if h.is_opaque(child)), None)
+        if name and (handler is not None or is_users_own(child)):
+            known[name] = fake_call_of if handler is None else handler.fake_call
     if not known:
         return module
     copied = copied_model(module)
-    for name, handler in known.items():
+    for name, fake_call in known.items():
         child = copied.get_submodule(name)
-        copied.set_submodule(name, FakeCaller(child, handler.fake_call(child, f"{path}.{name}")))
+        copied.set_submodule(name, FakeCaller(child, fake_call(child, f"{path}.{name}")))
     return copied
+
+
+def is_users_own(module: nn.Module) -> bool:
+    """Return whether ``module`` is user code on a class of a handler; see ``CustomModuleHandler``."""
+    return any(handler.is_users_own(module) for handler in handlers())
 
 
 @contextmanager

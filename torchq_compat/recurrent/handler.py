@@ -63,6 +63,12 @@ class RecurrentHandler(PartOwnerHandler):
         return isinstance(module, self.family.observed) and module.qconfig is None and specs.is_static
 
     def is_opaque(self, module: nn.Module) -> bool:
+        return self._is_of_family(module) and not has_own_forward(module, self.family.float_class)
+
+    def is_users_own(self, module: nn.Module) -> bool:
+        return self._is_of_family(module) and has_own_forward(module, self.family.float_class)
+
+    def _is_of_family(self, module: nn.Module) -> bool:
         return isinstance(module, self.family.float_class) and isinstance(module, nn.RNNBase)
 
     def give_states(self, module: nn.Module) -> None:
