@@ -37,6 +37,7 @@ from torchq_compat.capture.trial_runs import (
     in_double,
     resized,
     run_prepared,
+    sizes_at,
     sqnr,
     trial_sizes,
     with_sizes,
@@ -570,6 +571,56 @@ def mark_infinite_values(graph_module: GraphModule, case: CaptureCase, first: tu
     for node, reached in met.items():
         if stand_for_infinity(*reached):
             metadata.INFINITE.write(node, True)
+
+
+#: Ops whose values grow with the number of what they go over.
+CUMULATIVE = (
+    torch.ops.aten.cumsum.default,
+    torch.ops.aten.cumprod.default,
+    torch.ops.aten.logcumsumexp.default,
+    torch.ops.aten.arange.default,
+    torch.ops.aten.arange.start,
+    torch.ops.aten.arange.start_step,
+)
+#: From which ratio on the largest value at twice a size counts as grown: that of noise grows by 1.4.
+GROWN = 1.6
+
+
+def growing_values(case: CaptureCase, made: Attempt) -> dict[str, tuple[str, float]]:
+    """Return name of a node -> the size that its values grow with, and by how much at twice the size.
+
+    Only graphs with an op that goes over a dimension are run at other sizes.
+    """
+    if not any(node.target in CUMULATIVE for node in made.graph_module.graph.nodes):
+        return {}
+    before = _largest(case, made, case.args)
+    grown: dict[str, tuple[str, float]] = {}
+    for dimension in {group_of(each): each for each in made.sizes.free if each.example > 1}.values():
+        groups = {group_of(dimension): 2 * dimension.example}
+        if made.sizes.broken_rule(sizes_at(made.sizes, groups)) is not None:
+            continue
+        try:
+            after = _largest(case, made, resized(case.args, case.inputs, made.sizes, groups))
+        except Exception:  # A table has no entries for as many.
+            continue
+        for name, largest in after.items():
+            if 0 < GROWN * before.get(name, 0.0) <= largest < math.inf:
+                grown[name] = dimension.name, largest / before[name]
+    return grown
+
+
+def _largest(case: CaptureCase, made: Attempt, args: tuple[Any, ...]) -> dict[str, float]:
+    largest: dict[str, float] = {}
+
+    class Collecting(GraphRunner):
+        def run_node(self, n: Node) -> Any:
+            result = super().run_node(n)
+            if isinstance(result, Tensor) and result.is_floating_point() and result.numel():
+                largest[n.name] = float(result.abs().max())
+            return result
+
+    case.runs.of_graph(made.graph_module, args, runner=Collecting)
+    return largest
 
 
 def stand_for_infinity(largest: float, others: float) -> bool:

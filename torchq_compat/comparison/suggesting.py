@@ -54,6 +54,10 @@ QCONFIG_16 = QConfig(  # type: ignore[no-untyped-call]
 )
 
 
+#: The code of decisions on values that grow with a size.
+GROWING = "TQ437"
+
+
 @dataclass(frozen=True)
 class Sensitivity:
     """The accuracy that one module costs.
@@ -164,6 +168,10 @@ def suggest(
     before = trial.sqnr(())
     found = sorted(_sensitivities(model, trial), key=lambda each: each.sqnr)
     chosen, after = _best_together(trial, [each.path for each in found], n, before)
+    # No batch shows what longer inputs make of values that grow with them.
+    growing = {d.path.partition("/")[0] for d in explain(trial.prepared) if d.code == GROWING}
+    if more := tuple(each.path for each in found if each.path in growing and each.path not in chosen):
+        chosen, after = (*chosen, *more), trial.sqnr((*chosen, *more))
     if not chosen:
         warn_user(
             "TQ417",

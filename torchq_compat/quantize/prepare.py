@@ -25,6 +25,7 @@ from torchq_compat.capture.checked import (
     check_prepared,
     decide_blocks,
     decide_sizes,
+    growing_values,
     mark_infinite_values,
     trial_runs,
 )
@@ -329,6 +330,12 @@ def _observe_modules(state: _Preparing) -> None:
 @carries_out(PREPARE, "insert observers")
 def _observe(state: _Preparing) -> None:
     graph_module = state.captured.found.graph_module
+    growing = growing_values(state.captured.case, state.captured.found)
+    reads_growing = dict(growing)
+    for node in graph_module.graph.nodes if growing else ():  # An op quantizes what it reads, too.
+        known = next((growing[each.name] for each in node.all_input_nodes if each.name in growing), None)
+        if known is not None:
+            reads_growing.setdefault(node.name, known)
     state.interface = _read_interface(state.captured, state.request)
     state.batch_norms = batch_norms_by_path(graph_module)
     captured = Captured(
@@ -342,7 +349,19 @@ def _observe(state: _Preparing) -> None:
     with slow_stage(f"observing {state.name}"):
         state.observed, decided = _insert_observers(captured, state.request)
     named = {decision.path for decision in state.decisions}
+    decided = tuple(_with_growth(each, reads_growing.get(each.node)) for each in decided)
     state.decisions.extend(decision for decision in decided if decision.path not in named)
+
+
+def _with_growth(decision: Decision, known: tuple[str, float] | None) -> Decision:
+    """Return ``decision``, warned of if what is quantized there grows with a size of the inputs."""
+    if known is None or decision.action is not Action.QUANTIZED:
+        return decision
+    why = (
+        f"its values grow with {known[0]}, to {known[1]:.1f} times at twice the size: calibrate with inputs "
+        "as large as any, or leave it float"
+    )
+    return replace(decision, reason=f"{decision.reason}; {why}", warn=True, code="TQ437")
 
 
 @carries_out(PREPARE, "wrap")
