@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -18,7 +19,12 @@ from torchq_compat.quantize.convert import convert_to_reference, warn_of_loss
 from torchq_compat.quantize.distributed.ranks import ready_to_convert
 from torchq_compat.quantize.first_call import takes_waiting_models, waits_for_first_call
 from torchq_compat.quantize.prepare import prepare
-from torchq_compat.quantize.request import PrepareRequest, check_float_model, rules_beside
+from torchq_compat.quantize.request import (
+    PrepareRequest,
+    check_float_model,
+    is_converted,
+    rules_beside,
+)
 from torchq_compat.read.backend_configs import read_backend_config
 from torchq_compat.read.custom_configs import (
     read_convert_custom_config,
@@ -410,6 +416,8 @@ def _prepare(
         )
     settings, backend = read_prepare_custom_config(prepare_custom_config), read_backend_config(backend_config)
     check_float_model(model)
+    converted = tuple(path for path, module in model.named_modules() if is_converted(module))
+    settings = replace(settings, kept_float_names=(*settings.kept_float_names, *converted))
     if quantizer is None:
         rules = read_qconfig_mapping(qconfig_mapping)
     else:

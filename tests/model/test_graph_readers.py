@@ -11,8 +11,14 @@ import torch
 from torch import nn
 from torch.ao.quantization import get_default_qconfig_mapping
 
-from torchq_compat import convert_fx, explain, prepare_fx
-from torchq_compat.errors import QuantizationWarning
+from torchq_compat import (
+    convert_fx,
+    explain,
+    get_default_convert_custom_config,
+    get_default_prepare_custom_config,
+    prepare_fx,
+)
+from torchq_compat.errors import ConvertError, InputError, QuantizationWarning
 from torchq_compat.model import other_tools as graph_readers
 
 X = torch.randn(3, 4)
@@ -49,3 +55,57 @@ def test_elsewhere_nobody_is() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert len(prepared.graph.nodes) > 3
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.fc = nn.LSTM(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(self.lstm(x)[0])
+
+
+class Parent(nn.Module):
+    def __init__(self, child: nn.Module) -> None:
+        super().__init__()
+        self.first, self.child = nn.Linear(4, 4), child
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.child(self.first(x)) * 2
+
+
+def test_torch_fx_traces_converted_models() -> None:
+    """Also a parent of one, and one with a recurrent module; a prepared one is refused by code."""
+    x, other = torch.randn(5, 2, 4), torch.randn(7, 3, 4)
+    prepared = prepare_fx(
+        Recurrent().eval(), get_default_qconfig_mapping("x86"), (x,), get_default_prepare_custom_config()
+    )
+    prepared(x)
+    converted = convert_fx(prepared, get_default_convert_custom_config())
+    for model in (converted, converted.reference, Parent(converted).eval()):
+        traced = torch.fx.symbolic_trace(model)
+        for inputs in (x, other):
+            assert torch.equal(traced(inputs), model(inputs))
+    assert torch.equal(torch.fx.Transformer(converted).transform()(x), converted(x))
+    with pytest.raises(ConvertError, match=r"(?s)its observers look at values.*TQ961"):
+        torch.fx.symbolic_trace(prepared)
+
+
+def test_a_parent_of_a_converted_child_is_prepared() -> None:
+    mapping, x = get_default_qconfig_mapping("x86"), torch.randn(5, 2, 4)
+    child = prepare_fx(Recurrent().eval(), mapping, (x,), get_default_prepare_custom_config())
+    child(x)
+    parent = Parent(convert_fx(child, get_default_convert_custom_config())).eval()
+    prepared = prepare_fx(parent, mapping, (x,))
+    prepared(x)
+    converted = convert_fx(prepared)
+    (said,) = explain(converted).find("child")
+    assert said.reason.startswith("converted already")
+    (first,) = [d for d in explain(converted).find("first") if d.path == "first"]
+    assert first.action.value == "quantized"
+    signal = parent(x)
+    assert 20 < float(10 * torch.log10(signal.square().sum() / (signal - converted(x)).square().sum())) < 70
+    assert converted(torch.randn(9, 3, 4)).shape == (9, 3, 3)
+    with pytest.raises(InputError, match="at 'child' is prepared already"):
+        prepare_fx(Parent(child).eval(), mapping, (x,))

@@ -16,7 +16,7 @@ from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Proxy
 from torch.fx.graph import PythonCode
 
 from torchq_compat.annotate.observed_graph import ObservedPlace, observer_label, observer_nodes
@@ -41,6 +41,7 @@ from torchq_compat.model.failed_calls import (
 from torchq_compat.model.other_tools import (
     StateOfCaptured,
     guard,
+    leaves_for_tracers,
     refuse_fx_tracer,
     refuse_numeric_suite,
     refuse_torchao_prepare,
@@ -225,6 +226,9 @@ class QuantizationGraphModule(GraphModule):
         bound = args
         if is_compiled or is_traced or not record.signature.knows(args, kwargs):
             bound = record.signature.bind(args, kwargs)
+            if not is_compiled and any(isinstance(arg, Proxy) for arg in bound):
+                leaves_for_tracers(self)
+                return super().__call__(*bound)
             # Dynamo cannot trace the access to the graph, and compares structures itself.
             if not is_compiled and not self._has_structure(bound):
                 check_structure(self.reference, bound)
@@ -391,7 +395,7 @@ class QuantizationGraphModule(GraphModule):
 
     def _get_name(self) -> str:
         # A tracer reads the name of its root first.
-        refuse_fx_tracer(self.record.stage.value)
+        refuse_fx_tracer(self, self.record.stage.value)
         return type(self).__name__
 
     def __reduce__(self) -> Any:

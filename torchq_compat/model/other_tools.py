@@ -128,6 +128,9 @@ def suite_error(function: str) -> ScriptError:
 #: The key of ``GraphModule.meta`` that torch.ao's and torchao's prepare write, and their convert reads first.
 OBSERVED_KEY = "_observed_graph_module_attrs"
 CALLERS_OF_TRACE = 4
+OBSERVER = "activation_post_process_"
+#: A ``__module__`` by which torch.fx takes a module for a leaf.
+LEAF = "torch.nn.torchq_compat"
 
 
 def guard(graph_module: GraphModule, stage: str) -> None:
@@ -146,25 +149,49 @@ def unguard(graph_module: GraphModule) -> None:
             del graph_module.meta[OBSERVED_KEY]
 
 
-def refuse_fx_tracer(stage: str) -> None:
-    """Raise if FX's prepare or fuse is the caller; called from a method that torch.fx's tracers call first.
+def leaves_for_tracers(model: GraphModule) -> None:
+    """Make the modules that ``model`` calls leaves of torch.fx's tracers, which look at the ``__module__`` of
+    each: what a recurrent module does cannot be traced."""
+    for node in model._graph.find_nodes(op="call_module"):
+        vars(model.get_submodule(str(node.target))).setdefault("__module__", LEAF)
+
+
+def refuse_fx_tracer(model: GraphModule, stage: str) -> None:
+    """Raise if FX's prepare or fuse is the caller, or a tracer would trace observers; called from a method
+    that torch.fx's tracers call first.
 
     Raises:
-        ConvertError: FX's ``prepare_fx`` or ``fuse_fx`` was given a model of this package.
+        ConvertError: FX's ``prepare_fx`` or ``fuse_fx`` was given a model of this package, or a tracer a
+            prepared one.
         ScriptError: the Numeric Suite was given a model of this package.
     """
     frame: FrameType | None = sys._getframe(2)
-    if isinstance(frame and frame.f_locals.get("self"), Tracer):
+    tracer = frame and frame.f_locals.get("self")
+    if isinstance(tracer, Tracer):
         refuse_numeric_suite(frame and frame.f_back)
+        if stage == "converted":
+            leaves_for_tracers(model)
     if frame is not None and isinstance(frame.f_locals.get("self"), QuantizationTracer):
         raise _other_engine(stage)
     # fuse_fx calls the tracer through torch.fx.symbolic_trace.
     for _ in range(CALLERS_OF_TRACE):
-        if frame is None:
-            return
-        if frame.f_globals.get("__name__") == FX_ENGINE:
+        if frame is not None and frame.f_globals.get("__name__") == FX_ENGINE:
             raise _other_engine(stage)
-        frame = frame.f_back
+        frame = frame and frame.f_back
+    if isinstance(tracer, Tracer):
+        _refuse_to_trace_observers(model, tracer)
+
+
+def _refuse_to_trace_observers(model: GraphModule, tracer: Tracer) -> None:
+    observers = ((n, m) for n, m in model._modules.items() if n.startswith(OBSERVER) and m is not None)
+    name, observer = next(observers, ("", None))
+    if observer is not None and not tracer.is_leaf_module(observer, name):
+        raise ConvertError(
+            f"torch.fx cannot trace a prepared model: its observers look at values ({name}).",
+            hint="it has a graph already, prepared.graph; trace what convert_fx returns, or give a Tracer "
+            "whose is_leaf_module returns True for observers.",
+            code="TQ961",
+        )
 
 
 def refuse_torchao_prepare(stage: str) -> None:

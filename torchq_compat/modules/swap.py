@@ -14,6 +14,7 @@ from torch import nn
 
 from torchq_compat.capture.opaque_stub import StubRegistry
 from torchq_compat.capture.origins import computes_like, is_fx_leaf
+from torchq_compat.model.graph_module import record_of
 from torchq_compat.modules.registry import CustomModuleHandler, ObserveRequest, handlers
 from torchq_compat.modules.user_shapes import is_users_own
 from torchq_compat.read.backend_configs import BackendTable
@@ -23,6 +24,7 @@ from torchq_compat.read.qspecs import OpSpecs
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.torch_ao import NoopObserver, QConfig, QuantType
 
+CONVERTED = "converted already: it runs as it is, in one call, with floats at its ends"
 SCRIPTED = "TorchScript is not quantized inside; give prepare_fx the module that it was made of"
 NO_MAPPING = "no custom-module mapping for its class"
 NO_QUANTIZATION: Any = QConfig(activation=NoopObserver, weight=NoopObserver)  # type: ignore[no-untyped-call]
@@ -80,7 +82,8 @@ def _decide(
     any."""
     path, kind = paths[0], type(module).__name__
     if _is_non_traceable(module, paths, settings):
-        return _left_whole(module, paths, "non_traceable: never quantized inside")
+        reason = "non_traceable: never quantized inside" if record_of(module) is None else CONVERTED
+        return _left_whole(module, paths, reason)
     if isinstance(module, torch.jit.ScriptModule):
         return _left_whole(module, paths, SCRIPTED, warn=True)
     handler, request, reason = _find(module, path, rules, settings, backend)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
+import os
 import signal
 import sys
 import threading
@@ -102,6 +104,21 @@ def _without(part: str) -> logging.Filter:
 
 
 # Terminal output of the commands: progress on standard error, tables on standard output.
+
+
+def add_limits(parser: argparse.ArgumentParser) -> None:
+    """Add the options for many and for large files."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    parser.add_argument(
+        "--jobs", type=int, default=cores, metavar="N", help="processes for many files; default: the cores"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="how long one file may take before it is left out, as a finding; default: 60",
+    )
 
 
 ItemT = TypeVar("ItemT")

@@ -10,18 +10,29 @@ from __future__ import annotations
 import argparse
 import difflib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
-from torchq_compat.errors import ScriptError, TorchQCompatError
-from torchq_compat.port.process import print_problems, progress, stopping_cleanly
+from torchq_compat.errors import PathError, ScriptError
+from torchq_compat.port.process import add_limits, print_problems, progress, stopping_cleanly
 from torchq_compat.port.rewrites import REWRITES
 from torchq_compat.port.rewrites.declaration import Rewrite
-from torchq_compat.port.scanner import Finding, InvalidResultError, Origin, Scan, rewrite_text, scan_paths
+from torchq_compat.port.scanner import (
+    Finding,
+    InvalidResultError,
+    Origin,
+    Scan,
+    TooLongError,
+    in_processes,
+    rewrite_text,
+    scan_paths,
+    time_limit,
+)
 from torchq_compat.port.source.files import Document, Problem, UnreadableError, replace_file
 from torchq_compat.support.report import counted
 
@@ -68,6 +79,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--write", action="store_true", help="change the files instead of printing the differences"
     )
+    add_limits(parser)
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument(
         "--only",
@@ -98,12 +110,13 @@ def rewrite_command(args: argparse.Namespace) -> int:
         raise ScriptError(
             "there is no PATH to rewrite.", hint="name files or folders, or use --list.", code="TQ983"
         )
-    scan = scan_paths(args.paths, progress)
+    scan = scan_paths(args.paths, progress, jobs=args.jobs, seconds=args.timeout)
     problems = list(scan.problems)
-    changes = list(_changes(scan, _chosen(args), problems))
+    changes = list(_changes(scan, args, problems))
     if args.write:
         with stopping_cleanly():
-            changes = [change for change in changes if _write(change, problems)]
+            inside = [path.resolve() for path in args.paths]
+            changes = [change for change in changes if _write(change, inside, problems)]
     else:
         _print_diffs(changes)
     left = [finding for finding in scan.findings if finding.by == "manual review"]
@@ -119,31 +132,43 @@ def _chosen(args: argparse.Namespace) -> tuple[Rewrite, ...]:
     return tuple(rewrite for rewrite in REWRITES if rewrite.name in only and rewrite.name not in skip)
 
 
-def _changes(scan: Scan, rewrites: tuple[Rewrite, ...], problems: list[Problem]) -> Iterator[Change]:
+def _changes(scan: Scan, args: argparse.Namespace, problems: list[Problem]) -> Iterator[Change]:
+    names = tuple(rewrite.name for rewrite in _chosen(args))
     affected = {finding.path for finding in scan.findings if finding.by == "rewrite"}
-    for document, origin in scan.documents:
-        if document.path not in affected:
-            continue
-        try:
-            change = _change(document, origin, rewrites)
-        except (InvalidResultError, UnreadableError) as error:
-            problems.append(Problem(document.path, str(error)))
-            continue
-        if change.text != document.text:
-            yield change
+    chosen = {document.path: (document, origin) for document, origin in scan.documents}
+    documents = [document for path, (document, _) in chosen.items() if path in affected]
+    work = partial(
+        _changed, {document.path: chosen[document.path][1] for document in documents}, names, args.timeout
+    )
+    for document, (text, problem) in zip(
+        documents, in_processes(work, documents, args.jobs, progress, "Rewriting"), strict=True
+    ):
+        if problem:
+            problems.append(Problem(document.path, problem))
+        elif text != document.text:
+            yield Change(document, text, document.bytes_with(text))
 
 
-def _change(document: Document, origin: Origin, rewrites: tuple[Rewrite, ...]) -> Change:
-    text = rewrite_text(document.text, rewrites, origin)
-    content = document.source.raw if text == document.text else document.bytes_with(text)
-    return Change(document, text, content)
-
-
-def _write(change: Change, problems: list[Problem]) -> bool:
+def _changed(
+    origins: Mapping[Path, Origin], names: tuple[str, ...], seconds: float, document: Document
+) -> tuple[str, str]:
+    """Return the rewritten text of ``document``, or the problem."""
+    rewrites = tuple(rewrite for rewrite in REWRITES if rewrite.name in names)
     try:
-        replace_file(change.document.source, change.content)
-    except TorchQCompatError as error:
-        problems.append(Problem(change.path, error.message))
+        with time_limit(seconds):
+            text = rewrite_text(document.text, rewrites, origins[document.path])
+        if text != document.text:
+            document.bytes_with(text)
+    except (InvalidResultError, UnreadableError, TooLongError) as error:
+        return document.text, str(error)
+    return text, ""
+
+
+def _write(change: Change, inside: Sequence[Path], problems: list[Problem]) -> bool:
+    try:
+        replace_file(change.document.source, change.content, inside)
+    except PathError as error:
+        problems.append(Problem(change.path, error.message.rstrip(".")))
         return False
     except OSError as error:
         problems.append(Problem(change.path, f"cannot be written: {error.strerror or error}"))

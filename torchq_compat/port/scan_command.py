@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from torchq_compat.port.process import print_finding, print_problems, progress
+from torchq_compat.port.process import add_limits, print_finding, print_problems, progress
 from torchq_compat.port.sarif import sarif_log
 from torchq_compat.port.scanner import Finding, Scan, scan_paths
 from torchq_compat.support.report import counted
@@ -43,6 +43,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "paths", metavar="PATH", nargs="+", type=Path, help="a file, or a folder to search recursively"
     )
+    add_limits(parser)
     output = parser.add_mutually_exclusive_group()
     output.add_argument(
         "--format", choices=("table", "json", "sarif"), default="table", help="default: table"
@@ -59,7 +60,7 @@ def scan_command(args: argparse.Namespace) -> int:
     Raises:
         PathError: a path does not exist.
     """
-    scan = scan_paths(args.paths, progress)
+    scan = scan_paths(args.paths, progress, jobs=args.jobs, seconds=args.timeout)
     if args.format == "sarif":
         print(json.dumps(sarif_log(scan.findings, scan.problems), indent=2))
     elif args.format == "json":

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import ast
+import multiprocessing
 import re
+import signal
+import threading
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import libcst as cst
 
 from torchq_compat.port.constructs import Construct, Edit, Site, apply_edits, overlap
+from torchq_compat.port.legacy_api.fx_calls import fx_calls
 from torchq_compat.port.legacy_api.names import DICT_GETTERS, ENGINE_INTERNALS
 from torchq_compat.port.reviews import MANUAL_REVIEWS
 from torchq_compat.port.rewrites import REWRITES
@@ -21,19 +29,35 @@ from torchq_compat.port.source.files import (
     Place,
     Problem,
     UnreadableError,
+    check_readable,
     find_files,
     read_document,
+    read_raw,
 )
 from torchq_compat.port.source.imports import import_edits
 from torchq_compat.port.source.moved_tables import MOVED
 from torchq_compat.port.source.parsed import Follow, ParsedSource
-from torchq_compat.port.source.source_tree import ReExport, Tree
+from torchq_compat.port.source.source_tree import ReExport, Tree, imports_of, installed_lacks
 from torchq_compat.read.old_forms import KEYWORDS
 
 # Apply the rewrites to one text, in as many rounds as the sites need.
 
 
 MAX_ROUNDS = 20
+#: Codes of rewrites that move a file from FX's engine to this one; the first two name its functions.
+MOVING = ("TQ101", "TQ102", "TQ108", "TQ116")
+#: What of FX's engine prepares, fuses or converts models, and has no counterpart in ``rewrite``.
+MAKES_MODELS = tuple(
+    f"torch.{package}quantization.{name}"
+    for package in ("", "ao.")
+    for name in (
+        *(f"quantize_fx._{name}" for name in ("prepare_fx", "convert_fx", "fuse_fx", "swap_ff_with_fxff")),
+        "quantize_fx._prepare_standalone_module_fx",
+        *(f"fx.{name}." for name in ("convert", "prepare", "fuse", "_equalize", "_model_report")),
+        *(f"fx.{name}." for name in ("_lower_to_native_backend", "lower_to_fbgemm", "lower_to_qnnpack")),
+    )
+)
+DECOMPOSED = "_convert_to_reference_decomposed_fx"
 MAX_PASSES = 5
 
 
@@ -59,7 +83,7 @@ class Origin:
 
 def find_sites(source: ParsedSource, rewrites: Iterable[Rewrite] = REWRITES) -> list[Site]:
     """Return all sites in text order, including those for manual review."""
-    sites = [site for rewrite in rewrites for site in rewrite.find(source)]
+    sites = [site for rewrite in rewrites for site in _found(source, rewrite)]
     sites += [site for review in MANUAL_REVIEWS for site in review.find(source)]
     return sorted(dict.fromkeys(sites), key=lambda site: (site.offset, site.code))
 
@@ -85,11 +109,62 @@ def rewrite_text(text: str, rewrites: Iterable[Rewrite] = REWRITES, origin: Orig
 
 def _settle(source: ParsedSource, rewrite: Rewrite, origin: Origin) -> ParsedSource:
     for _ in range(MAX_ROUNDS):
-        sites = list(_compatible(site for site in rewrite.find(source) if site.edits))
+        sites = list(_compatible(site for site in _found(source, rewrite) if site.edits))
         if not sites:
             break
         source = _apply(source, sites, origin)
     return source
+
+
+def _found(source: ParsedSource, rewrite: Rewrite) -> Iterator[Site]:
+    """Yield the sites of ``rewrite``; those whose imports the installed packages do not have are refused."""
+    stays = stays_with_fx(source) if rewrite.code in MOVING else ""
+    for site in rewrite.find(source):
+        reason = (stays or _missing(source, site)) if site.edits else ""
+        yield replace(site, edits=(), imports=(), refusal=reason) if reason else site
+
+
+@lru_cache(maxsize=2)
+def stays_with_fx(source: ParsedSource) -> str:
+    """Return why the FX functions of a file stay FX's, all of them: what one engine prepared the other cannot
+    convert. Empty if they can move."""
+    names = [source.follow(name) for name in source.imported_names()]
+    names += [name for node in source.nodes(cst.Attribute) for name in source.names(node)]
+    engine = next((name for name in names if name.startswith(MAKES_MODELS)), "")
+    if engine:
+        return f"the file also uses {engine}, which stays with FX; its FX names move all or none"
+    refused = (s for rewrite in REWRITES if rewrite.code in MOVING[:2] for s in rewrite.find(source))
+    first = next((s for s in refused if s.refusal or _missing(source, s)), None)
+    if first is not None:
+        return f"{first.what} at line {source.line(first.offset)} stays with FX; FX names move all or none"
+    decomposed = (c for c in fx_calls(source) if source.code(c.node.func).endswith(DECOMPOSED))
+    if any(sum(arg.keyword is None for arg in call.node.args) > 2 for call in decomposed):
+        return f"{DECOMPOSED} has other positional arguments than convert_to_reference_fx: name them"
+    return ""
+
+
+def _missing(source: ParsedSource, site: Site) -> str:
+    """Return why an import that the site's edits write fails; empty if none does."""
+    requested = {(request.module, request.name) for request in site.imports}
+    starts, spans = _import_spans(source)
+    for span in {spans[at] for edit in site.edits if (at := bisect_right(starts, edit.start) - 1) >= 0}:
+        start, end = span
+        inside = [edit for edit in site.edits if start <= edit.start and edit.end <= end]
+        if inside:
+            moved = [edit._replace(start=edit.start - start, end=edit.end - start) for edit in inside]
+            before = source.data[start:end]
+            requested |= _imports_in(apply_edits(before, moved)) - _imports_in(before)
+    return next(filter(None, (installed_lacks(*request) for request in sorted(requested))), "")
+
+
+@lru_cache(maxsize=2)
+def _import_spans(source: ParsedSource) -> tuple[list[int], list[tuple[int, int]]]:
+    spans = sorted((source.start(node), source.end(node)) for node in source.imports())
+    return [start for start, _ in spans], spans
+
+
+def _imports_in(statements: bytes) -> set[tuple[str, str]]:
+    return imports_of(ast.parse(b"\n".join(line.strip() for line in statements.splitlines())))
 
 
 def _compatible(sites: Iterable[Site]) -> Iterator[Site]:
@@ -123,8 +198,16 @@ def _by_code(constructs: Iterable[Construct]) -> dict[str, Construct]:
     return codes
 
 
+#: What is found in no text, but of a file.
+TOO_LONG = Construct(
+    "TQ214",
+    "a file that takes too long",
+    "nothing: it was left out",
+    "LibCST takes seconds for each ten thousand lines. A file that takes longer than `--timeout` is left\n"
+    "out, and the others are dealt with; give it alone, with a larger `--timeout`.\n",
+)
 CONSTRUCTS = _by_code(
-    [*(rewrite.construct for rewrite in REWRITES), *(review.construct for review in MANUAL_REVIEWS)]
+    [*(r.construct for r in REWRITES), *(review.construct for review in MANUAL_REVIEWS), TOO_LONG]
 )
 
 #: Codes that findings no longer have, but that occur in old logs.
@@ -177,8 +260,21 @@ def _legacy_word() -> re.Pattern[bytes]:
 
 
 LEGACY_WORD = _legacy_word()
+#: Parts of the words above, which are searched for first: alternatives of a pattern are slow.
+COMMON = ("quant", "_fx", "_pt2e", "_dict", "capture", "dynam", "_suite", "torch.ao")
+PARTS = [
+    part.encode()
+    for part in (*COMMON, *(word for word in set(_words()) if not any(part in word for part in COMMON)))
+]
+
+
+def may_concern(raw: bytes) -> bool:
+    """Return whether a file may use what this tool knows."""
+    return any(part in raw for part in PARTS) and LEGACY_WORD.search(raw) is not None
+
 
 ItemT = TypeVar("ItemT")
+ResultT = TypeVar("ResultT")
 
 
 class Progress(Protocol):
@@ -225,6 +321,37 @@ class Finding:
         return f"{told} [{self.remark}]" if self.remark else told
 
 
+#: Seconds that one file may take.
+SECONDS = 60.0
+#: How many files are worth starting processes for.
+WORTH_PROCESSES = 8
+
+
+class TooLongError(Exception):
+    """A file took longer than it may."""
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise a TooLongError in the ``with`` block after ``seconds`` of work, if the system has a signal for
+    it; time in which other processes run does not count."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or not hasattr(signal, "setitimer"):
+        yield
+        return
+
+    def stop(number: int, frame: object) -> None:
+        raise TooLongError(f"it took longer than {seconds:g} s")
+
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
 @dataclass
 class Scan:
     """The result of scanning a tree.
@@ -242,12 +369,16 @@ class Scan:
     problems: list[Problem] = field(default_factory=list)
 
 
-def scan_paths(paths: Iterable[Path], progress: Progress = no_progress) -> Scan:
+def scan_paths(
+    paths: Iterable[Path], progress: Progress = no_progress, *, jobs: int = 1, seconds: float = SECONDS
+) -> Scan:
     """Scan all Python files and notebooks under ``paths``.
 
     Args:
         paths: files and folders.
         progress: wraps files and documents while they are processed.
+        jobs: the number of processes, for many files.
+        seconds: how long one file may take; it is a finding then, TQ214.
 
     Raises:
         PathError: one of ``paths`` does not exist.
@@ -263,19 +394,64 @@ def scan_paths(paths: Iterable[Path], progress: Progress = no_progress) -> Scan:
     tree = Tree(files)
     documents = list(_candidates(files, tree, scan.problems, progress))
     # Find all sites first: which names of a file others use is known once the names in those are resolved.
-    sites = {
-        document.path: _sites(document, _origin(tree, document.path), scan.problems)
-        for document in progress("Parsing", documents)
-    }
+    sites: dict[Path, list[Finding]] = {}
+    work = partial(_sites_and_taken, tree, seconds)
+    for document, (findings, problems, taken) in zip(
+        documents, in_processes(work, documents, jobs, progress, "Parsing"), strict=True
+    ):
+        sites[document.path] = findings
+        scan.problems += problems
+        tree.add_taken(taken)
     for document in documents:
         origin = _origin(tree, document.path)
         if origin.taken_by_others and any(f.site.code in RENAMING for f in sites[document.path]):
-            sites[document.path] = _sites(document, origin, [])
+            sites[document.path] = _sites(document, origin, [], seconds)
         scan.documents.append((document, origin))
         scan.findings += sites[document.path]
     scan.findings.sort(key=lambda finding: (str(finding.path), finding.site.offset))
     scan.problems.sort(key=lambda problem: str(problem.path))
     return scan
+
+
+def in_processes(
+    work: Callable[[Document], ResultT],
+    documents: Sequence[Document],
+    jobs: int,
+    progress: Progress,
+    description: str,
+) -> Iterator[ResultT]:
+    """Yield ``work(document)`` for each document, in order; in ``jobs`` processes if there are many."""
+    if jobs < 2 or len(documents) < WORTH_PROCESSES:
+        yield from map(work, progress(description, documents))
+        return
+    # The syntax tree is large, and only this process needs it.
+    sent = [replace(document, syntax=ast.Module([], [])) for document in documents]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, context, initializer=_start, initargs=(work,)) as pool:
+        results = pool.map(_do, sent, chunksize=max(1, min(8, len(sent) // (4 * jobs))))
+        for _ in progress(description, documents):
+            yield next(results)
+
+
+_WORK: list[Callable[[Document], Any]] = []
+
+
+def _start(work: Callable[[Document], Any]) -> None:
+    """Keep ``work``, which has the whole tree, for all documents of this process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent ends its processes.
+    _WORK[:] = [work]
+
+
+def _do(document: Document) -> Any:
+    return _WORK[0](document)
+
+
+def _sites_and_taken(
+    tree: Tree, seconds: float, document: Document
+) -> tuple[list[Finding], list[Problem], dict[Path, set[str]]]:
+    problems: list[Problem] = []
+    found = _sites(document, _origin(tree, document.path), problems, seconds)
+    return found, problems, tree.taken
 
 
 def _origin(tree: Tree, path: Path) -> Origin:
@@ -287,22 +463,25 @@ def _candidates(
 ) -> Iterator[Document]:
     """Yield the documents that contain a legacy word, then those that contain a name these re-export, and so
     on."""
-    is_candidate: Callable[[bytes], object] = LEGACY_WORD.search
+    is_candidate: Callable[[bytes], object] = may_concern
     known: set[ReExport] = set()
     remaining, first_round = files, True
     while remaining:
         silent, re_exported = [], set[ReExport]()
         for path in progress("Reading", remaining) if first_round else remaining:
             try:
-                document = read_document(path)
+                raw = read_raw(path)
+                if not is_candidate(raw):
+                    if first_round:
+                        check_readable(path, raw)
+                    silent.append(path)
+                    continue
+                document = read_document(path, raw)
             except UnreadableError as error:
                 problems.append(Problem(path, str(error)))
                 continue
             if first_round:
                 problems += [Problem(path, problem) for problem in document.problems]
-            if not is_candidate(document.source.raw):
-                silent.append(path)
-                continue
             try:
                 re_exported |= tree.add(path, document.syntax)
             except TOO_DEEP:
@@ -320,10 +499,14 @@ def _uses(re_exported: set[ReExport], raw: bytes) -> bool:
     return any(name.encode() in raw and module.encode() in raw for name, module in re_exported)
 
 
-def _sites(document: Document, origin: Origin, problems: list[Problem]) -> list[Finding]:
+def _sites(document: Document, origin: Origin, problems: list[Problem], seconds: float) -> list[Finding]:
     try:
-        source = origin.parse(document.text)
-        sites = find_sites(source)
+        with time_limit(seconds):
+            source = origin.parse(document.text)
+            sites = find_sites(source)
+    except TooLongError as error:
+        site = Site(TOO_LONG.code, 0, document.path.name, refusal=str(error))
+        return [Finding(document.path, Place(1), site)]
     except cst.ParserSyntaxError as error:
         problems.append(Problem(document.path, f"line {error.raw_line}: {error.message}"))
         return []

@@ -124,8 +124,8 @@ def check_float_model(model: nn.Module) -> None:
     """Raise if ``model`` is not a float model.
 
     Raises:
-        InputError: ``model`` is not an nn.Module, or it or one of its submodules was prepared or converted,
-            here or by FX.
+        InputError: ``model`` is not an nn.Module, or it was prepared or converted, here or by FX, or one of
+            its submodules was prepared.
     """
     if isinstance(model, type) and issubclass(model, nn.Module):
         raise InputError(
@@ -137,10 +137,18 @@ def check_float_model(model: nn.Module) -> None:
             f"the model must be an nn.Module, got {type(model).__name__}.",
             hint="pass the float model itself.",
         )
+    converted: list[str] = []
     for path, module in model.named_modules():
         stage = _stage_of(module)
-        if stage is not None:
+        if stage == "converted" and path:
+            converted.append(f"{path}.")  # One float call, with all that is in it.
+        elif stage is not None and not path.startswith(tuple(converted)):
             raise _already_quantized(path, stage)
+
+
+def is_converted(module: nn.Module) -> bool:
+    """Return whether ``module`` is a converted model, of this package or of FX."""
+    return _stage_of(module) == "converted"
 
 
 def signature_of(model: nn.Module, args: tuple[Any, ...]) -> CallSignature:

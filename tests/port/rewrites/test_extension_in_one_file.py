@@ -118,6 +118,7 @@ def test_a_finding_is_one_file(package: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_every_code_is_declared_once() -> None:
-    assert len(CONSTRUCTS) == len(rewrites.REWRITES) + len(manual_review.MANUAL_REVIEWS)
+    # One is of files, TQ214.
+    assert len(CONSTRUCTS) == len(rewrites.REWRITES) + len(manual_review.MANUAL_REVIEWS) + 1
     orders = [rewrite.order for rewrite in rewrites.REWRITES]
     assert orders == sorted(set(orders))

@@ -86,6 +86,43 @@ def test_mode_and_links_stay(script: Path, tmp_path: Path) -> None:
     assert stat.S_IMODE(script.stat().st_mode) == 0o754
 
 
+def test_what_lies_outside_or_has_other_names_is_left(script: Path, tmp_path: Path, capsys: Capture) -> None:
+    given = tmp_path / "given"
+    (given / "inner").mkdir(parents=True)
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    for path in (outside / "away.py", given / "own.py", given / "first.py", given / "kept.py"):
+        path.write_text(BEFORE)
+    (given / "file.py").symlink_to(script)
+    (given / "folder").symlink_to(outside)
+    (given / "inside.py").symlink_to(given / "own.py")
+    os.link(given / "first.py", tmp_path / "second.py")
+    (given / "kept.py").chmod(0o444)
+    (given / "own.py").chmod(0o600)
+    assert rewrite(given, "--write") == 2
+    told = capsys.readouterr().err
+    for name, reason in (
+        ("file.py", "is a link that leads out"),
+        ("folder/away.py", "is a link that leads out"),
+        ("first.py", "has 2 names by hard links"),
+        ("kept.py", "is read-only"),
+    ):
+        assert f"{given / name} {reason}" in told
+    for path in (script, outside / "away.py", given / "first.py", tmp_path / "second.py", given / "kept.py"):
+        assert path.read_text() == BEFORE
+    assert (given / "own.py").read_text() == AFTER
+    assert (given / "inside.py").is_symlink()
+    assert stat.S_IMODE((given / "own.py").stat().st_mode) == 0o600
+    # A link that is given is what the user means, and so is a folder by a link.
+    linked = tmp_path / "linked"
+    linked.symlink_to(outside)
+    assert rewrite(linked, "--write") == 0
+    assert (outside / "away.py").read_text() == AFTER
+    assert sorted(path.name for path in given.iterdir()) == sorted(
+        ["file.py", "folder", "inside.py", "own.py", "first.py", "kept.py", "inner"]
+    )
+
+
 def test_only_and_skip(script: Path, capsys: Capture) -> None:
     script.write_text(BEFORE + "prepare_fx(m, qconfig_dict=q, example_inputs=x)\n")
     rewrite(script, "--only", "renamed-keywords")

@@ -136,7 +136,7 @@ SCHEMA = {
 
 def test_sarif(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     broken = tmp_path / "with space.py"
-    broken.write_text("def (:\n")
+    broken.write_text("prepare_fx (:\n")
     assert main(["scan", str(GOLDEN), str(broken), "--format", "sarif"]) == 2
     log = json.loads(capsys.readouterr().out)
     jsonschema.validate(log, SCHEMA)

@@ -14,7 +14,9 @@ import pytest
 
 import torchq_compat
 from torchq_compat.cli import main
+from torchq_compat.port import scanner
 from torchq_compat.port.scanner import CONSTRUCTS, scan_paths
+from torchq_compat.port.source import files as source_files
 
 ROOT = Path(torchq_compat.__file__).parents[1]
 FX = "from torch.ao.quantization.quantize_fx import prepare_fx\n"
@@ -100,7 +102,6 @@ def test_no_path_is_an_error_of_usage() -> None:
     [
         ("binary.py", b"\x00\x01\x02", "is a binary file"),
         ("syntax.py", FX.encode() + b"def (:\n", "line 2: invalid syntax"),
-        ("syntax_without_fx.py", b"def (:\n", "line 1: invalid syntax"),
         ("encoding.py", b"# \xff\xfe\n", "cannot be decoded"),
         ("cookie.py", b"# coding: nonsense\n", "unknown encoding"),
         ("deep.py", FX.encode() + b"x = " + b"(" * 5000 + b")" * 5000, ""),
@@ -128,6 +129,41 @@ def test_a_bad_file_is_reported_and_the_rest_goes_on(
     assert ". Hint: " in captured.err
     assert captured.err.count("\n") == 1
     assert (tmp_path / name).read_bytes() == content
+
+
+def test_what_cannot_concern_it_is_not_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a", "b", "c"):
+        (tmp_path / f"{name}.py").write_text("def (: # quantity\n")
+    (tmp_path / "good.py").write_text(FX)
+    parsed = []
+    original = source_files.parse
+    monkeypatch.setattr(source_files, "parse", lambda code: parsed.append(code) or original(code))
+    result = scan_paths([tmp_path])
+    assert (len(parsed), result.files, len(result.findings), result.problems) == (1, 4, 1, [])
+    words = {word for word in scanner._words() if not scanner.may_concern(f"x = {word}(1)".encode())}
+    assert words == set()
+
+
+def test_one_file_that_takes_too_long_is_a_finding(tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "long.py").write_text(FX + "x = [f(1, 2), g(3)]\n" * 4000)
+    (tmp_path / "good.py").write_text(FX)
+    assert scan(tmp_path, "--json", "--timeout", "0.2", "--jobs", "1") == 1
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    codes = {Path(each["file"]).name: each["code"] for each in findings}
+    assert codes == {"good.py": "TQ101", "long.py": "TQ214"}
+    assert "took longer than 0.2 s" in findings[-1]["remark"]
+    assert main(["explain", "TQ214"]) == 0
+
+
+def test_several_processes_find_what_one_finds(tmp_path: Path, capsys: Capture) -> None:
+    for number in range(9):
+        (tmp_path / f"m{number}.py").write_text(FX)
+    (tmp_path / "users.py").write_text("from m1 import prepare_fx as p\np(model, {'': q}, x)\n")
+    results = []
+    for jobs in (1, 2):
+        assert scan(tmp_path, "--json", "--jobs", jobs) == 1
+        results.append(capsys.readouterr().out)
+    assert results[0] == results[1]
 
 
 def test_an_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

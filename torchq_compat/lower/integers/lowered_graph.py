@@ -148,6 +148,7 @@ class Made(nn.Module):
 
     def __init__(self, constants: Mapping[str, Tensor]) -> None:
         super().__init__()
+        self.training = False
         for name, value in constants.items():
             self.register_buffer(name, value, persistent=False)
 

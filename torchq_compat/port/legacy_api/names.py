@@ -117,7 +117,6 @@ ENGINE_INTERNALS = (
     "torch.quantization.fx",
     # Private functions of quantize_fx; ``run`` redirects those that have a meaning here.
     "torch.ao.quantization.quantize_fx._convert_fx",
-    "torch.ao.quantization.quantize_fx._convert_to_reference_decomposed_fx",
     "torch.ao.quantization.quantize_fx._fuse_fx",
     "torch.ao.quantization.quantize_fx._prepare_fx",
     "torch.ao.quantization.quantize_fx._swap_ff_with_fxff",
@@ -235,18 +234,52 @@ REMOVED_CAPTURES: Mapping[str, RemovedCapture] = {
 # Modules that torch has removed, and the new modules of their contents. Names only, without torch.
 
 
-#: Legacy module -> the module that replaces it, submodules included; the longest match counts.
+XNNPACK = "executorch.backends.xnnpack.quantizer.xnnpack_quantizer"
+X86 = f"{TORCHAO}.quantizer.x86_inductor_quantizer"
+#: Legacy module -> the module that replaces it, submodules included; the first match counts.
 REMOVED: Mapping[str, str] = {
-    "torch.ao.quantization.quantizer.xnnpack_quantizer_utils": (
-        "executorch.backends.xnnpack.quantizer.xnnpack_quantizer_utils"
-    ),
-    "torch.ao.quantization.quantizer.xnnpack_quantizer": (
-        "executorch.backends.xnnpack.quantizer.xnnpack_quantizer"
-    ),
-    "torch.ao.quantization.quantize_pt2e": "torchao.quantization.pt2e.quantize_pt2e",
-    "torch.ao.quantization.quantizer": "torchao.quantization.pt2e.quantizer",
-    "torch.ao.quantization.pt2e": "torchao.quantization.pt2e",
+    **{
+        f"{LEGACY}.{package}{old}": new
+        for package in ("quantizer", "_pt2e.quantizer", "pt2e.quantizer")
+        for old, new in (
+            (".xnnpack_quantizer_utils", f"{XNNPACK}_utils"),
+            (".xnnpack_quantizer", XNNPACK),
+            (".qnnpack_quantizer", XNNPACK),
+            ("", f"{TORCHAO}.quantizer"),
+        )
+    },
+    f"{LEGACY}.quantize_pt2e": f"{TORCHAO}.quantize_pt2e",
+    f"{LEGACY}._quantize_pt2e": f"{TORCHAO}.quantize_pt2e",
+    f"{LEGACY}._pt2e": TORCHAO,
+    f"{LEGACY}.pt2e": TORCHAO,
 }
+#: Functions of exported models that torch.ao.quantization itself had.
+OF_EXPORTED = (
+    "move_exported_model_to_eval",
+    "move_exported_model_to_train",
+    "allow_exported_model_train_eval",
+)
+#: A name in a removed module -> its module and its name now, where the module's successor does not have it.
+NAMES_ELSEWHERE: Mapping[str, tuple[str, str]] = {
+    "QNNPackQuantizer": (XNNPACK, "XNNPACKQuantizer"),
+    "XNNPACKQuantizer": (XNNPACK, "XNNPACKQuantizer"),
+    "get_symmetric_quantization_config": (XNNPACK, "get_symmetric_quantization_config"),
+    "X86InductorQuantizer": (X86, "X86InductorQuantizer"),
+    "get_default_x86_inductor_quantization_config": (X86, "get_default_x86_inductor_quantization_config"),
+    **{name: (TORCHAO, name) for name in OF_EXPORTED},
+    **{f"_{name}": (TORCHAO, name) for name in OF_EXPORTED},
+}
+MOVED_OF_EXPORTED = (Moved(LEGACY, TORCHAO, unchanged(*OF_EXPORTED)),)
+#: PT2E's flow, whose annotations ``torchq_compat.pt2e`` checks; the first releases had other names.
+PT2E_FUNCTIONS = {
+    **unchanged("prepare_pt2e", "prepare_qat_pt2e", "convert_pt2e"),
+    "prepare_pt2e_quantizer": "prepare_pt2e",
+    "prepare_qat_pt2e_quantizer": "prepare_qat_pt2e",
+}
+MOVED_PT2E = tuple(
+    Moved(module, "torchq_compat.pt2e", PT2E_FUNCTIONS)
+    for module in (f"{TORCHAO}.quantize_pt2e", f"{LEGACY}.quantize_pt2e", f"{LEGACY}._quantize_pt2e")
+)
 
 
 def new_module(name: str) -> str | None:

@@ -12,6 +12,13 @@ from torchq_compat.port.reviews.review import ManualReview
 from torchq_compat.port.source.parsed import ParsedSource, names_in_import
 
 CODE = "TQ206"
+#: Functions of two tensors, which any code may call.
+METRICS = (
+    "compute_cosine_similarity",
+    "compute_error",
+    "compute_normalized_l2_error",
+    "compute_sqnr",
+)
 REFUSAL = "it finds nothing in a captured graph; torchq_compat.compare and suggest measure every place"
 
 
@@ -31,7 +38,9 @@ def _names_suite(source: ParsedSource, node: cst.CSTNode) -> bool:
 
 
 def _is_suite(name: str) -> bool:
-    return any(name == prefix or name.startswith(f"{prefix}.") for prefix in NUMERIC_SUITE)
+    return name.rpartition(".")[2] not in METRICS and any(
+        name == prefix or name.startswith(f"{prefix}.") for prefix in NUMERIC_SUITE
+    )
 
 
 CONSTRUCT = Construct(

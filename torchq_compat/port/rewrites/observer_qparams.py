@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import libcst as cst
 
 from torchq_compat.port.constructs import Construct, Edit, Site
-from torchq_compat.port.legacy_api.fx_calls import FX_NAMES, FxCall, fx_calls
-from torchq_compat.port.legacy_api.names import CONVERTING
+from torchq_compat.port.legacy_api.fx_calls import FX_NAMES, FxCall, fx_call, fx_calls, last_value
+from torchq_compat.port.legacy_api.names import CONVERTING, PREPARING
 from torchq_compat.port.rewrites.declaration import Rewrite
 from torchq_compat.port.source.parsed import ParsedSource
 
@@ -31,10 +31,20 @@ OF_TRAINING = ("qat", "fake_quant", "fakequant")
 def find(source: ParsedSource) -> Iterator[Site]:
     # Calls that are ported already are as their author wants them.
     calls = [call for call in fx_calls(source) if call.function in CONVERTING and _is_legacy(source, call)]
-    if calls and _trains(source):
-        for call in calls:
-            if call.node.args and not _has_argument(call):
-                yield _site(source, call)
+    for call in calls:
+        if call.node.args and not _has_argument(call) and _is_trained(source, call):
+            yield _site(source, call)
+
+
+def _is_trained(source: ParsedSource, call: FxCall) -> bool:
+    """Return whether the model that ``call`` converts may be trained: by the call that prepared it, else by
+    those in the file, else by the names in it."""
+    model = call.node.args[0].value
+    made = fx_call(source, last_value(source, model, call.node) if isinstance(model, cst.Name) else model)
+    if made is not None and made.function in PREPARING:
+        return made.function == "prepare_qat_fx"
+    prepares = {each.function for each in fx_calls(source)} & set(PREPARING)
+    return "prepare_qat_fx" in prepares if prepares else _trains(source)
 
 
 def _is_legacy(source: ParsedSource, call: FxCall) -> bool:
@@ -75,9 +85,10 @@ CONSTRUCT = Construct(
     becomes="observer_qparams=True: FX's qparams; without it those that were trained",
     guide="""\
 FX converts a trained model with the qparams of the observers in its fake-quantizes, over the dtype's whole
-range; `convert_fx` here with those it trained with. In a file that prepares for training or uses
-fake-quantizes, calls of `convert_fx` and `convert_to_reference_fx` get `observer_qparams=True`, so that the
-script prints what it printed. Remove it to keep what was trained, mostly nearer to `prepared.eval()`.
+range; `convert_fx` here with those it trained with. In a file that prepares for training, or has
+fake-quantizes and prepares nothing itself, calls of `convert_fx` and `convert_to_reference_fx` get
+`observer_qparams=True`, so that the script prints what it printed. Remove it to keep what was trained, mostly
+nearer to `prepared.eval()`.
 """,
 )
 

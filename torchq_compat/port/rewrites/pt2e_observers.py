@@ -17,13 +17,18 @@ from torchq_compat.port.source.parsed import ParsedSource
 
 CODE = "TQ115"
 PT2E = "torchao.quantization.pt2e"
-PREPARES = frozenset(f"{PT2E}.quantize_pt2e.{name}" for name in ("prepare_pt2e", "prepare_qat_pt2e"))
+OURS = "torchq_compat.pt2e"
+PREPARES = frozenset(
+    f"{module}.{name}"
+    for module in (f"{PT2E}.quantize_pt2e", OURS)
+    for name in ("prepare_pt2e", "prepare_qat_pt2e")
+)
 MOVED = MovedNames(CODE, (), PT2E_OBSERVERS)
 
 
 def find(source: ParsedSource) -> Iterator[Site]:
     used = _names_today(source)
-    if not any(name == PT2E or name.startswith(f"{PT2E}.") for name in used):
+    if not any(f"{name}.".startswith((f"{PT2E}.", f"{OURS}.")) for name in used):
         return
     legacy_configuration = uses_fx(source) or any("qconfig" in name.lower() for name in used)
     if not legacy_configuration:

@@ -40,7 +40,9 @@ CONSTRUCT = Construct(
 `torch.ao.quantization.quantize_fx` or `torch.quantization.quantize_fx`, imported by name, as a module,
 under an alias or spelled out: the same names in `torchq_compat.quantize_fx`. Left: `import *`, which also
 brings names that did not move, a module that is passed on as an object, and
-`from torch.ao.quantization import prepare_fx`, which stood in docstrings of FX and never worked.
+`from torch.ao.quantization import prepare_fx`, which stood in docstrings of FX and never worked. A file's
+functions move all or none: where it also calls `_fuse_fx`, `_prepare_fx` or another function of the engine
+that makes models, all stay with FX, and `torchq-compat run` runs it.
 """,
 )
 

@@ -1,5 +1,5 @@
-"""Rewrite ``capture_pre_autograd_graph(model, args)``, removed from torch, to ``torch.export.export`` and
-``.module()``.
+"""Rewrite ``capture_pre_autograd_graph(model, args)``, removed from torch, and ``torch._dynamo.export`` to
+``torch.export.export`` and ``.module()``.
 
 It traced with Dynamo, as ``strict=True`` does: Quantizers find ops by the source functions that Dynamo
 records.
@@ -13,9 +13,9 @@ from dataclasses import replace
 import libcst as cst
 
 from torchq_compat.port.constructs import Construct, Edit, ImportRequest, Site
-from torchq_compat.port.legacy_api.names import REMOVED_CAPTURES, RemovedCapture
+from torchq_compat.port.legacy_api.names import PT2E_FUNCTIONS, REMOVED_CAPTURES, RemovedCapture
 from torchq_compat.port.rewrites.declaration import Rewrite
-from torchq_compat.port.source.imports import is_free, plan_name, statement_edits
+from torchq_compat.port.source.imports import NewImport, is_free, plan_name, statement_edits
 from torchq_compat.port.source.moved_tables import Moved
 from torchq_compat.port.source.parsed import ParsedSource, dotted, imported_module
 
@@ -23,6 +23,8 @@ CODE = "TQ114"
 NEW_MODULE, NEW_NAME = "torch.export", "export"
 #: The number of leading positional arguments that are the same in both functions.
 POSITIONAL = 3
+#: In place of a reason: another rewrite has to come first, which will.
+SETTLED = "<settled>"
 KEYWORDS = ("args", "kwargs", "dynamic_shapes", "strict", "preserve_module_call_signature")
 
 
@@ -51,7 +53,7 @@ def _import_sites(
         if not refusal and not edits:
             refusal = "the import has comments between its names"
         if refusal:
-            yield replace(site, refusal=refusal)
+            yield replace(site, refusal=refusal.removeprefix(SETTLED))
         else:
             yield replace(site, edits=(*edits, *plan.use_edits, *calls))
 
@@ -89,6 +91,8 @@ def _calls(
         if any(arg.star for arg in call.args) or len(positional) > POSITIONAL:
             return [], "torch.export.export takes dynamic_shapes by keyword"
         unknown = [name for name in named if name not in KEYWORDS]
+        if unknown == ["constraints"] and any(site.edits for site in find_dynamic_dim(source)):
+            return [], SETTLED
         if unknown:
             return [], f"torch.export.export takes no {unknown[0]}"
         if removed.gave_module:
@@ -101,6 +105,134 @@ def _strict(source: ParsedSource, call: cst.Call) -> Iterator[Edit]:
     if call.args:
         last = source.full_end(call.args[-1].value)
         yield Edit(last, last, ", strict=True")
+
+
+# ``torch._dynamo.export``, by which the first tutorials captured, and ``dynamic_dim``.
+
+DYNAMO, DYNAMIC_DIM = "torch._dynamo.export", "dynamic_dim"
+#: Keywords of dynamo's export -> the values with which torch.export.export captures the same.
+DROPPED = {"aten_graph": ("True",), "tracing_mode": ('"real"', "'real'"), "pre_dispatch": ("True", "False")}
+
+
+def find_dynamo(source: ParsedSource) -> Iterator[Site]:
+    """Yield calls of dynamo's export in files for PT2E; elsewhere it is used for other things."""
+    used = {*source.imported_names(), *(n for a in source.nodes(cst.Attribute) for n in source.names(a))}
+    if not any(name.rpartition(".")[2] in PT2E_FUNCTIONS for name in used):
+        return
+    for call in source.nodes(cst.Call):
+        if source.names(call.func) == {DYNAMO}:
+            site = Site("TQ121", source.start(call), source.code(call.func))
+            edit, refusal = _dynamo_edit(source, call)
+            requests = (ImportRequest("torch", offset=site.offset),)
+            if edit is not None and not is_free(source, requests[0]):
+                edit, refusal = None, "the name torch means something else in this file"
+            yield replace(site, edits=(edit,), imports=requests) if edit else replace(site, refusal=refusal)
+
+
+def _dynamo_edit(source: ParsedSource, call: cst.Call) -> tuple[Edit | None, str]:
+    """Return the edit that puts ``torch.export.export(...).module()`` in the place of the graph module that
+    ``call`` returns first, or why there is none."""
+    model, *examples = [arg for arg in call.args if arg.keyword is None]
+    for arg in call.args:
+        name = arg.keyword.value if arg.keyword is not None else ""
+        if name and source.code(arg.value) not in DROPPED.get(name, ()):
+            return None, f"torch.export.export has no {name}={source.code(arg.value)}"
+    whole: cst.CSTNode = call
+    outer = source.parent(call)
+    if not examples and isinstance(outer, cst.Call) and outer.func is call:
+        whole, examples = outer, list(outer.args)
+    if len(examples) == 1 and examples[0].star == "*":
+        args = source.full_code(examples[0].value)
+    elif examples and not any(arg.star or arg.keyword for arg in examples):
+        args = f"({', '.join(source.full_code(arg.value) for arg in examples)},)"
+    else:
+        return None, "its example inputs are not spelled out"
+    text = f"torch.export.export({source.full_code(model.value)}, {args}, strict=True).module()"
+    parent = source.parent(whole)
+    if isinstance(parent, cst.Attribute) and parent.attr.value == "graph_module":
+        return Edit(source.start(parent), source.end(parent), text), ""
+    if (
+        isinstance(parent, cst.Subscript)
+        and source.code(parent)[source.end(whole) - source.start(parent) :] == "[0]"
+    ):
+        return Edit(source.start(parent), source.end(parent), text), ""
+    target = parent.targets[0].target if isinstance(parent, cst.Assign) else None
+    if not isinstance(target, cst.Tuple) or len(target.elements) != 2 or source.has_comment(parent):
+        return None, "torch.export.export returns no guards"
+    graph, guards = (element.value for element in target.elements)
+    if not isinstance(guards, cst.Name) or source.references(guards.value, guards):
+        return None, "the guards are used, which torch.export.export does not return"
+    return Edit(source.start(parent), source.end(parent), f"{source.code(graph)} = {text}"), ""
+
+
+def find_dynamic_dim(source: ParsedSource) -> Iterator[Site]:
+    """Yield imports of ``dynamic_dim``, with its calls in lists that are given as ``constraints``."""
+    for node in source.nodes(cst.ImportFrom):
+        if imported_module(node) not in ("torch.export", "torch._export") or isinstance(
+            node.names, cst.ImportStar
+        ):
+            continue
+        for alias in node.names:
+            if dotted(alias.name) != DYNAMIC_DIM:
+                continue
+            site = Site("TQ122", source.start(alias), DYNAMIC_DIM)
+            edits, refusal = _constraints(source, node, alias.evaluated_alias or DYNAMIC_DIM)
+            new = statement_edits(source, node, [NewImport(alias, NEW_MODULE, "Dim")])
+            if not new or source.binds("Dim"):
+                refusal = refusal or "Dim cannot be imported here"
+            yield replace(site, refusal=refusal) if refusal else replace(site, edits=(*new, *edits))
+
+
+def _constraints(source: ParsedSource, node: cst.ImportFrom, local: str) -> tuple[list[Edit], str]:
+    edits: list[Edit] = []
+    lists: dict[cst.List, list[cst.Call]] = {}
+    for use in source.references(local, node):
+        call = source.parent(use)
+        element = source.parent(call)
+        owner = source.parent(element)
+        if not isinstance(call, cst.Call) or call.func is not use or not isinstance(owner, cst.List):
+            return [], f"it is not an entry of a list at line {source.line(source.start(use))}"
+        lists.setdefault(owner, []).append(call)
+    for entries, calls in lists.items():
+        shapes = _shapes(source, calls) if len(calls) == len(entries.elements) else ""
+        keywords = _constraint_keywords(source, entries)
+        if not shapes or not keywords:
+            return [], "write dynamic_shapes= of torch.export.export with Dim.AUTO where a size is free"
+        edits.append(Edit(source.start(entries), source.end(entries), shapes))
+        edits += [Edit(source.start(word), source.end(word), "dynamic_shapes") for word in keywords]
+    return edits, ""
+
+
+def _shapes(source: ParsedSource, calls: list[cst.Call]) -> str:
+    """Return ``dynamic_shapes`` for the calls ``dynamic_dim(inputs[i], d)``; empty for other forms."""
+    free: dict[str, dict[str, list[str]]] = {}
+    for call in calls:
+        if len(call.args) != 2 or not isinstance(call.args[0].value, cst.Subscript):
+            return ""
+        tensor = call.args[0].value
+        index = source.code(tensor)[source.end(tensor.value) - source.start(tensor) :].strip("[] ")
+        dims = free.setdefault(source.code(tensor.value), {}).setdefault(index, [])
+        dims.append(source.code(call.args[1].value))
+    if len(free) != 1:
+        return ""
+    ((inputs, by_index),) = free.items()
+    named = {i: "{" + ", ".join(f"{d}: Dim.AUTO" for d in dims) + "}" for i, dims in by_index.items()}
+    table = "{" + ", ".join(f"{i}: {dims}" for i, dims in named.items()) + "}"
+    return f"tuple({table}.get(i) for i in range(len({inputs})))"
+
+
+def _constraint_keywords(source: ParsedSource, entries: cst.List) -> list[cst.Name]:
+    """Return the keywords ``constraints`` by which the list is given, itself or as a variable's value."""
+    parent = source.parent(entries)
+    if isinstance(parent, cst.Arg):
+        uses: list[cst.CSTNode] = [parent]
+    else:
+        target = parent.targets[0].target if isinstance(parent, cst.Assign) else None
+        if not isinstance(target, cst.Name):
+            return []
+        uses = [source.parent(use) for use in source.references(target.value, target)]
+    keywords = [use.keyword for use in uses if isinstance(use, cst.Arg) and use.keyword is not None]
+    return keywords if len(keywords) == len(uses) and all(k.value == "constraints" for k in keywords) else []
 
 
 CONSTRUCT = Construct(
@@ -122,4 +254,38 @@ REWRITE = Rewrite(
     summary="capture_pre_autograd_graph and export_for_training become torch.export.export",
     find=find,
     order=6,
+)
+
+REWRITE_OF_DYNAMO = Rewrite(
+    name="dynamo-export",
+    construct=Construct(
+        code="TQ121",
+        title="torch._dynamo.export in a file for PT2E",
+        becomes="torch.export.export(model, args, strict=True).module()",
+        guide="""\
+`m, guards = torchdynamo.export(m, *args, aten_graph=True)` of the first tutorials is
+`m = torch.export.export(m, args, strict=True).module()`. Left: other keywords, and code that uses the guards.
+""",
+    ),
+    summary="torch._dynamo.export in files for PT2E becomes torch.export.export",
+    find=find_dynamo,
+    order=4,
+    words=("torchdynamo", "torch._dynamo"),
+)
+REWRITE_OF_DYNAMIC_DIM = Rewrite(
+    name="dynamic-dim",
+    construct=Construct(
+        code="TQ122",
+        title="dynamic_dim and constraints",
+        becomes="dynamic_shapes with Dim.AUTO",
+        guide="""\
+`constraints=[dynamic_dim(args[0], 0)]` is `dynamic_shapes=` now: a tuple with `{0: Dim.AUTO}` for that
+argument and None for the others. A size that is 1 in the example is fixed to 1 by torch.export: give two
+samples. Left: ranges of sizes, and constraints that are not a list of such calls.
+""",
+    ),
+    summary="constraints=[dynamic_dim(...)] becomes dynamic_shapes",
+    find=find_dynamic_dim,
+    order=3,
+    words=(DYNAMIC_DIM,),
 )

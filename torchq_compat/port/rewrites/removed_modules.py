@@ -1,4 +1,5 @@
-"""Rewrite modules that torch has removed, such as ``torch.ao.quantization.quantize_pt2e``, to torchao's."""
+"""Rewrite modules that torch has removed, such as ``torch.ao.quantization.quantize_pt2e``, to torchao's, and
+PT2E's prepare and convert to ``torchq_compat.pt2e``."""
 
 from __future__ import annotations
 
@@ -8,12 +9,23 @@ from dataclasses import replace
 import libcst as cst
 
 from torchq_compat.port.constructs import Construct, Edit, ImportRequest, Site
-from torchq_compat.port.legacy_api.names import new_module
+from torchq_compat.port.legacy_api.moved_names import MovedNames
+from torchq_compat.port.legacy_api.names import (
+    MOVED_OF_EXPORTED,
+    MOVED_PT2E,
+    NAMES_ELSEWHERE,
+    OF_EXPORTED,
+    PT2E_FUNCTIONS,
+    REMOVED,
+    new_module,
+)
 from torchq_compat.port.rewrites.declaration import Rewrite
-from torchq_compat.port.source.imports import is_free
+from torchq_compat.port.source.imports import COMMENTS_BETWEEN_NAMES, NewImport, is_free, statement_edits
 from torchq_compat.port.source.parsed import ParsedSource, dotted, imported_module
+from torchq_compat.port.source.source_tree import installed_lacks
 
-CODE = "TQ112"
+CODE, CODE_OF_PT2E = "TQ112", "TQ120"
+OF_PT2E = frozenset(row.legacy for row in MOVED_PT2E)
 
 
 def find(source: ParsedSource) -> Iterator[Site]:
@@ -21,39 +33,66 @@ def find(source: ParsedSource) -> Iterator[Site]:
         yield from _import_from(source, node)
     for statement in source.nodes(cst.Import):
         for alias in statement.names:
-            yield from _import(source, alias)
+            yield from _import(source, statement, alias)
     for attribute in source.nodes(cst.Attribute):
         yield from _attribute(source, attribute)
+    yield from MovedNames(CODE, (), guests=MOVED_OF_EXPORTED).find(source)
+
+
+def _now(module: str, name: str) -> tuple[str, str] | None:
+    """Return the module and the name of ``module.name`` now; None if it did not move."""
+    new, full = new_module(module), f"{module}.{name}"
+    if module in OF_PT2E and name in PT2E_FUNCTIONS:
+        return None  # The other rewrite moves it.
+    if full in REMOVED:
+        package, _, last = REMOVED[full].rpartition(".")
+        return package, last
+    if new is None:
+        return None
+    if name in NAMES_ELSEWHERE and installed_lacks(new, name):
+        return NAMES_ELSEWHERE[name]
+    return new, name
 
 
 def _import_from(source: ParsedSource, node: cst.ImportFrom) -> Iterator[Site]:
     module = imported_module(node)
-    new = new_module(module)
     site = Site(CODE, source.start(node), f"from {module}")
-    if new is not None and node.module is not None:
-        yield replace(site, edits=(Edit(source.start(node.module), source.end(node.module), new),))
+    if isinstance(node.names, cst.ImportStar):
+        new = new_module(module)
+        if new is not None and node.module is not None:
+            yield replace(site, edits=(Edit(source.start(node.module), source.end(node.module), new),))
         return
-    if isinstance(node.names, cst.ImportStar) or node.module is None:
-        return
-    moved = [alias for alias in node.names if new_module(f"{module}.{dotted(alias.name)}")]
-    if not moved:
-        return
-    if len(moved) < len(node.names):
-        yield replace(site, refusal="the statement also imports names that are still there")
-        return
-    parents = {str(new_module(f"{module}.{dotted(alias.name)}")).rpartition(".")[0] for alias in moved}
-    if len(parents) > 1:
-        yield replace(site, refusal="what it imports is in several modules now")
-        return
-    yield replace(site, edits=(Edit(source.start(node.module), source.end(node.module), parents.pop()),))
+    moving = []
+    for alias in node.names:
+        name = dotted(alias.name)
+        now = _now(module, name)
+        if now is not None:
+            local = alias.evaluated_alias or name
+            moving.append(NewImport(alias, now[0], now[1] if now[1] == local else f"{now[1]} as {local}"))
+    edits = statement_edits(source, node, moving)
+    if moving:
+        yield replace(site, edits=edits, refusal="" if edits else COMMENTS_BETWEEN_NAMES)
 
 
-def _import(source: ParsedSource, alias: cst.ImportAlias) -> Iterator[Site]:
+def _import(source: ParsedSource, node: cst.Import, alias: cst.ImportAlias) -> Iterator[Site]:
     name = dotted(alias.name)
     new = new_module(name)
-    if new is not None:
-        edit = Edit(source.start(alias.name), source.end(alias.name), new)
-        yield Site(CODE, source.start(alias), f"import {name}", (edit,))
+    if new is None:
+        return
+    site = Site(CODE, source.start(alias), f"import {name}")
+    edits = [Edit(source.start(alias.name), source.end(alias.name), new)]
+    if alias.asname is not None:
+        uses = (source.parent(use) for use in source.references(alias.evaluated_alias or "", node))
+        for use in uses:
+            if not isinstance(use, cst.Attribute) or use.attr.value in PT2E_FUNCTIONS:
+                continue
+            home, now = NAMES_ELSEWHERE.get(use.attr.value, (new, use.attr.value))
+            if reason := installed_lacks(new, now if home == new else use.attr.value):
+                yield replace(site, refusal=reason)
+                return
+            if now != use.attr.value:
+                edits.append(Edit(source.start(use.attr), source.end(use.attr), now))
+    yield replace(site, edits=tuple(edits))
 
 
 def _attribute(source: ParsedSource, node: cst.Attribute) -> Iterator[Site]:
@@ -70,14 +109,43 @@ def _attribute(source: ParsedSource, node: cst.Attribute) -> Iterator[Site]:
         # A submodule may have moved to a module of its own.
         node, new = parent, str(new_module(source.code(parent)))
         parent = source.parent(node)
-    site = Site(CODE, source.start(node), code)
     if any(isinstance(a, (cst.ImportFrom, cst.Import)) for a in source.ancestors(node)):
         return
+    site, used = Site(CODE, source.start(node), code), node
+    while isinstance(parent, cst.Attribute) and not installed_lacks(f"{new}.{parent.attr.value}"):
+        node, new = parent, f"{new}.{parent.attr.value}"  # A module further down.
+        parent = source.parent(node)
+    edits = [Edit(source.start(used), source.end(node), new)]
+    if isinstance(parent, cst.Attribute) and parent.attr.value not in PT2E_FUNCTIONS:
+        name = parent.attr.value
+        home, now = (
+            NAMES_ELSEWHERE[name] if name in NAMES_ELSEWHERE and installed_lacks(new, name) else (new, name)
+        )
+        if reason := installed_lacks(home, now):
+            yield replace(site, refusal=reason)
+            return
+        edits, new = [Edit(source.start(used), source.end(parent), f"{home}.{now}")], home
     request = ImportRequest(new, offset=source.start(node))
     if not is_free(source, request):
         yield replace(site, refusal=f"the name {new.partition('.')[0]} means something else in this file")
         return
-    yield replace(site, edits=(Edit(source.start(node), source.end(node), new),), imports=(request,))
+    yield replace(site, edits=tuple(edits), imports=(request,))
+
+
+def find_pt2e(source: ParsedSource) -> Iterator[Site]:
+    old = next(filter(None, (_of_qconfigs(source, call) for call in source.nodes(cst.Call))), "")
+    for site in MovedNames(CODE_OF_PT2E, MOVED_PT2E).find(source):
+        yield replace(site, edits=(), imports=(), refusal=old) if old else site
+
+
+def _of_qconfigs(source: ParsedSource, call: cst.Call) -> str:
+    """Return why ``call`` cannot stay: the first ``prepare_pt2e`` took a QConfigMapping."""
+    names = {
+        name.rpartition(".")[2] for name in source.names(call.func) if name.rpartition(".")[0] in OF_PT2E
+    }
+    if len(call.args) > 2 and names and all(name.startswith("prepare") for name in names):
+        return "it takes a QConfigMapping: write prepare_pt2e(m, torchq_compat.quantizer_from(mapping))"
+    return ""
 
 
 CONSTRUCT = Construct(
@@ -85,9 +153,24 @@ CONSTRUCT = Construct(
     title="modules that torch has removed",
     becomes="the module of torchao, or of executorch for the XNNPACK quantizer",
     guide="""\
-`torch.ao.quantization.quantize_pt2e`, `torch.ao.quantization.quantizer` and `torch.ao.quantization.pt2e` are
-`torchao.quantization.pt2e.quantize_pt2e`, `.quantizer` and `torchao.quantization.pt2e` now; the XNNPACK
-quantizer is in `executorch.backends.xnnpack.quantizer`. `torchq-compat run` redirects the imports.
+`torch.ao.quantization.quantizer` and `torch.ao.quantization.pt2e` are `torchao.quantization.pt2e.quantizer`
+and `torchao.quantization.pt2e` now, and so are `_pt2e` and `_quantize_pt2e` of the first tutorials; the
+XNNPACK quantizer, once `QNNPackQuantizer`, is in `executorch.backends.xnnpack.quantizer`;
+`move_exported_model_to_eval` and its like are functions of `torchao.quantization.pt2e`. Names are looked up
+in the installed packages before they are written: what those do not have is left, with the reason.
+`torchq-compat run` redirects the imports.
+""",
+)
+CONSTRUCT_OF_PT2E = Construct(
+    code=CODE_OF_PT2E,
+    title="prepare and convert of PT2E",
+    becomes="the function of the same name in torchq_compat.pt2e",
+    guide="""\
+`prepare_pt2e`, `prepare_qat_pt2e` and `convert_pt2e`, of torchao or of any module of torch.ao that had them:
+those of `torchq_compat.pt2e`, which take and return the same, and carry out every annotation or say why not,
+where torchao's drop some in silence. The first release's `prepare_pt2e(m, qconfig_mapping, examples)` is
+left: `torchq_compat.quantizer_from(qconfig_mapping)` makes a Quantizer of a mapping. `torchq-compat run` puts
+them in the place of torchao's.
 """,
 )
 
@@ -97,4 +180,14 @@ REWRITE = Rewrite(
     summary="imports of PT2E modules that torch has removed come from torchao",
     find=find,
     order=5,
+    words=("_pt2e", "QNNPackQuantizer", "XNNPACKQuantizer", "X86InductorQuantizer", *OF_EXPORTED),
+)
+
+REWRITE_OF_PT2E = Rewrite(
+    name="pt2e-functions",
+    construct=CONSTRUCT_OF_PT2E,
+    summary="prepare_pt2e, prepare_qat_pt2e and convert_pt2e come from torchq_compat.pt2e",
+    find=find_pt2e,
+    order=2,
+    words=("prepare_pt2e", "prepare_qat_pt2e", "convert_pt2e", "_quantize_pt2e", "prepare_pt2e_quantizer"),
 )

@@ -163,6 +163,10 @@ class Recorder:
 
         return recorded
 
+    def note(self, line: str) -> None:
+        """Add ``line`` to the summary."""
+        self._eager.append(line)
+
     def summary(self, script: str) -> str:
         """Return what was quantized and what stayed float, in at most twelve lines."""
         if not self._models and not self._eager:

@@ -12,11 +12,19 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+from torchq_compat import pt2e
 from torchq_compat.model.graph_module import record_of
 from torchq_compat.model.other_tools import StateOfCaptured, suite_error
-from torchq_compat.port.legacy_api.names import CONVERTING, EAGER_FLOW, EAGER_FUNCTIONS
+from torchq_compat.port.legacy_api.names import (
+    CONVERTING,
+    EAGER_FLOW,
+    EAGER_FUNCTIONS,
+    MOVED_PT2E,
+    PT2E_FUNCTIONS,
+)
 from torchq_compat.port.running.removed_imports import legacy_module, put_stand_in
 from torchq_compat.port.source.moved_tables import MOVED_FUNCTIONS, Moved, unchanged
+from torchq_compat.support.torch_ao import QConfigMapping
 
 # Legacy FX functions -> the functions of this package, in the process that runs a legacy script.
 #
@@ -38,11 +46,6 @@ BATCH_NORM_SWITCHES = Moved(
 )
 #: Private functions of FX that scripts call nevertheless.
 PRIVATE_FUNCTIONS = (
-    Moved(
-        "torch.ao.quantization.quantize_fx",
-        "torchq_compat.quantize_fx",
-        {"_convert_to_reference_decomposed_fx": "convert_to_reference_fx"},
-    ),
     Moved(
         "torch.ao.quantization.quantize_fx",
         "torchq_compat.port.running.private_functions",
@@ -99,6 +102,40 @@ def replace_everywhere(replacements: dict[int, Function]) -> None:
         for name, value in list(getattr(module, "__dict__", {}).items()):
             if id(value) in replacements:
                 setattr(module, name, replacements[id(value)])
+
+
+def redirect_pt2e(told: Callable[[str], None]) -> None:
+    """Put ``torchq_compat.pt2e`` in the place of torchao's prepare and convert, by their first names too.
+
+    Args:
+        told: is given one line for each model, for the summary.
+    """
+    flow, replacements = importlib.import_module(MOVED_PT2E[0].legacy), dict[int, Function]()
+    for name, new in PT2E_FUNCTIONS.items():
+        original = getattr(flow, new)
+        ours = replacements.setdefault(id(original), _of_mappings(getattr(pt2e, new), original, told))
+        if name != new:
+            setattr(flow, name, ours)
+    replace_everywhere(replacements)
+
+
+def _of_mappings(function: Function, original: Function, told: Callable[[str], None]) -> Function:
+    """Return ``function`` of PT2E; a QConfigMapping, as the first one took, becomes a Quantizer."""
+
+    @functools.wraps(function)
+    def of_mappings(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if str(sys._getframe(1).f_globals.get("__name__")).startswith("torchq_compat."):
+            return original(model, *args, **kwargs)  # This package's own flow.
+        quantizer = args[0] if args else kwargs.get("quantizer", kwargs.get("qconfig_mapping"))
+        if function.__name__.startswith("prepare") and isinstance(quantizer, (QConfigMapping, dict)):
+            backend = kwargs.get("backend_config", args[2] if len(args) > 2 else None)
+            args, kwargs = (pt2e.quantizer_from(quantizer, backend),), {}
+        result = function(model, *args, **kwargs)
+        done = "converted" if function.__name__.startswith("convert") else "prepared"
+        told(f"  {type(model).__name__}, {done} by torchq_compat.pt2e.{function.__name__}")
+        return result
+
+    return of_mappings
 
 
 # A switch that restores FX's own functions in a process that redirects them to this package's.

@@ -6,15 +6,23 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial, wraps
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from torchq_compat.port.legacy_api.names import REMOVED, REMOVED_CAPTURES, RemovedCapture, new_module
+from torchq_compat.port.legacy_api.names import (
+    MOVED_OF_EXPORTED,
+    NAMES_ELSEWHERE,
+    REMOVED,
+    REMOVED_CAPTURES,
+    RemovedCapture,
+    new_module,
+)
 from torchq_compat.port.source.moved_tables import MOVED_FUNCTIONS
 from torchq_compat.support import torch_ao
 
@@ -35,6 +43,7 @@ class _Redirected(MetaPathFinder, Loader):
         new = new_module(spec.name)
         assert new is not None
         module = importlib.import_module(new)
+        vars(module).setdefault("__getattr__", partial(_elsewhere, new))
         # The import system overwrites the spec of the new module with that of the old name.
         self._own = (module, module.__spec__)
         return module
@@ -43,6 +52,14 @@ class _Redirected(MetaPathFinder, Loader):
         kept, spec = self._own
         if kept is module:
             module.__spec__ = spec
+
+
+def _elsewhere(module: str, name: str) -> Any:
+    """Return what ``module`` had by ``name`` in its time in torch, from where it is now."""
+    if name not in NAMES_ELSEWHERE:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    home, now = NAMES_ELSEWHERE[name]
+    return getattr(importlib.import_module(home), now)
 
 
 def redirect_removed_imports() -> None:
@@ -61,11 +78,38 @@ def _is_there(name: str) -> bool:
 
 
 def restore_removed_captures() -> None:
-    """Give modules that have lost a function of ``REMOVED_CAPTURES`` an equivalent function."""
+    """Give modules that have lost one of PT2E's first functions an equivalent one; ``torch._dynamo.export``
+    captures what PT2E takes today where it is asked for aten."""
     for removed in REMOVED_CAPTURES.values():
         module = importlib.import_module(removed.module)
         if not hasattr(module, removed.name):
             setattr(module, removed.name, _capture(removed))
+        if not hasattr(module, "dynamic_dim"):
+            module.dynamic_dim = _FreeSize  # type: ignore[attr-defined]
+    for moved in MOVED_OF_EXPORTED:
+        old, new = importlib.import_module(moved.legacy), importlib.import_module(moved.replacement)
+        for name in moved.names:
+            if not hasattr(old, name):
+                setattr(old, name, getattr(new, name))
+    dynamo = importlib.import_module("torch._dynamo")
+    dynamo.export = _capturing_aten(dynamo.export)  # type: ignore[attr-defined]
+
+
+class _FreeSize:
+    """What ``dynamic_dim(tensor, dimension)`` returned: a constraint, which comparisons gave a range."""
+
+    def __init__(self, tensor: Tensor, dimension: int) -> None:
+        self.tensor, self.dimension = tensor, dimension
+
+    def __le__(self, other: object) -> _FreeSize:
+        return self
+
+    __lt__ = __ge__ = __gt__ = __le__
+
+
+def _shapes(args: tuple[Any, ...], constraints: Sequence[_FreeSize]) -> Any:
+    free = [{c.dimension: torch.export.Dim.AUTO for c in constraints if c.tensor is arg} for arg in args]
+    return tuple(dims or None for dims in free)
 
 
 def _capture(removed: RemovedCapture) -> Callable[..., Any]:
@@ -74,17 +118,46 @@ def _capture(removed: RemovedCapture) -> Callable[..., Any]:
         args: tuple[Any, ...],
         kwargs: dict[str, Any] | None = None,
         dynamic_shapes: Any = None,
+        constraints: Sequence[_FreeSize] | None = None,
         **settings: Any,
     ) -> Any:
         if removed.gave_module:
             # The removed function traced with Dynamo; Quantizers need the source functions it records.
             settings.setdefault("strict", True)
+        if constraints and dynamic_shapes is None:
+            dynamic_shapes = _shapes(args, constraints)
         program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, **settings)
         return program.module() if removed.gave_module else program
 
     capture.__name__ = removed.name
     capture.__module__ = removed.module
     return capture
+
+
+def _capturing_aten(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``torch._dynamo.export``, which for ``aten_graph=True`` gives what PT2E's flow takes today."""
+
+    @wraps(original)
+    def export(f: Any, *args: Any, aten_graph: bool = False, **settings: Any) -> Any:
+        if not aten_graph or not isinstance(f, nn.Module):
+            return original(f, *args, aten_graph=aten_graph, **settings)
+
+        def captured(*inputs: Any) -> Any:
+            free = tuple(dict.fromkeys(range(x.dim()), torch.export.Dim.AUTO) for x in inputs)
+            dynamic_shapes = free if settings.get("tracing_mode") == "symbolic" else None
+            program = torch.export.export(f, inputs, dynamic_shapes=dynamic_shapes, strict=True)
+            return DynamoResult(program.module(), set())
+
+        return captured(*args) if args else captured
+
+    return export
+
+
+class DynamoResult(NamedTuple):
+    """What ``torch._dynamo.export`` returns: the graph module and the guards."""
+
+    graph_module: nn.Module
+    guards: set[Any]
 
 
 # Stand-ins for modules of the FX engine that this torch no longer has, for imports of a legacy script.

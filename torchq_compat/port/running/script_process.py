@@ -71,7 +71,12 @@ def _redirect(options: RunOptions) -> Callable[[str], str]:
             remembering_prepared,
         )
         from torchq_compat.port.running.recorder import Recorder, write_explanation
-        from torchq_compat.port.running.redirections import converting_as_fx, redirect, refuse_numeric_suite
+        from torchq_compat.port.running.redirections import (
+            converting_as_fx,
+            redirect,
+            redirect_pt2e,
+            refuse_numeric_suite,
+        )
         from torchq_compat.port.running.removed_imports import (
             redirect_removed_imports,
             restore_removed_captures,
@@ -93,6 +98,7 @@ def _redirect(options: RunOptions) -> Callable[[str], str]:
             return drawing_as_fx(recorded, original)
 
         redirect(wrapped, options.replacements)
+        redirect_pt2e(recorder.note)
         refuse_numeric_suite()
         tell_graph_readers()
         redirect_removed_imports()

@@ -11,7 +11,7 @@ import re
 import stat
 import tokenize
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,9 @@ SUFFIXES = (".py", ".pyw", ".ipynb")
 SKIPPED_FOLDERS = ("__pycache__", "node_modules")
 #: The size limit; a notebook with pictures may be large.
 MAX_BYTES = 256 << 20
+
+
+WRITABLE = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
 
 
 class UnreadableError(Exception):
@@ -48,6 +51,8 @@ HINTS = {
     "read-only": "make it writable, and run rewrite again",
     "changed since": "run rewrite again",
     "another user": "run rewrite as that user",
+    "leads out": "give the file it leads to",
+    "hard links": "copy the file to a name of its own, and run rewrite again",
     "line ": "python -m py_compile says the same; mend the line, or leave the file out",
 }
 OTHERWISE = "look at the file; the others were dealt with"
@@ -148,11 +153,11 @@ def _is_skipped(folder: Path) -> bool:
     return name.startswith(".") or name in SKIPPED_FOLDERS or (folder / "pyvenv.cfg").exists()
 
 
-def read_file(path: Path) -> SourceFile:
-    """Return the content of ``path``.
+def read_raw(path: Path) -> bytes:
+    """Return the bytes of the file at ``path``.
 
     Raises:
-        UnreadableError: the file cannot be opened or is not text in the encoding it declares.
+        UnreadableError: the file cannot be opened, is none, or is too large.
     """
     try:
         status = path.stat()
@@ -160,10 +165,9 @@ def read_file(path: Path) -> SourceFile:
             raise UnreadableError("is a device, a pipe or a socket and no file")
         if status.st_size > MAX_BYTES:
             raise UnreadableError(f"is larger than {MAX_BYTES >> 20} MiB, which no source code is")
-        raw = path.read_bytes()
+        return path.read_bytes()
     except OSError as error:
         raise UnreadableError(f"cannot be read: {error.strerror or error}") from error
-    return decode(path, raw)
 
 
 def decode(path: Path, raw: bytes) -> SourceFile:
@@ -177,18 +181,32 @@ def decode(path: Path, raw: bytes) -> SourceFile:
     return SourceFile(path, raw, text, encoding)
 
 
-def replace_file(source: SourceFile, content: bytes) -> None:
+def replace_file(source: SourceFile, content: bytes, inside: Sequence[Path]) -> None:
     """Replace the file of ``source`` by ``content`` in one step; until then the old file is complete.
 
     The new file is written beside the old one and moved over it; mode and, if allowed, owner are kept. A link
-    stays a link: its target is replaced.
+    that stays ``inside`` stays a link: its target is replaced.
+
+    Args:
+        source: the file as it was read.
+        content: its new bytes.
+        inside: real paths of the files and folders that the command was given.
 
     Raises:
-        PathError: the file is read-only or has changed since it was read.
+        PathError: the file is not inside of what was given, has other names, is read-only, or has changed
+            since it was read.
         OSError: the folder cannot be written, the disk is full, ...
     """
     target = source.path.resolve()
-    if not os.access(target, os.W_OK):
+    if not any(target == path or path in target.parents for path in inside):
+        raise PathError(f"{source.path} is a link that leads out, to {target}; it was left as it is.")
+    status = target.stat()
+    if status.st_nlink > 1:
+        raise PathError(
+            f"{source.path} has {status.st_nlink} names by hard links, which would part; it was left."
+        )
+    # A superuser may write any file, but has marked this one.
+    if not os.access(target, os.W_OK) or not status.st_mode & WRITABLE:
         raise PathError(f"{source.path} is read-only; it was left as it is.")
     if target.read_bytes() != source.raw:
         raise PathError(f"{source.path} has changed since it was read; it was left as it is.")
@@ -429,13 +447,20 @@ class Document:
             raise UnreadableError(f"cannot be encoded again: {error}") from error
 
 
-def read_document(path: Path) -> Document:
-    """Read the file at ``path``.
+def check_readable(path: Path, raw: bytes) -> None:
+    """Raise an UnreadableError if ``raw`` is no text or no notebook; it is not parsed as Python."""
+    source = decode(path, raw)
+    if path.suffix == NOTEBOOK:
+        _load(source.text)
+
+
+def read_document(path: Path, raw: bytes | None = None) -> Document:
+    """Read the file at ``path``, or its bytes ``raw``.
 
     Raises:
         UnreadableError: the file cannot be read, or is neither Python nor a notebook.
     """
-    source = read_file(path)
+    source = decode(path, read_raw(path) if raw is None else raw)
     if path.suffix == NOTEBOOK:
         notebook = join_cells(source.text)
         return Document(source, notebook.text, parse(notebook.text), notebook.problems)

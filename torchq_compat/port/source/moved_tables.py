@@ -20,6 +20,8 @@ def unchanged(*names: str) -> dict[str, str]:
 
 
 FUNCTIONS = unchanged("prepare_fx", "prepare_qat_fx", "convert_fx", "convert_to_reference_fx", "fuse_fx")
+#: Private, but scripts for other runtimes call it.
+REFERENCE = {"_convert_to_reference_decomposed_fx": "convert_to_reference_fx"}
 PART_FUNCTIONS = {
     "_get_lstm_with_individually_observed_parts": "get_lstm_with_individually_observed_parts",
     "_get_reference_quantized_lstm_module": "get_reference_quantized_lstm_module",
@@ -30,7 +32,7 @@ CONFIG_CLASSES = unchanged(
 IMPORTED_BY_QUANTIZE_FX = unchanged("PrepareCustomConfig", "ConvertCustomConfig", "FuseCustomConfig")
 
 MOVED_FUNCTIONS = (
-    Moved("torch.ao.quantization.quantize_fx", "torchq_compat.quantize_fx", FUNCTIONS),
+    Moved("torch.ao.quantization.quantize_fx", "torchq_compat.quantize_fx", {**FUNCTIONS, **REFERENCE}),
     Moved("torch.quantization.quantize_fx", "torchq_compat.quantize_fx", FUNCTIONS),
     Moved("torch.ao.quantization.fx.lstm_utils", "torchq_compat.lstm_utils", PART_FUNCTIONS),
 )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,6 +57,16 @@ class Tree:
     def taken_from(self, path: Path) -> frozenset[str]:
         """Return the names of ``path`` that other files use, according to the calls of ``follow`` so far."""
         return frozenset(self._taken.get(path, ()))
+
+    @property
+    def taken(self) -> dict[Path, set[str]]:
+        """File -> the names of it that other files use, according to the calls of ``follow`` so far."""
+        return self._taken
+
+    def add_taken(self, taken: Mapping[Path, set[str]]) -> None:
+        """Add what a copy of this tree knows."""
+        for path, names in list(taken.items()):
+            self._taken.setdefault(path, set()).update(names)
 
     def _is_news(self, path: Path, name: str, full: str) -> bool:
         meaning = self.follow(path, full)
@@ -143,6 +155,92 @@ def _star_modules(syntax: ast.Module) -> Iterator[str]:
     for statement in _statements(syntax.body):
         if isinstance(statement, ast.ImportFrom) and any(alias.name == "*" for alias in statement.names):
             yield "." * statement.level + (statement.module or "")
+
+
+# What the installed packages have, read from their files: importing torch would take seconds.
+
+
+def installed_lacks(module: str, name: str = "") -> str:
+    """Return why ``from module import name``, or ``import module``, fails here; empty if it does not."""
+    root = module.partition(".")[0]
+    if root == "torchq_compat":
+        return ""  # Its tests see to that.
+    if find_spec(root) is None:
+        return f"{root} is not installed here"
+    if _source_of(module) is None:
+        return f"{root} {_version(root)} has no module {module}"
+    if name and not _has(module, name, MAX_HOPS):
+        return f"{module} of {root} {_version(root)} has no {name}"
+    return ""
+
+
+def imports_of(syntax: ast.Module) -> set[tuple[str, str]]:
+    """Return (module, name) for the absolute imports of a file; the name is empty for ``import module``."""
+    found = set()
+    for node in ast.walk(syntax):
+        if isinstance(node, ast.Import):
+            found |= {(alias.name, "") for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+            found |= {(node.module, alias.name if alias.name != "*" else "") for alias in node.names}
+    return found
+
+
+def _version(root: str) -> str:
+    try:
+        return version(root.replace("_", "-"))
+    except PackageNotFoundError:
+        return "as installed"
+
+
+@cache
+def _source_of(module: str) -> Path | None:
+    """Return the file of an installed module; None if it is not there."""
+    root, *parts = module.split(".")
+    spec = find_spec(root)
+    for base in map(Path, spec.submodule_search_locations or () if spec is not None else ()):
+        path = base.joinpath(*parts)
+        for file in (path / "__init__.py", path.with_name(f"{path.name}.py")):
+            if file.is_file():
+                return file
+        if path.is_dir():
+            return path
+        if parts and any(path.parent.glob(f"{path.name}.*.so")):
+            return path.parent
+    return None
+
+
+@cache
+def _bound_in(file: Path) -> tuple[frozenset[str], tuple[str, ...]]:
+    """Return the names that a module binds, and the modules it imports all names of."""
+    if file.is_dir():
+        return frozenset({"__getattr__"}), ()  # An extension module, or a package without code.
+    syntax = ast.parse(file.read_bytes())
+    names: set[str] = set()
+    for statement in _statements(syntax.body):
+        if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(statement.name)
+        elif isinstance(statement, (ast.Import, ast.ImportFrom)):
+            names.update(alias.asname or alias.name.partition(".")[0] for alias in statement.names)
+        else:
+            stored = (n for n in ast.walk(statement) if isinstance(n, ast.Name))
+            names.update(n.id for n in stored if isinstance(n.ctx, ast.Store))
+    return frozenset(names), tuple(_star_modules(syntax))
+
+
+def _has(module: str, name: str, budget: int) -> bool:
+    file = _source_of(module)
+    if file is None or not budget:
+        return False
+    names, stars = _bound_in(file)
+    if name in names or "__getattr__" in names or _source_of(f"{module}.{name}") is not None:
+        return True
+    package = module if file.stem == "__init__" else module.rpartition(".")[0]
+    for star in stars:
+        dots = len(star) - len(star.lstrip("."))
+        base = ".".join(package.split(".")[: len(package.split(".")) - dots + 1]) if dots else ""
+        if _has(".".join(filter(None, (base, star[dots:]))), name, budget - 1):
+            return True
+    return False
 
 
 @cache

@@ -24,4 +24,4 @@ class Observed(torch.ao.nn.quantizable.LSTM):
 def everything(m, x):
     p = prep(m, QConfigMapping().set_global(tq.default_qconfig), (x,), PrepareCustomConfig())
     q = prepare_qat(m, QConfigMapping().set_object_type(torch.nn.Linear, None), (x,))
-    return qfx.convert_fx(p, observer_qparams=True), torchq_compat.quantize_fx.convert_to_reference_fx(q, observer_qparams=True), to_reference
+    return qfx.convert_fx(p), torchq_compat.quantize_fx.convert_to_reference_fx(q, observer_qparams=True), to_reference

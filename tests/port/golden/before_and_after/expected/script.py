@@ -8,10 +8,9 @@ from torch.ao.ns._numeric_suite import compare_weights
 from torch.ao.quantization import default_dynamic_qconfig
 from torchq_compat import quantize_dynamic
 from torchao.quantization.pt2e.export_utils import WrapperModule
-from torch.ao.quantization.quantize_fx import _fuse_fx
-from torchq_compat.quantize_fx import convert_fx, prepare_fx
+from torch.ao.quantization.quantize_fx import _fuse_fx, convert_fx, prepare_fx
+from torchq_compat.pt2e import convert_pt2e, prepare_pt2e
 import torchq_compat
-from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import (
     XNNPACKQuantizer,
     get_symmetric_quantization_config,

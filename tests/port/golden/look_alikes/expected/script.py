@@ -7,7 +7,7 @@ from mine import configs, engine, legacy, ns, quantize_fx
 from mine.numeric_suite import compare_weights
 from torch.ao.quantization import QConfigMapping, default_qconfig, get_default_qconfig_mapping
 from torchao.quantization.pt2e import MinMaxObserver
-from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+from torchq_compat.pt2e import convert_pt2e, prepare_pt2e
 from torchao.quantization.pt2e.quantizer import QuantizationSpec
 from torchq_compat import quantize_dynamic
 from torchq_compat.custom_config import PrepareCustomConfig
@@ -47,4 +47,6 @@ def look_alikes(model, x, y, batches):
     engine.prepare(model), ns.convert(prepared), torch.nn.Sequential.fuse_modules(model)  # TQ117: another's
     torch.ops.aten.add(x, y), ns.quantized.Conv2d(3, 3, 1)  # TQ209: not torch.ao's
     mine.fake_quantize(converted), engine.convert_fx(prepared)  # TQ116: one's own, and ported calls
+    mine.torchdynamo.export(model, x, aten_graph=True), engine.dynamic_dim(x, 0)  # TQ121, TQ122: one's own
+    # TQ120: ours already
     return convert_fx(prepared), program, graph_module, spec, convert_pt2e(prepare_pt2e(program.module(), spec))

@@ -1,7 +1,7 @@
 """Nothing to do: names that look like legacy ones, and new code."""
 
 import torch
-from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+from torchq_compat.pt2e import convert_pt2e, prepare_pt2e
 from torchao.quantization.pt2e.quantizer import ComposableQuantizer
 from torchq_compat import quantize_dynamic
 from torchq_compat.quantize_fx import convert_fx, prepare_fx

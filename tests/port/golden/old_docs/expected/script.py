@@ -2,7 +2,7 @@
 
 import torch
 from torch.ao.quantization import convert_fx, get_default_qat_qconfig_mapping, prepare_fx
-from torchq_compat.quantize_fx import prepare_qat_fx
+from torch.ao.quantization.quantize_fx import prepare_qat_fx
 from torch.ao.quantization import get_default_qconfig_mapping
 from torch.ao.quantization import get_default_qat_qconfig_dict as qat_dict
 

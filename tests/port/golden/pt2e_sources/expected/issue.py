@@ -10,7 +10,7 @@ from torch import fx
 from torch import nn
 from torch._ops import OpOverload
 from torchao.quantization.pt2e.observer import HistogramObserver, MinMaxObserver
-from torchao.quantization.pt2e.quantize_pt2e import prepare_pt2e, convert_pt2e
+from torchq_compat.pt2e import prepare_pt2e, convert_pt2e
 from torchao.quantization.pt2e.quantizer import DerivedQuantizationSpec, Quantizer, SharedQuantizationSpec
 from torchao.quantization.pt2e.quantizer.composable_quantizer import ComposableQuantizer
 from executorch.backends.xnnpack.quantizer.xnnpack_quantizer_utils import (

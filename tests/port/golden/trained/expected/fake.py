@@ -8,4 +8,4 @@ def quantize(model, x):
     qconfig = tq.QConfig(tq.FakeQuantize, tq.default_weight_fake_quant)
     prepared = quantize_fx.prepare_fx(model, tq.QConfigMapping().set_global(qconfig), (x,))
     prepared(x)
-    return quantize_fx.convert_fx(prepared, observer_qparams=True)
+    return quantize_fx.convert_fx(prepared)

@@ -1,0 +1,31 @@
+"""As the first tutorials have it: captured by Dynamo, for a quantizer of that time."""
+
+import copy
+import torch
+import torch._dynamo as torchdynamo
+from torch.ao.quantization._quantize_pt2e import convert_pt2e, prepare_pt2e_quantizer
+import torch.ao.quantization._pt2e.quantizer.qnnpack_quantizer as qq
+
+class M(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(5, 10)
+
+    def forward(self, x):
+        return self.linear(x)
+
+torch.manual_seed(0)
+example_inputs = (torch.randn(1, 5),)
+m = M().eval()
+m, guards = torchdynamo.export(
+    m,
+    *copy.deepcopy(example_inputs),
+    aten_graph=True,
+)
+quantizer = qq.QNNPackQuantizer()
+operator_config = qq.get_symmetric_quantization_config(is_per_channel=True)
+quantizer.set_global(operator_config)
+m = prepare_pt2e_quantizer(m, quantizer)
+m(*example_inputs)
+m = convert_pt2e(m)
+print(m(*example_inputs))
