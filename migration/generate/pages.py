@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from migration.generate.known_differences import changelog_list, guide_table
 from migration.generate.pictures import pictures
@@ -37,6 +39,7 @@ def made_pages(checkout: Path) -> Iterator[tuple[Path, str]]:
         "gallery": gallery_table(checkout / "migration" / "zoo.json"),
         "known differences": guide_table(differences),
         "passes": _passes(),
+        "quantizers": _quantizers(checkout / "migration" / "quantizers.json"),
         "results": results_table(checkout / "migration" / "benchmarks.json"),
     }
     contents, *pages = guide_pages(checkout)
@@ -79,6 +82,33 @@ def _codes_at_run_time() -> str:
         if entries:
             parts.append(f"**TQ{first}xx: {what}**\n\n" + "\n".join(entries) + "\n")
     return "\n".join(parts)
+
+
+def _quantizers(path: Path) -> str:
+    """Return the table of Quantizers: a row each, a column for each model, in the order of the file."""
+    measured = {(row["quantizer"], row["model"]): row for row in json.loads(path.read_text())}
+    names, models = (list(dict.fromkeys(key[at] for key in measured)) for at in (0, 1))
+    rows = [f"| Quantizer | {' | '.join(models)} | LSTM, mapped |", "|---" * (len(models) + 2) + "|"]
+    for name in names:
+        cells = [_beside_plain(measured[name, model]) for model in models]
+        mapped = next(row["mapped"] for key, row in measured.items() if key[0] == name and "mapped" in row)
+        rows.append(f"| {name} | {' | '.join(cells)} | {_result(mapped)} |")
+    return "\n".join(rows) + "\n"
+
+
+def _beside_plain(row: dict[str, Any]) -> str:
+    """Return the result of plain PT2E, and those of ours that are others."""
+    shown = {key: _result(row[key]) for key in ("plain", "pt2e", "prepare_fx")}
+    codes = sorted(set(row["prepare_fx"].get("codes", ())) - {"TQ423"})
+    others = [f"{key} {shown[key]}" for key in ("pt2e", "prepare_fx") if shown[key] != shown["plain"]]
+    return "; ".join([shown["plain"], *others, *codes])
+
+
+def _result(result: dict[str, Any]) -> str:
+    if "error" in result:
+        return str(result["error"]).partition(":")[0]
+    decibels = "exact" if result["dB"] >= 99 else f"{result['dB']} dB"
+    return f"{result['q']} q, {decibels}"
 
 
 def _passes() -> str:
