@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -409,3 +409,15 @@ def get_individually_observed_parts(
         float_module, example_inputs, backend_config, split_gates=split_gates, constructors=constructors
     )
     return family.observed.observe(float_module, specs, split_gates=split_gates)
+
+
+def with_profile(observed: type[nn.Module], profile: Callable[..., dict[str, Any]]) -> type[nn.Module]:
+    """Return ``observed`` as a class whose parts a function of ``torchq_compat.profiles`` chooses."""
+
+    def from_float(cls: type, float_module: nn.Module) -> ObservedRecurrent:
+        constructors = profile(float_module, fake_quantize=float_module.training)
+        return get_individually_observed_parts(float_module, **constructors)
+
+    return type(
+        observed.__name__, (observed,), {"from_float": classmethod(from_float), "__module__": __name__}
+    )
