@@ -190,6 +190,8 @@ CHOOSES = {
     ATEN.tril.default,
     ATEN.triu.default,
 }
+#: Operators whose results are positions: where two values are close, rounding decides between others.
+POSITIONS = {ATEN.argmax.default, ATEN.argmin.default, ATEN.argsort.default, ATEN.topk.default}
 
 
 def preserves_values(node: Node) -> bool:

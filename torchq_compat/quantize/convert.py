@@ -45,7 +45,7 @@ from torchq_compat.model.quantized_interface import expose_integers
 from torchq_compat.modules.parts import PartOwner
 from torchq_compat.modules.registry import ConvertRequest, CustomModuleHandler
 from torchq_compat.modules.user_modules import convert_float_calls
-from torchq_compat.ops import weight_of
+from torchq_compat.ops import POSITIONS, weight_of
 from torchq_compat.quantize.edited_observers import settle_observers, with_removed_observers
 from torchq_compat.quantize.passes import CONVERT, carries_out, run_passes
 from torchq_compat.read.backend_configs import BackendTable
@@ -497,8 +497,8 @@ def _shorten(places: list[str]) -> str:
 # the arguments and the result of its last call; convert runs the converted model on them, once.
 
 
-#: In dB, against the prepared model: below it, noise is half of the result's amplitude.
-LOST = 6.0
+#: In dB, against the prepared model: below it, the noise is as large as the result.
+LOST = 1.0
 #: Values of a batch that is tried; larger ones take too long.
 MOST = 1 << 24
 
@@ -511,7 +511,7 @@ def warn_of_loss(prepared: nn.Module, converted: ConvertedModel) -> None:
     """
     last: LastCall | None = vars(prepared).get(LAST_CALL)
     is_integer = converted.record.interface.inputs or converted.record.interface.outputs
-    if last is None or is_integer or prepared.training:
+    if last is None or is_integer or prepared.training or _decides(converted.reference):
         return
     tensors = [leaf for leaf in pytree.tree_leaves(last.args) if isinstance(leaf, Tensor)]
     if sum(tensor.numel() for tensor in tensors) > MOST:
@@ -532,3 +532,9 @@ def warn_of_loss(prepared: nn.Module, converted: ConvertedModel) -> None:
             "what to leave float. Values that grow with the length, and states that start at an extreme, "
             "are the usual causes.",
         )
+
+
+def _decides(model: nn.Module) -> bool:
+    """Return whether ``model`` chooses by position, as a greedy decoder does: one step leads it elsewhere."""
+    graphs = (module.graph for module in model.modules() if isinstance(module, GraphModule))
+    return any(node.target in POSITIONS for graph in graphs for node in graph.nodes)
