@@ -120,7 +120,7 @@ def quantize_after_training(model, data, args):
     model = copy.deepcopy(model).eval()
     prepared = prepare_fx(model, mapping, example_inputs, prepare_custom_config=PREPARE_CONFIG)
     calibrate(prepared, data, args)
-    return convert_fx(prepared, convert_custom_config=CONVERT_CONFIG, observer_qparams=True)
+    return convert_fx(prepared, convert_custom_config=CONVERT_CONFIG)
 
 
 def quantize_while_training(model, data, args):
