@@ -36,6 +36,7 @@ NORMALIZATIONS: dict[object, dict[str, int]] = {
     ATEN.batch_norm.default: {"weight": 1, "bias": 2, "running_mean": 3, "running_var": 4},
 }
 PRELU = ATEN.prelu.default
+RELU = (ATEN.relu.default, ATEN.relu_.default)
 #: Operator -> parameter -> position of the argument.
 PARAMETERS: dict[object, dict[str, int]] = {
     ATEN.linear.default: WEIGHT_AND_BIAS,

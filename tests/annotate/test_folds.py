@@ -156,7 +156,7 @@ def test_what_fx_leaves_apart_is_told_and_can_be_left() -> None:
         "TQ584"
     ]
     folded = {d.path: d.code for d in tc.explain(ours) if d.action is Action.FOLDED}
-    assert folded == {"norm_relu": "TQ584", "norm": "TQ584", "known_norm": "", "up_norm": "TQ584"}
+    assert folded == {"norm_relu": "TQ584", "norm": "TQ584", "known_norm": ""}, "not that of up, as FX"
     _, theirs = by_fx(model, mapping, [x])
     as_fx = tc.prepare_fx(model, mapping, x, fuse_as_fx=True)
     assert {str(node.args[1].target) for node in norms_of(as_fx)} == {

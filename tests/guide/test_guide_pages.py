@@ -21,6 +21,8 @@ from torchq_compat.support.codes import KnownDifference
 
 ROOT = Path(torchq_compat.__file__).parents[1]
 DIFFERENCES = tuple(REGISTERED.values())
+#: What pages are made from.
+FROM_DATA = ("known_differences.toml", "benchmarks.json", "quantizers.json", "zoo.json")
 
 
 def test_the_committed_pages_are_the_made_ones() -> None:
@@ -80,7 +82,7 @@ def test_the_command_finds_and_writes_what_is_stale(
     (tmp_path / "migration").mkdir()
     pages = [path.relative_to(ROOT).as_posix() for path, _ in made_pages(ROOT)]
     others = [path.relative_to(ROOT).as_posix() for path in guide_pages(ROOT)]
-    data = (f"migration/{name}" for name in ("known_differences.toml", "benchmarks.json", "zoo.json"))
+    data = (f"migration/{name}" for name in FROM_DATA)
     for name in {*pages, *others, *data}:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text((ROOT / name).read_text())

@@ -591,7 +591,7 @@ def growing_values(case: CaptureCase, made: Attempt) -> dict[str, tuple[str, flo
 
     Only graphs with an op that goes over a dimension are run at other sizes.
     """
-    if not any(node.target in CUMULATIVE for node in made.graph_module.graph.nodes):
+    if not any(_goes_over(node) for node in made.graph_module.graph.nodes):
         return {}
     before = _largest(case, made, case.args)
     grown: dict[str, tuple[str, float]] = {}
@@ -607,6 +607,14 @@ def growing_values(case: CaptureCase, made: Attempt) -> dict[str, tuple[str, flo
             if 0 < GROWN * before.get(name, 0.0) <= largest < math.inf:
                 grown[name] = dimension.name, largest / before[name]
     return grown
+
+
+def _goes_over(node: Node) -> bool:
+    """Return whether ``node`` is cumulative; offsets of an embedding bag are indexes, which are no values."""
+    bags = [
+        getattr(user.target, "overloadpacket", None) is torch.ops.aten.embedding_bag for user in node.users
+    ]
+    return node.target in CUMULATIVE and not all(bags)
 
 
 def _largest(case: CaptureCase, made: Attempt, args: tuple[Any, ...]) -> dict[str, float]:

@@ -361,7 +361,8 @@ def kept_buffers(module: nn.Module, *, but: torch.dtype | None = None) -> Iterat
         with torch.no_grad():
             for buffer, value in before:
                 if not buffer.is_meta and not torch.equal(buffer, value):
-                    buffer.copy_(value)
+                    # Observers of channels give their buffers another size.
+                    buffer.resize_(value.shape).copy_(value)
 
 
 # Comparison of the results of two models.

@@ -18,6 +18,7 @@ from torchao.quantization.pt2e import fake_quantize
 from torchq_compat.capture.origins import is_fx_leaf
 from torchq_compat.errors import ModuleAttributeError
 from torchq_compat.model.view_hooks import HOOK_STATE, HOOKED, check_hookable, has_hooks
+from torchq_compat.ops import RELU
 from torchq_compat.read.observers import LegacyFakeQuantizeAdapter
 from torchq_compat.read.qdq import DEQUANTIZE_DYNAMIC, DEQUANTIZE_PER_CHANNEL, DEQUANTIZES, QUANTIZE
 from torchq_compat.support.graph_nodes import attribute_of, module_path_of
@@ -31,7 +32,6 @@ from torchq_compat.support.torch_ao import fake_quantize as legacy_fake_quantize
 # rest from the graph.
 
 
-RELU = (torch.ops.aten.relu.default, torch.ops.aten.relu_.default)
 LEGACY_DTYPES = {torch.int8: torch.qint8, torch.uint8: torch.quint8, torch.int32: torch.qint32}
 #: Types of a float module's attributes that are settings: neither tensors nor containers of tensors.
 SETTINGS = (int, float, str, bool, tuple, type(None))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from torchq_compat.annotate.annotation import op_record
+from torchq_compat.annotate.computed_values import RANDOM
 from torchq_compat.annotate.observed_graph import (
     ObservedPlace,
     ObserverFault,
@@ -28,6 +29,7 @@ from torchq_compat.capture.opaque_calls import (
     tensor_arguments,
 )
 from torchq_compat.capture.torch_export import copied_inputs
+from torchq_compat.capture.training import training_flag
 from torchq_compat.capture.trial_runs import kept_buffers, run_prepared, sqnr
 from torchq_compat.custom_modules import handler_of
 from torchq_compat.errors import ConfigError, ConvertError
@@ -535,6 +537,12 @@ def warn_of_loss(prepared: nn.Module, converted: ConvertedModel) -> None:
 
 
 def _decides(model: nn.Module) -> bool:
-    """Return whether ``model`` chooses by position, as a greedy decoder does: one step leads it elsewhere."""
+    """Return whether ``model`` draws, or chooses by position as a greedy decoder does: a step leads it
+    elsewhere."""
     graphs = (module.graph for module in model.modules() if isinstance(module, GraphModule))
-    return any(node.target in POSITIONS for graph in graphs for node in graph.nodes)
+    return any(
+        node.target in POSITIONS
+        or (RANDOM in getattr(node.target, "tags", ()) and training_flag(node) is not False)
+        for graph in graphs
+        for node in graph.nodes
+    )
