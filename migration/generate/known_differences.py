@@ -1,4 +1,4 @@
-"""The known differences from FX as the table of the guide and the list of the changelog."""
+"""The known differences from FX as the table of the guide."""
 
 from __future__ import annotations
 
@@ -15,8 +15,3 @@ def guide_table(differences: Iterable[KnownDifference]) -> str:
 def _row(difference: KnownDifference) -> str:
     anchor = f'<a id="{difference.anchor}"></a>' if difference.anchor else ""
     return f"| {anchor}{difference.code} | {difference.fx} | {difference.here} | `{difference.test}` |\n"
-
-
-def changelog_list(differences: Iterable[KnownDifference]) -> str:
-    """Return the list of the changelog: what FX does, and what this package does."""
-    return "".join(f"- FX: {each.fx}. Here: {each.here}.\n" for each in differences)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from migration.generate.known_differences import changelog_list, guide_table
+from migration.generate.known_differences import guide_table
 from migration.generate.pictures import pictures
 from migration.generate.results_table import gallery_table, results_table
 from migration.generate.support_table import support_page
@@ -31,7 +31,7 @@ def made_pages(checkout: Path) -> Iterator[tuple[Path, str]]:
     Yields:
         The file, and the text it should have.
     """
-    changelog, source = checkout / "CHANGELOG.md", checkout / "migration" / "known_differences.toml"
+    source = checkout / "migration" / "known_differences.toml"
     differences = tuple(DIFFERENCES.values())
     blocks = {
         "codes": _codes_at_run_time(),
@@ -51,7 +51,6 @@ def made_pages(checkout: Path) -> Iterator[tuple[Path, str]]:
             text = with_block(text, name, blocks[name])
         if held:
             yield page, text
-    yield changelog, with_block(changelog.read_text(), "known differences", changelog_list(differences))
     yield checkout / "migration" / "support.md", support_page(source)
     for name, picture in pictures().items():
         yield checkout / "migration" / "pictures" / name, picture

@@ -138,6 +138,7 @@ def test_no_page_claims_what_another_denies() -> None:
     assert {name: match[0] for name, text in prose().items() if (match := stale.search(text))} == {}
 
 
-def test_the_readme_is_short() -> None:
+def test_readme_and_changelog_are_short() -> None:
     words = {name: len(text.split()) for name, text in prose().items()}
     assert words["README.md"] < 700
+    assert words["CHANGELOG.md"] < 1500
