@@ -10,6 +10,7 @@ import math
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from torch.ao.quantization import (
     FixedQParamsObserver,
     QConfigMapping,
     default_dynamic_qconfig,
+    disable_observer,
     float_qparams_weight_only_qconfig,
     get_default_qat_qconfig_mapping,
     get_default_qconfig_mapping,
@@ -38,7 +40,7 @@ from tests.helpers.quantizers import ByHand, annotate
 from torchq_compat import recurrent_parts
 from torchq_compat.errors import ArgumentError, ExportError, PathError, QuantizationWarning
 from torchq_compat.lower.onnx import lowering as packages
-from torchq_compat.lower.onnx.lowering import OnnxModel
+from torchq_compat.lower.onnx.lowering import OnnxModel, to_onnx
 from torchq_compat.nn import quantizable
 
 X86 = get_default_qconfig_mapping("x86")
@@ -509,3 +511,18 @@ def test_other_results_are_told() -> None:
     packages.check_in_runtime(made, model, [(x,)])
     with pytest.warns(QuantizationWarning, match=r"something else.* \(2, 7, 4\): -?\d.* dB.*TQ436"):
         packages.check_in_runtime(made, lambda x: -model(x), [(x,)])
+
+
+def test_fake_quantizes_become_quantize_and_dequantize() -> None:
+    model, x = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()), torch.randn(4, 3, 8, 8)
+    trained = tc.prepare_qat_fx(model, get_default_qat_qconfig_mapping("qnnpack"), (x,))
+    trained(x).sum().backward()
+    trained.eval().apply(disable_observer)
+    with pytest.raises(ExportError, match=r"convert_fx or convert_to_reference_fx returned"):
+        to_onnx(trained, (x,))
+    written = to_onnx(tc.convert_to_reference_fx(trained), (x,))
+    assert Counter(node.op_type for node in written.proto.graph.node)["QuantizeLinear"] == 2
+    (weight,) = (each for each in written.proto.graph.initializer if len(each.dims) == 4)
+    assert weight.data_type == onnx.TensorProto.INT8
+    (result,) = run(written, x, LEVELS.ORT_DISABLE_ALL)
+    assert sqnr(trained(x).detach(), result) > 60
