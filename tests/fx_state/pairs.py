@@ -53,7 +53,6 @@ class Saved:
         lowered: FX's converted model, kept because its state does not own the scales of its embeddings:
             torch.ops.quantized.embedding_bag_unpack leaves them in the memory of the packed weight.
         states: by the form of the model that they were saved from.
-        fuse_as_fx: whether only what FX folds is folded here.
     """
 
     float_model: nn.Module
@@ -63,7 +62,6 @@ class Saved:
     reference: GraphModule
     lowered: GraphModule | None
     states: Mapping[str, Mapping[str, Any]]
-    fuse_as_fx: bool = False
 
     def prepared(self) -> GraphModule:
         """Return the model prepared here, uncalibrated."""
@@ -80,7 +78,6 @@ class Saved:
                 self.mapping(),
                 self.batches[0],
                 backend_config=BACKENDS["default"](),
-                fuse_as_fx=self.fuse_as_fx,
             )
 
 
@@ -99,13 +96,11 @@ def saved_from(
     batches: list[tuple[Any, ...]],
     is_qat: bool = False,
     lowered: bool = True,
-    fuse_as_fx: bool = False,
 ) -> Saved:
     """Calibrate or train ``model`` by FX.
 
     Args:
         lowered: whether FX can lower it.
-        fuse_as_fx: whether only what FX folds is folded here.
     """
     model = with_statistics(model).train(is_qat)
     with warnings.catch_warnings(), torch.no_grad(), searched_in_arrays():
@@ -123,7 +118,7 @@ def saved_from(
         states["lowered"] = made.state_dict()
     for parameter in model.parameters():
         nn.init.normal_(parameter)
-    return Saved(model, make_mapping, batches, is_qat, reference, made, states, fuse_as_fx)
+    return Saved(model, make_mapping, batches, is_qat, reference, made, states)
 
 
 def differences_of(saved: Saved, form: str, *, observer_qparams: bool = False) -> set[str]:
