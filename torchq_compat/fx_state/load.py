@@ -503,15 +503,14 @@ class _Planner:
                 self.wanted = replace(self.wanted, problems=(*self.wanted.problems, why))
             problems = "".join(f"; {problem}" for problem in self.wanted.problems)
             raise _incomplete(f"it lacks {_shorten(self.missing)}{problems}.", self.state.left())
-        if self.wanted.problems:
-            raise _incomplete(f"{'; '.join(self.wanted.problems)}.", self.state.left())
         left = self.state.left()
+        record = record_of(self.prepared)
+        apart = record is not None and any(each.code == "TQ584" for each in record.decisions)
+        hint = FUSED_HERE if apart else ""
+        if self.wanted.problems:
+            raise _incomplete(f"{'; '.join(self.wanted.problems)}.", left, hint)
         if left:
-            record = record_of(self.prepared)
-            apart = record is not None and any(each.code == "TQ584" for each in record.decisions)
-            raise _incomplete(
-                f"this model has no place for {_shorten(left)}.", [], FUSED_HERE if apart else ""
-            )
+            raise _incomplete(f"this model has no place for {_shorten(left)}.", [], hint)
 
 
 def _next_weight(functional: Iterator[tuple[str, Entry]]) -> tuple[str, Entry] | None:
