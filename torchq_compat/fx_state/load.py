@@ -497,16 +497,16 @@ class _Planner:
         parametrized = _parametrized([*self.missing, *self.state.left()])
         if parametrized:
             raise _incomplete(f"{parametrized}.", [], COMPUTED_WEIGHTS)
+        left = self.state.left()
+        record = record_of(self.prepared)
+        apart = record is not None and any(each.code == "TQ584" for each in record.decisions)
+        hint = FUSED_HERE if apart else ""
         if self.missing:
             if self.state.is_lowered and not lacks_weights:
                 why = "FX's lowered ELU, PReLU, Sigmoid and Softmax keep their qparams outside of the state"
                 self.wanted = replace(self.wanted, problems=(*self.wanted.problems, why))
             problems = "".join(f"; {problem}" for problem in self.wanted.problems)
-            raise _incomplete(f"it lacks {_shorten(self.missing)}{problems}.", self.state.left())
-        left = self.state.left()
-        record = record_of(self.prepared)
-        apart = record is not None and any(each.code == "TQ584" for each in record.decisions)
-        hint = FUSED_HERE if apart else ""
+            raise _incomplete(f"it lacks {_shorten(self.missing)}{problems}.", left, hint)
         if self.wanted.problems:
             raise _incomplete(f"{'; '.join(self.wanted.problems)}.", left, hint)
         if left:
