@@ -16,7 +16,6 @@ Custom modules (``prepare_custom_config_dict``, by default LSTM and MultiheadAtt
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -28,20 +27,24 @@ from torchao.quantization.pt2e.quantizer import Quantizer
 
 from torchq_compat.capture.opaque_calls import OpaqueModule
 from torchq_compat.eager.convert import ConvertSettings, convert_children, convert_module, tell_of_observers
-from torchq_compat.eager.grid import ConvertedEager, decide, mark_converted
+from torchq_compat.eager.grid import ConvertedEager, decide, mark_converted, rounding_as_graph
 from torchq_compat.eager.observe import ObserveSettings, forget_observers, observe, set_qconfigs
-from torchq_compat.errors import ConfigError, QuantizationWarning
+from torchq_compat.errors import ConfigError
 from torchq_compat.lower.integers.lowered_module import lower_to_integers
 from torchq_compat.model.graph_module import ConvertedGraphModule, ConvertedModel, record_of
 from torchq_compat.quantize_fx import convert_to_reference_fx, prepare_fx
 from torchq_compat.support.argument_checks import (
     ANYTHING,
     FLAG,
+    FUNCTION,
     checked_arguments,
+    either,
     instance_of,
     mapping_of,
     names_of,
+    one_of,
     optional,
+    sequence_of,
 )
 from torchq_compat.support.decisions import MODULE_DECISIONS
 from torchq_compat.support.graph_nodes import copied_model
@@ -62,6 +65,7 @@ from torchq_compat.support.torch_ao import (
 )
 from torchq_compat.support.torch_ao import fuse_modules as legacy_fuse_modules
 from torchq_compat.support.torch_ao import fuse_modules_qat as legacy_fuse_modules_qat
+from torchq_compat.support.user_warnings import silenced
 
 __all__ = [
     "DeQuantStub",
@@ -86,8 +90,26 @@ __all__ = [
 ]
 
 MODULE = instance_of(nn.Module, what="an nn.Module")
-CONFIG = optional(mapping_of(instance_of(str), ANYTHING))
-MAPPING = optional(mapping_of(instance_of(type, what="a class"), ANYTHING))
+#: The settings of both configs in torch.ao, of which eager mode reads the first five.
+SETTINGS = one_of(
+    "float_to_observed_custom_module_class",
+    "observed_to_quantized_custom_module_class",
+    "non_traceable_module_name",
+    "non_traceable_module_class",
+    "additional_fuser_method_mapping",
+    "standalone_module_name",
+    "standalone_module_class",
+    "input_quantized_idxs",
+    "output_quantized_idxs",
+    "preserved_attributes",
+)
+CONFIG = optional(mapping_of(SETTINGS, ANYTHING))
+CLASS_MAPPING = mapping_of(instance_of(type, what="a class"), ANYTHING)
+MAPPING = optional(CLASS_MAPPING)
+ARGUMENTS = sequence_of(ANYTHING)
+PATH = instance_of(str, what="a path of a module")
+PATHS = either(sequence_of(PATH), sequence_of(sequence_of(PATH)))
+FUSING = {"model": MODULE, "modules_to_fuse": PATHS, "inplace": FLAG, "fuser_func": FUNCTION}
 CLASSES = optional(names_of(instance_of(type, what="a class of modules")))
 
 
@@ -253,7 +275,8 @@ def convert(
     )
     working = _working(module, "convert", inplace=inplace)
     tell_of_observers(working)
-    convert_children(working, settings)
+    with silenced(lambda text: "must run observer" in text):  # Those without data are told of above.
+        convert_children(working, settings)
     if remove_qconfig:
         for each in working.modules():
             vars(each).pop("qconfig", None)
@@ -273,7 +296,7 @@ class _Nothing(Quantizer):  # type: ignore[misc]
         return
 
 
-@checked_arguments(converted=MODULE)
+@checked_arguments(converted=MODULE, example_inputs=ARGUMENTS)
 def lower(converted: nn.Module, example_inputs: tuple[Any, ...]) -> ConvertedModel:
     """Return a converted model as one graph on integer kernels, as ``convert_fx`` returns.
 
@@ -305,9 +328,8 @@ def lower(converted: nn.Module, example_inputs: tuple[Any, ...]) -> ConvertedMod
             code="TQ905",
         )
     converted = copied_model(converted).eval()
-    with warnings.catch_warnings():
-        for code in ("TQ401", "TQ423"):  # What is left to the Quantizer is quantized already.
-            warnings.filterwarnings("ignore", message=rf".*\[{code}\]", category=QuantizationWarning)
+    # What is left to the Quantizer is quantized already.
+    with rounding_as_graph(), silenced(lambda text: text.endswith(("[TQ401]", "[TQ423]"))):
         prepared = prepare_fx(converted, _Nothing(), example_inputs)
         trial = None if (record := record_of(prepared)) is None else record.trial_inputs
         reference = convert_to_reference_fx(prepared).reference
@@ -316,7 +338,7 @@ def lower(converted: nn.Module, example_inputs: tuple[Any, ...]) -> ConvertedMod
     return lower_to_integers(known, trial)
 
 
-@checked_arguments(model=MODULE, mapping=MAPPING, inplace=FLAG)
+@checked_arguments(model=MODULE, run_fn=FUNCTION, run_args=ARGUMENTS, mapping=MAPPING, inplace=FLAG)
 def quantize(
     model: nn.Module,
     run_fn: Callable[..., Any],
@@ -344,7 +366,7 @@ def quantize(
     return convert(working, mapping, inplace=True)
 
 
-@checked_arguments(model=MODULE, inplace=FLAG)
+@checked_arguments(model=MODULE, run_fn=FUNCTION, run_args=ARGUMENTS, inplace=FLAG)
 def quantize_qat(
     model: nn.Module, run_fn: Callable[..., Any], run_args: Sequence[Any], inplace: bool = False
 ) -> nn.Module:
@@ -367,7 +389,7 @@ def quantize_qat(
     return convert(working, inplace=True)
 
 
-@checked_arguments(model=MODULE, inplace=FLAG)
+@checked_arguments(**FUSING, fuse_custom_config_dict=CONFIG)
 def fuse_modules(
     model: nn.Module,
     modules_to_fuse: Sequence[Any],
@@ -396,7 +418,7 @@ def fuse_modules(
     return _fused(legacy_fuse_modules, model, modules_to_fuse, inplace, fuser_func, fuse_custom_config_dict)
 
 
-@checked_arguments(model=MODULE, inplace=FLAG)
+@checked_arguments(**FUSING, fuse_custom_config_dict=CONFIG)
 def fuse_modules_qat(
     model: nn.Module,
     modules_to_fuse: Sequence[Any],
@@ -426,7 +448,9 @@ def fuse_modules_qat(
     )
 
 
-@checked_arguments(module=MODULE, qconfig_dict=optional(mapping_of(ANYTHING, ANYTHING)))
+@checked_arguments(
+    module=MODULE, qconfig_dict=optional(mapping_of(ANYTHING, ANYTHING)), prepare_custom_config_dict=CONFIG
+)
 def propagate_qconfig_(
     module: nn.Module,
     qconfig_dict: Mapping[Any, Any] | None = None,
@@ -474,7 +498,12 @@ def add_quant_dequant(module: nn.Module) -> nn.Module:
     return module
 
 
-@checked_arguments(mod=MODULE)
+@checked_arguments(
+    mod=MODULE,
+    mapping=CLASS_MAPPING,
+    custom_module_class_mapping=CLASS_MAPPING,
+    use_precomputed_fake_quant=FLAG,
+)
 def swap_module(
     mod: nn.Module,
     mapping: Mapping[type, Any],
@@ -538,7 +567,7 @@ def _fused(
 ) -> nn.Module:
     try:
         return fuse(model, chains, inplace, *others)
-    except (AttributeError, NotImplementedError, AssertionError) as cause:
+    except (AttributeError, NotImplementedError, AssertionError, TypeError, IndexError) as cause:
         raise ConfigError(
             f"fuse_modules: {type(cause).__name__}: {cause}",
             hint="give the paths of modules that follow each other: Conv, BatchNorm and ReLU, or Linear and "

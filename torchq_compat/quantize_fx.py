@@ -36,7 +36,8 @@ from torchq_compat.read.qconfig_mappings import DICT_KEYS, QConfigRules, read_qc
 from torchq_compat.read.qspecs import misfit
 from torchq_compat.support.argument_checks import (
     FLAG,
-    Expected,
+    FUNCTION,
+    check_arguments,
     checked_arguments,
     instance_of,
     optional,
@@ -345,10 +346,7 @@ def _reference() -> Callable[..., ConvertedModel]:
     return convert_to_reference_fx
 
 
-PROFILE = Expected("a function of torchq_compat.profiles", callable)
-
-
-@checked_arguments(profile=optional(PROFILE))
+@checked_arguments(profile=optional(FUNCTION))
 def get_default_prepare_custom_config(
     profile: Callable[..., dict[str, Any]] | None = None,
 ) -> PrepareCustomConfig:
@@ -413,6 +411,8 @@ def _prepare(
     fuse_as_fx: bool,
     is_qat: bool,
 ) -> QuantizationGraphModule:
+    name = "prepare_qat_fx" if is_qat else "prepare_fx"
+    check_arguments(name, {"fuse_as_fx": FLAG}, {"fuse_as_fx": fuse_as_fx})
     if equalization_config is not None and _asks_for_something(equalization_config):
         raise ConfigError.not_supported(
             "_equalization_config",
@@ -434,7 +434,6 @@ def _prepare(
             "set it there, by module name or object type.",
         )
     if not isinstance(model, nn.Module) and isinstance(qconfig_mapping, nn.Module):
-        name = "prepare_qat_fx" if is_qat else "prepare_fx"
         raise ArgumentError(
             f"{name}: model must be an nn.Module, got {shown(model)}; the module "
             "was given as the second argument.",

@@ -419,3 +419,30 @@ def test_lowered_to_integers_and_scripted() -> None:
             assert float((model(images_) - result).abs().max()) < 1.01 * converted.fc.scale
     with pytest.raises(ConfigError, match=r"not returned by quantize_eager\.convert"):
         quantize_eager.lower(ResNet(), (batches[0],))
+
+
+def test_convert_and_script_draw_no_numbers_and_stubs_show_tensors() -> None:
+    prepared, _, batches = converted_resnet()
+    torch.manual_seed(5)
+    expected = torch.get_rng_state()
+    converted = quantize_eager.convert(prepared)
+    converted(batches[0])
+    torch.jit.script(converted)
+    assert torch.equal(torch.get_rng_state(), expected)
+    eager = legacy.convert(copy.deepcopy(prepared))
+    for name in ("scale", "zero_point"):  # As scripts print them.
+        assert torch.equal(getattr(converted.quant, name), getattr(eager.quant, name))
+    assert repr(converted.quant).startswith("Quantize(")
+
+
+def test_halfway_between_steps_the_lowered_model_has_the_bits_of_the_graph() -> None:
+    """A first quantize at a scale of a power of two meets many values halfway between two steps."""
+    model = QuantWrapper(nn.Linear(4, 4)).eval()
+    model.qconfig = legacy.default_qconfig
+    prepared = quantize_eager.prepare(model)
+    prepared(torch.tensor([[-2.0, 1.96875, 0.0, 1.0]]))  # 0.03125 times 127
+    converted = quantize_eager.convert(prepared)
+    x = (torch.arange(-60, 60).float() + 0.5).reshape(30, 4) * float(converted.quant.scale)
+    lowered = quantize_eager.lower(converted, (x,))
+    assert torch.equal(lowered.reference(x), torch.export.export(converted, (x,)).module()(x))
+    assert float((lowered(x) - lowered.reference(x)).abs().max()) < 1.01 * converted.module.scale

@@ -38,6 +38,7 @@ from torchq_compat.modules.registry import ConvertRequest
 from torchq_compat.read.qparams import hold_qparams, is_on_loaded_qparams
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.dtypes import plain_dtype
+from torchq_compat.support.process_state import draws_kept
 from torchq_compat.support.torch_ao import fused_module
 from torchq_compat.support.user_warnings import warn_user
 
@@ -147,7 +148,11 @@ def convert_module(module: nn.Module, settings: ConvertSettings, path: str) -> n
 
 def _decision(made: nn.Module, kind: type[nn.Module], path: str) -> Decision:
     if isinstance(made, OnGrid):
-        details = {"dtype": made.output.dtype, "scale": made.scale, "zero_point": made.zero_point}
+        details = {
+            "dtype": made.output.dtype,
+            "scale": made.output.scale,
+            "zero_point": made.output.zero_point,
+        }
         return Decision(path, kind.__name__, Action.QUANTIZED, "by its qconfig", details)
     if isinstance(made, DeQuantize):
         return Decision(path, kind.__name__, Action.SHARED, "hands floats out")
@@ -166,7 +171,9 @@ def _converted_custom(module: nn.Module, quantized_class: Any, path: str) -> nn.
     if handler is None or not isinstance(module, OpaqueModule):
         made: nn.Module = quantized_class.from_observed(module)
         return made
-    converted = handler.convert(ConvertRequest(module, quantized_class, path, ()))
+    # torchao's convert makes random example inputs of its own.
+    with draws_kept():
+        converted = handler.convert(ConvertRequest(module, quantized_class, path, ()))
     keep_custom_results(converted)
     return converted
 

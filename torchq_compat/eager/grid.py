@@ -27,8 +27,15 @@ from torchq_compat.read.qparams import PerTensorQParams
 from torchq_compat.support.decisions import MODULE_DECISIONS, Decision
 from torchq_compat.support.dtypes import LEGACY_DTYPES, dtype_range, plain_dtype
 from torchq_compat.support.later_stages import lower_to_script
-from torchq_compat.support.process_state import is_exporting
-from torchq_compat.support.quantized_tensors import is_quantized, qparams_of, quantize
+from torchq_compat.support.process_state import draws_kept, is_exporting
+from torchq_compat.support.quantized_tensors import (
+    as_float,
+    has_float_qparams,
+    is_per_channel,
+    is_quantized,
+    qparams_of,
+    quantize,
+)
 from torchq_compat.support.upstream import pytree
 from torchq_compat.support.user_warnings import warn_user
 
@@ -77,6 +84,8 @@ ANSWERS: dict[str, Callable[[Tensor, PerTensorQParams], Any]] = {
     "qscheme": lambda value, grid: torch.per_tensor_affine,
 }
 
+#: Whether values are rounded as in the exported graph.
+_AS_GRAPH: ContextVar[bool] = ContextVar("torchq_compat_as_graph", default=False)
 _ACTIVE: ContextVar[FollowGrid | None] = ContextVar("torchq_compat_grid", default=None)
 
 
@@ -145,11 +154,11 @@ class FollowGrid(TorchFunctionMode):
         return quantize(value, grid.scale, grid.zero_point, LEGACY_DTYPES[grid.dtype])
 
     def _of_quantized_tensor(self, value: Tensor) -> Tensor:
-        if value.qscheme() not in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+        if is_per_channel(value) or has_float_qparams(value):
             return value
         dtype = plain_dtype(value.dtype)
         scale, zero_point = qparams_of(value)
-        return self.know(value.dequantize(), PerTensorQParams(scale, zero_point, *dtype_range(dtype), dtype))
+        return self.know(as_float(value), PerTensorQParams(scale, zero_point, *dtype_range(dtype), dtype))
 
     def _joined(self, value: Any, qparams: PerTensorQParams) -> Any:
         if not isinstance(value, Tensor) or self.of(value) in (None, qparams):
@@ -211,13 +220,23 @@ def paused() -> Iterator[None]:
         mode.is_paused = was
 
 
+@contextmanager
+def rounding_as_graph() -> Iterator[None]:
+    """Round values as the exported graph does, which is compared with the model."""
+    token = _AS_GRAPH.set(True)
+    try:
+        yield
+    finally:
+        _AS_GRAPH.reset(token)
+
+
 def as_quantize_per_tensor(value: Tensor, qparams: PerTensorQParams) -> Tensor:
     """Return ``value`` rounded as ``torch.quantize_per_tensor`` does.
 
     It adds the zero point before it rounds, which halfway between two steps gives the other one. An exported
     graph keeps to the operator of q-dq.
     """
-    if is_exporting() or value.dtype is not torch.float32:
+    if is_exporting() or _AS_GRAPH.get() or value.dtype is not torch.float32:
         return value
     steps = torch.round(value * (1.0 / qparams.scale) + qparams.zero_point)
     return (steps.clamp(qparams.quant_min, qparams.quant_max) - qparams.zero_point) * qparams.scale
@@ -234,11 +253,6 @@ def grid_of(value: Tensor) -> PerTensorQParams | None:
     """Return the qparams that ``value`` is known to lie on."""
     mode = active()
     return None if mode is None else mode.of(value)
-
-
-def floats_of(value: Any) -> Any:
-    """Return ``value``; a quantized tensor of the user's own code as the floats it stands for."""
-    return value.dequantize() if is_quantized(value) else value
 
 
 # The class of a converted eager model: the user's own, whose calls follow the values on their grids.
@@ -269,8 +283,9 @@ class ConvertedEager(nn.Module):
                 hint="call the converted model once, with tensors as positional arguments; or script what "
                 "quantize_eager.lower(model, example_inputs) returns.",
             )
-        inputs = [torch.rand(shape).to(dtype) for shape, dtype in called_with]
-        return lower_to_script(self, tuple(inputs))
+        with draws_kept():
+            inputs = [torch.rand(shape).to(dtype) for shape, dtype in called_with]
+            return lower_to_script(self, tuple(inputs))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _rebuilt, (users_class(self), vars(self).copy())

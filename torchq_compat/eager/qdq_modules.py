@@ -15,13 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchq_compat.eager.grid import active, as_quantize_per_tensor, floats_of, grid_of, paused, put_on
+from torchq_compat.eager.grid import active, as_quantize_per_tensor, grid_of, paused, put_on
 from torchq_compat.errors import CheckpointError, ConvertError
 from torchq_compat.read import qdq
 from torchq_compat.read.qparams import PerTensorQParams
 from torchq_compat.read.qparams import qparams_of as observed
 from torchq_compat.support.dtypes import dtype_range, is_integer, plain_dtype
 from torchq_compat.support.quantized_tensors import (
+    as_float,
     channel_qparams,
     has_float_qparams,
     integers_of,
@@ -86,12 +87,12 @@ class OnGrid(nn.Module):
 
     def _rounded(self, compute: Callable[..., Tensor], *args: Any) -> Tensor:
         with paused():
-            return put_on(compute(*map(floats_of, args)), self.output)
+            return put_on(compute(*map(as_float, args)), self.output)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[f"{prefix}scale"] = torch.tensor(self.scale, dtype=torch.float64)
-        destination[f"{prefix}zero_point"] = torch.tensor(self.zero_point)
+        destination[f"{prefix}scale"] = torch.tensor(self.output.scale, dtype=torch.float64)
+        destination[f"{prefix}zero_point"] = torch.tensor(self.output.zero_point)
 
     def _load_from_state_dict(
         self,
@@ -120,7 +121,13 @@ class OnGrid(nn.Module):
 
 
 class Quantize(OnGrid):
-    """Rounds floats to a grid: what a QuantStub becomes."""
+    """Rounds floats to a grid: what a QuantStub becomes. Its qparams are tensors, as torch.ao's."""
+
+    scale = property(lambda self: torch.tensor([self.output.scale]))
+    zero_point = property(lambda self: torch.tensor([self.output.zero_point]))
+
+    def _get_name(self) -> str:
+        return "Quantize"
 
     def compute(self, *args: Any) -> Tensor:
         (x,) = args
@@ -136,7 +143,7 @@ class DeQuantize(nn.Module):
     def forward(self, x: Any) -> Any:
         """Return ``x`` as floats."""
         with paused():
-            return floats_of(x) if is_quantized(x) else x.clone()
+            return as_float(x) if is_quantized(x) else x.clone()
 
 
 class QFunctional(OnGrid):
@@ -171,7 +178,7 @@ class QFunctional(OnGrid):
         with paused():
             grid = grid_of(x)
             if grid is None:
-                return torch.add(floats_of(x), y)
+                return torch.add(as_float(x), y)
             zero_point = grid.zero_point - round(y / grid.scale)
             end = min(max(zero_point, grid.quant_min), grid.quant_max)
             if end == zero_point:
@@ -187,7 +194,7 @@ class QFunctional(OnGrid):
         with paused():
             grid = grid_of(x)
             if grid is None:
-                return torch.mul(floats_of(x), y)
+                return torch.mul(as_float(x), y)
             if y == 0:
                 return put_on(torch.zeros_like(x), replace(grid, scale=1.0, zero_point=0))
             mirrored = grid.zero_point if y > 0 else grid.quant_max + grid.quant_min - grid.zero_point
