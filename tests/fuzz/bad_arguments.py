@@ -22,6 +22,7 @@ from torch.ao.quantization import (
     QConfigMapping,
     default_dynamic_qconfig,
     default_qconfig,
+    get_default_qat_qconfig,
     get_default_qat_qconfig_mapping,
     get_observer_state_dict,
     quantize_fx,
@@ -31,9 +32,9 @@ from torchao.quantization.pt2e import MinMaxObserver
 from torchao.quantization.pt2e.quantizer import QuantizationAnnotation, QuantizationSpec, Quantizer
 
 import torchq_compat as tc
-from tests.fuzz.outcomes import Case
+from tests.fuzz.outcomes import OF_USER, Case
 from tests.support.test_public_names import PUBLIC
-from torchq_compat import pt2e
+from torchq_compat import pt2e, quantize_eager
 from torchq_compat.comparison.cases import Case as ComparedCase
 from torchq_compat.custom_modules import UserModuleHandler
 from torchq_compat.lower.executorch.lowering import ExecutorchProgram
@@ -225,6 +226,30 @@ def node_arguments() -> dict[str, Any]:
     return {"node": chunk_node(), "input_specs": {}, "output_specs": [None, None]}
 
 
+@cache
+def observed_wrapper() -> nn.Module:
+    """Return an observed and calibrated model of eager mode."""
+    prepared = quantize_eager.prepare(wrapper())
+    prepared(*inputs())
+    return prepared
+
+
+def wrapper() -> nn.Module:
+    model = quantize_eager.QuantWrapper(nn.Sequential(nn.Linear(SIZE, SIZE), nn.ReLU())).eval()
+    model.qconfig = default_qconfig
+    return model
+
+
+def trainable_wrapper() -> nn.Module:
+    model = wrapper().train()
+    model.qconfig = get_default_qat_qconfig("x86")
+    return model
+
+
+def running(model: nn.Module) -> dict[str, Any]:
+    return {"model": model, "run_fn": lambda model, *args: model(*args), "run_args": inputs()}
+
+
 Arguments = Callable[[], dict[str, Any]]
 #: Valid arguments of each function; parameters not listed keep their defaults.
 GOOD: dict[str, Arguments] = {
@@ -273,6 +298,24 @@ GOOD: dict[str, Arguments] = {
     "to_executorch": lambda: {"converted": converted(), "example_inputs": inputs()},
     "to_onnx": lambda: {"converted": converted(), "example_inputs": inputs()},
     "update_bn_stats": lambda: {"mod": prepared()},
+    "add_quant_dequant": lambda: {"module": wrapper()},
+    "convert": lambda: {"module": observed_wrapper()},
+    "fuse_modules": lambda: {"model": wrapper(), "modules_to_fuse": ["module.0", "module.1"]},
+    "fuse_modules_qat": lambda: {"model": trainable_wrapper(), "modules_to_fuse": ["module.0", "module.1"]},
+    "lower": lambda: {
+        "converted": quantize_eager.convert(observed_wrapper()),
+        "example_inputs": inputs(),
+    },
+    "prepare": lambda: {"model": wrapper()},
+    "prepare_qat": lambda: {"model": trainable_wrapper()},
+    "propagate_qconfig_": lambda: {"module": wrapper()},
+    "quantize": lambda: running(wrapper()),
+    "quantize_qat": lambda: running(trainable_wrapper()),
+    "swap_module": lambda: {
+        "mapping": {},
+        "mod": observed_wrapper(),
+        "custom_module_class_mapping": {},
+    },
     "whole_op_lstm_quantizer": dict,
     "whole_op_recurrent_quantizer": dict,
 }
@@ -322,6 +365,8 @@ def _methods() -> Iterator[EntryPoint]:
 def _of_value(module: str, name: str, value: Any) -> Iterator[EntryPoint]:
     if module in NOT_OURS_TO_CHECK or name in NOT_OURS_TO_CHECK:
         return
+    if value.__module__.startswith("torch.ao."):
+        return
     if isinstance(value, type) and issubclass(value, (BaseException, GraphModule)):
         return  # raised and returned by functions, not called by users
     if module == "torchq_compat.nn.quantizable":
@@ -358,6 +403,19 @@ ACCEPTED: dict[tuple[str, str, str], str] = {
     ("save_checkpoint", "state", "nested"): "a mapping of values by name",
     ("*", "path", "str"): "a relative path, or a path of a module",
     ("Report.to_text", "width", "int"): "a narrow table",
+    ("get_default_prepare_custom_config", "profile", "lambda"): "prepare calls it with a module",
+    ("*", "prepare_custom_config_dict", "empty dict"): "maps no class",
+    ("*", "convert_custom_config_dict", "empty dict"): "maps no class",
+    ("*", "fuse_custom_config_dict", "empty dict"): "asks for nothing",
+    ("*", "mapping", "empty dict"): "maps no class",
+    ("*", "custom_module_class_mapping", "empty dict"): "maps no class",
+    ("*", "qconfig_dict", "empty dict"): "sets none",
+    ("propagate_qconfig_", "qconfig_dict", "nested"): "names no module, as torch.ao allows",
+    ("prepare", "allow_list", "empty tuple"): "observes no type",
+    ("prepare", "observer_non_leaf_module_list", "empty tuple"): "the default",
+    ("*", "run_fn", "class"): OF_USER,
+    ("*", "run_args", "*"): OF_USER,
+    ("*", "fuser_func", "class"): OF_USER,
     ("StreamingModel.reset", "indices", "negative"): "counts from the end, as in Python",
     ("StreamingModel.reset", "indices", "empty tuple"): "no stream begins again",
 }
@@ -370,6 +428,7 @@ def accepted(entry_point: EntryPoint, parameter: inspect.Parameter, kind: Kind) 
         (entry_point.name, parameter.name, kind.name),
         ("*", parameter.name, kind.name),
         (entry_point.name, parameter.name, "*"),
+        ("*", parameter.name, "*"),
     ]
     return next((ACCEPTED[key] for key in keys if key in ACCEPTED), "")
 

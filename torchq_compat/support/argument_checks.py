@@ -46,6 +46,13 @@ def optional(expected: Expected) -> Expected:
     )
 
 
+def either(one: Expected, other: Expected) -> Expected:
+    """Accept what ``one`` or ``other`` accepts."""
+    return Expected(
+        f"{one.what}; or {other.what}", lambda value: one.accepts(value) or other.accepts(value), one.classes
+    )
+
+
 def one_of(*values: object) -> Expected:
     """Accept one of ``values``, of exactly its type: 1 is not True."""
     shown = ", ".join(map(repr, values))
@@ -83,6 +90,7 @@ def mapping_of(key: Expected, value: Expected) -> Expected:
 
 ANYTHING = Expected("anything", lambda value: True)
 FLAG = one_of(True, False)
+FUNCTION = Expected("a function", lambda value: callable(value) and not isinstance(value, type))
 INDEX = Expected("an int", lambda value: isinstance(value, int) and not isinstance(value, bool))
 PATH = Expected(
     "a path, as a str or os.PathLike",
