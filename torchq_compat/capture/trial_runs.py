@@ -239,7 +239,7 @@ class Runs:
         if double:
             model, args = copied_model(model).double(), in_double(args)
         try:
-            with _no_trace(), recording, watching(model):
+            with alone_and_seeded(), recording, watching(model):
                 return FloatRun(args, model(*copied_inputs(args)))
         except Exception as cause:
             return FloatRun(args, error=cause)
@@ -274,7 +274,7 @@ def run_graph(
     runner: type[GraphRunner] | None = None,
 ) -> Any:
     """Run a captured graph with ``modules``, by handle, behind the opaque calls of ``stubs``."""
-    with _no_trace(), kept_buffers(graph_module):
+    with alone_and_seeded(), kept_buffers(graph_module):
         return (runner or GraphRunner)(graph_module, stubs, modules).run(*copied_inputs(args))
 
 
@@ -284,7 +284,7 @@ def run_prepared(prepared: nn.Module, args: tuple[Any, ...], is_observer: Callab
     try:
         for module in off:
             vars(module)["forward"] = _hand_on
-        with _no_trace(), kept_buffers(prepared):
+        with alone_and_seeded(), kept_buffers(prepared):
             return prepared(*copied_inputs(args))
     finally:
         for module in off:
@@ -324,7 +324,7 @@ def in_double(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 @contextmanager
-def _no_trace() -> Iterator[None]:
+def alone_and_seeded() -> Iterator[None]:
     """Run alone, without gradients and warnings; seed every random generator and restore it afterwards."""
     with alone(), _seeded():
         yield

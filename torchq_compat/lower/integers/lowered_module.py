@@ -299,11 +299,12 @@ class LoweredGraphModule(ConvertedModel):
         for _ in range(MOST_TRIALS):
             lowering = self._lowering
             with kept_buffers(lowering.reference):
-                faults = faults_of(lowering.reference, self, lowering.stands_for, tuple(leaves))
-            if faults is None:
+                compared = faults_of(lowering.reference, self, lowering.stands_for, tuple(leaves))
+            if compared is None:
                 return ""
+            faults, expected = compared
             if not faults.keys() - lowering.refused.keys():
-                return fault_of_whole(lowering.reference, self, trial_inputs)
+                return fault_of_whole(expected, lowering.reference, self, trial_inputs)
             self._lower_again({**lowering.refused, **faults})
         return f"after {MOST_TRIALS} trials ops are still wrong on integers"
 

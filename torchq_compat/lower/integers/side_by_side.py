@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 
 from torchq_compat.capture.torch_export import copied_inputs
-from torchq_compat.capture.trial_runs import kept_buffers
+from torchq_compat.capture.trial_runs import alone_and_seeded, kept_buffers
 from torchq_compat.lower.integers.qdq_graph import Place
 from torchq_compat.read.qdq import DEQUANTIZES
 from torchq_compat.support.decisions import Action, Decision
@@ -34,8 +34,9 @@ StandsFor = Mapping[Node, Place]
 
 def faults_of(
     reference: GraphModule, lowered: GraphModule, stands_for: StandsFor, args: tuple[Any, ...]
-) -> dict[str, str] | None:
-    """Return name of a node of ``reference`` -> what is wrong with the value that ``lowered`` has for it.
+) -> tuple[dict[str, str], Any] | None:
+    """Return name of a node of ``reference`` -> what is wrong with the value that ``lowered`` has for it; and
+    the flat results of ``reference``.
 
     None means that the reference does not run on ``args``, as its own trials say.
 
@@ -47,14 +48,14 @@ def faults_of(
         Exception: what a node of ``lowered`` raises that stands for none of ``reference``.
     """
     try:
-        expected = _values(reference, args, {place.node for place in stands_for.values()})
+        expected, results = _values(reference, args, {place.node for place in stands_for.values()})
     except Exception:
         return None
-    return dict(_Judge(lowered, stands_for, expected).faults(args))
+    return dict(_Judge(lowered, stands_for, expected).faults(args)), results
 
 
-def _values(reference: GraphModule, args: tuple[Any, ...], wanted: set[Node]) -> dict[Node, Any]:
-    """Return the values of the ``wanted`` nodes; those that only dequantize a constant are not computed."""
+def _values(reference: GraphModule, args: tuple[Any, ...], wanted: set[Node]) -> tuple[dict[Node, Any], Any]:
+    """Return the values of the ``wanted`` nodes, and the flat results; drawn as ``fault_of_whole`` draws."""
     found: dict[Node, Any] = {}
 
     class Recorder(Interpreter):
@@ -64,9 +65,9 @@ def _values(reference: GraphModule, args: tuple[Any, ...], wanted: set[Node]) ->
                 found[n] = value
             return value
 
-    with torch.no_grad():
-        Recorder(reference).run(*args, enable_io_processing=False)
-    return found
+    with alone_and_seeded():
+        results = Recorder(reference).run(*copied_inputs(args), enable_io_processing=False)
+    return found, results
 
 
 class _Judge:
@@ -138,12 +139,18 @@ def _fault(found: Any, wanted: Any, node: Node) -> str | None:
 
 
 def _steps(found: Tensor, wanted: Tensor) -> float:
-    """Return the largest difference: in integers, or relative to what float sums in another order make."""
+    """Return the largest difference: in integers, or relative to what float sums in another order make, 0 if
+    it is less."""
+    if torch.equal(found, wanted):
+        return 0.0
     if found.is_complex():
         return max(_steps(found.real, wanted.real), _steps(found.imag, wanted.imag))
     if not found.is_floating_point():
         return float((found.to(torch.int64) - wanted.to(torch.int64)).abs().max())
-    most = EPSILON * (wanted.abs() + wanted.abs().mean()) + 1e-9
+    size = wanted.abs()
+    most = EPSILON * (size + size.mean()) + 1e-9
+    if bool(((found - wanted).abs() <= most).all()):
+        return 0.0
     apart = (found.double() - wanted.double()).abs()
     same = (found == wanted) | (found.isnan() & wanted.isnan())
     return float(torch.where(same, 0.0, apart / most).nan_to_num(nan=float("inf")).max())
@@ -158,24 +165,24 @@ def _taught(found: Any, wanted: Any) -> Any:
     return torch.empty_like(found).copy_(wanted)
 
 
-def fault_of_whole(reference: nn.Module, lowered: nn.Module, args: tuple[Any, ...]) -> str:
+def fault_of_whole(expected: Any, reference: nn.Module, lowered: nn.Module, args: tuple[Any, ...]) -> str:
     """Return what is wrong with the results of ``lowered``, called as the user calls it with ``args``.
 
     Nodes are judged apart: here results of another form are wrong, and noise above the signal. An empty
     string means that nothing is.
 
+    Args:
+        expected: the flat results of ``reference``.
+
     Raises:
         Exception: what ``lowered`` raises.
     """
-    try:
-        expected = _result(reference, reference, args)
-    except Exception:
-        return ""
-    result = _result(lowered, reference, args)
-    (ones, form), (others, expected_form) = map(pytree.tree_flatten, (result, expected))
-    if form != expected_form:
+    with kept_buffers(reference, but=torch.int8), alone_and_seeded():
+        results = pytree.tree_leaves(lowered(*copied_inputs(args)))
+    others = pytree.tree_leaves(expected)
+    if len(results) != len(others):
         return "its results have another structure than the reference's"
-    for one, other in zip(ones, others, strict=True):
+    for one, other in zip(results, others, strict=True):
         if not isinstance(one, Tensor) or not isinstance(other, Tensor):
             continue
         if (one.shape, one.dtype) != (other.shape, other.dtype):
@@ -185,13 +192,6 @@ def fault_of_whole(reference: nn.Module, lowered: nn.Module, args: tuple[Any, ..
             if signal and not noise < signal:
                 return "its results differ from the reference's by more than these are"
     return ""
-
-
-def _result(model: nn.Module, reference: nn.Module, args: tuple[Any, ...]) -> Any:
-    """Return the result of ``model``, and leave buffers, ``args`` and random numbers as they are."""
-    with kept_buffers(reference, but=torch.int8), torch.no_grad(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return model(*copied_inputs(args))
 
 
 def first_line(error: Exception) -> str:
