@@ -20,32 +20,23 @@ from torchq_compat.errors import ArgumentError, CheckpointError
 from torchq_compat.fx_state.load import load_module_state, load_state
 from torchq_compat.fx_state.states import packed_names
 from torchq_compat.model.graph_module import QuantizationGraphModule, Stage
-from torchq_compat.support.argument_checks import (
-    ANYTHING,
-    PATH,
-    Expected,
-    checked_arguments,
-    instance_of,
-    mapping_of,
-    optional,
-    shown,
-)
+from torchq_compat.support import argument_checks
 from torchq_compat.support.atomic_files import whole_file
 from torchq_compat.support.decisions import MODULE_DECISIONS
 
 __all__ = ["load_checkpoint", "load_fx_state", "save_checkpoint"]
 
 
-MODULE = instance_of(nn.Module, what="an nn.Module")
-BY_NAME = mapping_of(instance_of(str), ANYTHING)
-STATE = Expected(
+MODULE = argument_checks.instance_of(nn.Module, what="an nn.Module")
+BY_NAME = argument_checks.mapping_of(argument_checks.instance_of(str), argument_checks.ANYTHING)
+STATE = argument_checks.Expected(
     f"{MODULE.what}, or {BY_NAME.what}",
     lambda value: bool(MODULE.accepts(value) or (BY_NAME.accepts(value) and value)),
     MODULE.classes,
 )
 
 
-@checked_arguments(state=STATE, path=PATH)
+@argument_checks.checked_arguments(state=STATE, path=argument_checks.PATH)
 def save_checkpoint(state: nn.Module | Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     """Write ``state`` to ``path`` in one step.
 
@@ -72,7 +63,7 @@ def save_checkpoint(state: nn.Module | Mapping[str, Any], path: str | os.PathLik
             raise _cannot_be_read_again(Path(path).name, foreign)
 
 
-@checked_arguments(path=PATH, model=optional(MODULE))
+@argument_checks.checked_arguments(path=argument_checks.PATH, model=argument_checks.optional(MODULE))
 def load_checkpoint(path: str | os.PathLike[str], model: nn.Module | None = None) -> dict[str, Any]:
     """Read a file that ``save_checkpoint`` wrote, and load it into ``model`` if given.
 
@@ -99,13 +90,13 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module | None = None
         packed = packed_names(path)
         raise (_packed(Path(path).name, packed) if packed else _unreadable(Path(path).name, cause)) from cause
     if not BY_NAME.accepts(content):
-        raise CheckpointError.not_a_state(shown(content))
+        raise CheckpointError.not_a_state(argument_checks.shown(content))
     if model is not None:
         _load_whole(model, content)
     return content
 
 
-@checked_arguments(prepared=MODULE, state_dict=BY_NAME)
+@argument_checks.checked_arguments(prepared=MODULE, state_dict=BY_NAME)
 def load_fx_state(prepared: nn.Module, state_dict: Mapping[str, Any]) -> None:
     """Load the ``state_dict()`` of a model of FX into a model prepared by this package.
 

@@ -13,12 +13,7 @@ from torch import nn
 
 from torchq_compat.errors import CustomModuleError
 from torchq_compat.read.backend_configs import read_backend_config
-from torchq_compat.recurrent.families import (
-    CELL_INPUTS,
-    ConvertedLSTM,
-    ObservedLSTM,
-    get_individually_observed_parts,
-)
+from torchq_compat.recurrent import families
 from torchq_compat.support.argument_checks import FLAG, checked_arguments
 from torchq_compat.support.torch_ao import BackendConfig, quantizable
 
@@ -31,7 +26,7 @@ __all__ = [
 ObserverOrFakeQuantizeConstructor = Any
 
 
-@checked_arguments(example_inputs=CELL_INPUTS, split_gates=FLAG)
+@checked_arguments(example_inputs=families.CELL_INPUTS, split_gates=FLAG)
 def get_lstm_with_individually_observed_parts(
     float_lstm: nn.LSTM,
     example_inputs: tuple[Any, ...] | None = None,
@@ -49,7 +44,7 @@ def get_lstm_with_individually_observed_parts(
     weight_obs_ctr: ObserverOrFakeQuantizeConstructor | None = None,
     sigmoid_input_obs_ctr: ObserverOrFakeQuantizeConstructor | None = None,
     tanh_input_obs_ctr: ObserverOrFakeQuantizeConstructor | None = None,
-) -> ObservedLSTM:
+) -> families.ObservedLSTM:
     """Return an observed LSTM whose parts, in both directions, are observed with the given constructors.
 
     Legacy: ``_get_lstm_with_individually_observed_parts``. A constructor is an observer or fake-quantize
@@ -98,7 +93,7 @@ def get_lstm_with_individually_observed_parts(
         raise CustomModuleError.call_failed(
             "float_lstm", f"an nn.LSTM is needed, got {type(float_lstm).__name__}"
         )
-    observed = get_individually_observed_parts(
+    observed = families.get_individually_observed_parts(
         float_lstm,
         example_inputs,
         backend_config,
@@ -115,14 +110,14 @@ def get_lstm_with_individually_observed_parts(
         sigmoid_input_obs_ctr=sigmoid_input_obs_ctr,
         tanh_input_obs_ctr=tanh_input_obs_ctr,
     )
-    assert isinstance(observed, ObservedLSTM)
+    assert isinstance(observed, families.ObservedLSTM)
     return observed
 
 
 def get_reference_quantized_lstm_module(
     observed_lstm: quantizable.LSTM,
     backend_config: BackendConfig | dict[str, Any] | None = None,
-) -> ConvertedLSTM:
+) -> families.ConvertedLSTM:
     """Return the q-dq form of ``observed_lstm``.
 
     Legacy: ``_get_reference_quantized_lstm_module``. There ``backend_config`` chose the reference modules; a
@@ -152,7 +147,7 @@ def get_reference_quantized_lstm_module(
         torch.Size([5, 2, 8])
     """
     read_backend_config(backend_config)
-    return ConvertedLSTM.from_observed(observed_lstm)
+    return families.ConvertedLSTM.from_observed(observed_lstm)
 
 
 _get_lstm_with_individually_observed_parts = get_lstm_with_individually_observed_parts

@@ -34,6 +34,7 @@ from torchq_compat.read.custom_configs import (
 from torchq_compat.read.old_forms import takes_old_keywords
 from torchq_compat.read.qconfig_mappings import DICT_KEYS, QConfigRules, read_qconfig_mapping
 from torchq_compat.read.qspecs import misfit
+from torchq_compat.support import torch_ao
 from torchq_compat.support.argument_checks import (
     FLAG,
     FUNCTION,
@@ -42,14 +43,6 @@ from torchq_compat.support.argument_checks import (
     instance_of,
     optional,
     shown,
-)
-from torchq_compat.support.torch_ao import (
-    BackendConfig,
-    ConvertCustomConfig,
-    FuseCustomConfig,
-    PrepareCustomConfig,
-    QConfig,
-    QConfigMapping,
 )
 from torchq_compat.support.user_warnings import warn_user
 
@@ -68,15 +61,15 @@ __all__ = [
 @takes_old_keywords(missing=MISSING)
 def prepare_fx(
     model: nn.Module,
-    qconfig_mapping: QConfigMapping | dict[str, Any] | Quantizer,
+    qconfig_mapping: torch_ao.QConfigMapping | dict[str, Any] | Quantizer,
     example_inputs: tuple[Any, ...],
-    prepare_custom_config: PrepareCustomConfig | dict[str, Any] | None = None,
-    _equalization_config: QConfigMapping | dict[str, Any] | None = None,
-    backend_config: BackendConfig | dict[str, Any] | None = None,
+    prepare_custom_config: torch_ao.PrepareCustomConfig | dict[str, Any] | None = None,
+    _equalization_config: torch_ao.QConfigMapping | dict[str, Any] | None = None,
+    backend_config: torch_ao.BackendConfig | dict[str, Any] | None = None,
     *,
     dynamic_shapes: Any = None,
     fuse_as_fx: bool = False,
-    custom_module_qconfig: QConfig | QConfigMapping | dict[str, Any] | None = None,
+    custom_module_qconfig: torch_ao.QConfig | torch_ao.QConfigMapping | dict[str, Any] | None = None,
 ) -> QuantizationGraphModule:
     """Prepare a model for post-training quantization.
 
@@ -139,15 +132,15 @@ def prepare_fx(
 @takes_old_keywords(missing=MISSING)
 def prepare_qat_fx(
     model: nn.Module,
-    qconfig_mapping: QConfigMapping | dict[str, Any] | Quantizer,
+    qconfig_mapping: torch_ao.QConfigMapping | dict[str, Any] | Quantizer,
     example_inputs: tuple[Any, ...],
-    prepare_custom_config: PrepareCustomConfig | dict[str, Any] | None = None,
-    backend_config: BackendConfig | dict[str, Any] | None = None,
+    prepare_custom_config: torch_ao.PrepareCustomConfig | dict[str, Any] | None = None,
+    backend_config: torch_ao.BackendConfig | dict[str, Any] | None = None,
     *,
-    _equalization_config: QConfigMapping | dict[str, Any] | None = None,
+    _equalization_config: torch_ao.QConfigMapping | dict[str, Any] | None = None,
     dynamic_shapes: Any = None,
     fuse_as_fx: bool = False,
-    custom_module_qconfig: QConfig | QConfigMapping | dict[str, Any] | None = None,
+    custom_module_qconfig: torch_ao.QConfig | torch_ao.QConfigMapping | dict[str, Any] | None = None,
 ) -> QuantizationGraphModule:
     """Prepare a model for quantization-aware training.
 
@@ -187,10 +180,10 @@ def prepare_qat_fx(
 @checked_arguments(_remove_qconfig=FLAG, keep_original_weights=FLAG, observer_qparams=FLAG)
 def convert_fx(
     graph_module: GraphModule,
-    convert_custom_config: ConvertCustomConfig | dict[str, Any] | None = None,
+    convert_custom_config: torch_ao.ConvertCustomConfig | dict[str, Any] | None = None,
     _remove_qconfig: bool = True,
-    qconfig_mapping: QConfigMapping | dict[str, Any] | None = None,
-    backend_config: BackendConfig | dict[str, Any] | None = None,
+    qconfig_mapping: torch_ao.QConfigMapping | dict[str, Any] | None = None,
+    backend_config: torch_ao.BackendConfig | dict[str, Any] | None = None,
     keep_original_weights: bool = False,
     *,
     observer_qparams: bool = False,
@@ -255,10 +248,10 @@ def convert_fx(
 @checked_arguments(_remove_qconfig=FLAG, observer_qparams=FLAG)
 def convert_to_reference_fx(
     graph_module: GraphModule,
-    convert_custom_config: ConvertCustomConfig | dict[str, Any] | None = None,
+    convert_custom_config: torch_ao.ConvertCustomConfig | dict[str, Any] | None = None,
     _remove_qconfig: bool = True,
-    qconfig_mapping: QConfigMapping | dict[str, Any] | None = None,
-    backend_config: BackendConfig | dict[str, Any] | None = None,
+    qconfig_mapping: torch_ao.QConfigMapping | dict[str, Any] | None = None,
+    backend_config: torch_ao.BackendConfig | dict[str, Any] | None = None,
     *,
     observer_qparams: bool = False,
 ) -> ConvertedModel:
@@ -308,8 +301,8 @@ def convert_to_reference_fx(
 @checked_arguments(model=instance_of(nn.Module, what="an nn.Module"))
 def fuse_fx(
     model: nn.Module,
-    fuse_custom_config: FuseCustomConfig | dict[str, Any] | None = None,
-    backend_config: BackendConfig | dict[str, Any] | None = None,
+    fuse_custom_config: torch_ao.FuseCustomConfig | dict[str, Any] | None = None,
+    backend_config: torch_ao.BackendConfig | dict[str, Any] | None = None,
 ) -> nn.Module:
     """Fuse each convolution and linear module with the batch norm and the ReLU after it.
 
@@ -349,7 +342,7 @@ def _reference() -> Callable[..., ConvertedModel]:
 @checked_arguments(profile=optional(FUNCTION))
 def get_default_prepare_custom_config(
     profile: Callable[..., dict[str, Any]] | None = None,
-) -> PrepareCustomConfig:
+) -> torch_ao.PrepareCustomConfig:
     """Return a config that maps torch.nn classes to the classes of the same names in ``nn.quantizable``.
 
     Legacy: torch.ao has no such function; FX's backends map LSTM and MultiheadAttention.
@@ -373,7 +366,7 @@ def get_default_prepare_custom_config(
     from torchq_compat.recurrent.families import FAMILIES, with_profile
 
     recurrent = [family.float_class for family in FAMILIES]
-    config = PrepareCustomConfig()
+    config = torch_ao.PrepareCustomConfig()
     for name in quantizable.__all__:
         float_class, observed = getattr(nn, name), getattr(quantizable, name)
         if profile is not None and float_class in recurrent:
@@ -382,7 +375,7 @@ def get_default_prepare_custom_config(
     return config
 
 
-def get_default_convert_custom_config() -> ConvertCustomConfig:
+def get_default_convert_custom_config() -> torch_ao.ConvertCustomConfig:
     """Return the ``convert_fx`` config that belongs to ``get_default_prepare_custom_config``.
 
     Example:
@@ -392,7 +385,7 @@ def get_default_convert_custom_config() -> ConvertCustomConfig:
     """
     from torchq_compat.nn import quantizable, quantized
 
-    config = ConvertCustomConfig()
+    config = torch_ao.ConvertCustomConfig()
     for name in quantizable.__all__:
         config.set_observed_to_quantized_mapping(getattr(quantizable, name), getattr(quantized, name))
     return config
@@ -468,8 +461,8 @@ def _asks_for_something(equalization_config: Any) -> bool:
     """Return whether ``equalization_config`` is more than FX's default, an empty QConfigMapping."""
     mapping = equalization_config
     if isinstance(mapping, dict) and set(mapping) <= set(DICT_KEYS):
-        mapping = QConfigMapping.from_dict(mapping)
-    if not isinstance(mapping, QConfigMapping):
+        mapping = torch_ao.QConfigMapping.from_dict(mapping)
+    if not isinstance(mapping, torch_ao.QConfigMapping):
         return True
     levels = (
         mapping.object_type_qconfigs,

@@ -48,7 +48,8 @@ def uses(tree: ast.AST) -> list[str]:
             found += [node.func.attr] if node.func.attr in METHODS else []
         elif isinstance(node, ast.Attribute):
             name = ast.unparse(node)
-            found += [name] if name in FUNCTIONS or node.attr == "is_quantized" else []
+            is_attribute = node.attr == "is_quantized" and name != "quantized_tensors.is_quantized"
+            found += [name] if name in FUNCTIONS or is_attribute else []
         elif isinstance(node, ast.ImportFrom) and node.module == "torch":
             found += [alias.name for alias in node.names if f"torch.{alias.name}" in FUNCTIONS]
         elif isinstance(node, ast.ImportFrom) and node.module == "torchq_compat.support.upstream":

@@ -103,8 +103,7 @@ def test_other_imports_are_found(code: str) -> None:
     assert names_of_torch_ao(ast.parse(code))
 
 
-def test_every_name_is_one_of_torch_ao() -> None:
-    assert [name for name in torch_ao.__all__ if not hasattr(torch_ao, name)] == []
+def test_names_of_the_engine_are_its_own() -> None:
     assert torch_ao.QuantizationTracer.__module__ == "torch.ao.quantization.fx.tracer"
     assert torch_ao.QuantizedGraphModule.__module__ == "torch.ao.quantization.fx.graph_module"
     assert torch_ao.fx_engine().prepare_fx.__module__ == torch_ao.FX_ENGINE

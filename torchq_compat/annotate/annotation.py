@@ -13,12 +13,7 @@ from torchao.quantization.pt2e.quantizer import QuantizationAnnotation, Quantize
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY, QuantizationSpecBase
 
 from torchq_compat.capture.origins import Origin
-from torchq_compat.read.qconfig_mappings import (
-    QConfigRules,
-    Selection,
-    select_for_function,
-    select_for_module,
-)
+from torchq_compat.read import qconfig_mappings
 from torchq_compat.support import metadata
 
 # Writes decisions into a graph in the form that torchao's prepare reads.
@@ -157,12 +152,14 @@ class OpRecord:
     origin: Origin
     call_index: int
 
-    def select(self, rules: QConfigRules) -> Selection:
+    def select(self, rules: qconfig_mappings.QConfigRules) -> qconfig_mappings.Selection:
         """Return the QConfig that ``rules`` give the op."""
         origin = self.origin
         if origin.is_module_call:
-            return select_for_module(rules, origin.module_type, origin.module_path, self.call_index)
-        return select_for_function(
+            return qconfig_mappings.select_for_module(
+                rules, origin.module_type, origin.module_path, self.call_index
+            )
+        return qconfig_mappings.select_for_function(
             rules, origin.object_types, origin.module_type, origin.module_path, self.call_index
         )
 

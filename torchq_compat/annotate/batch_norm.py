@@ -13,19 +13,9 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import Argument
 from torchao.quantization.pt2e.quantizer import Quantizer
 
+from torchq_compat import ops
 from torchq_compat.annotate.annotation import WrappingQuantizer
 from torchq_compat.capture.training import batch_counters, drop_batch_counters, has_fixed_mode, training_flag
-from torchq_compat.ops import (
-    BETA,
-    EPS,
-    GAMMA,
-    MOMENTUM,
-    RUNNING_MEAN,
-    RUNNING_VAR,
-    TRAINING,
-    TRANSPOSED,
-    batch_norm_nodes,
-)
 from torchq_compat.support.graph_nodes import attribute_of
 from torchq_compat.support.process_state import convert_pt2e, prepare_pt2e, prepare_qat_pt2e
 from torchq_compat.support.upstream import BatchNormBase, is_activation_post_process
@@ -63,19 +53,19 @@ def average_cumulatively(prepared: GraphModule, running_means: Collection[str]) 
     """Make the batch norms with ``running_means`` use the current averaging factor if ``prepared`` counts
     their batches. Batch norms without a counter in the graph update no statistics."""
     counters = {str(node.args[0].target) for node in batch_counters(prepared)}  # type: ignore[union-attr]
-    for path, node in list(batch_norm_nodes(prepared)):
+    for path, node in list(ops.batch_norm_nodes(prepared)):
         counter = path.removesuffix("running_mean") + "num_batches_tracked"
         if path in running_means and counter in counters:
             with prepared.graph.inserting_before(node):
                 count = prepared.graph.get_attr(counter)
-                node.update_arg(MOMENTUM, prepared.graph.call_function(averaging_factor, (count,)))
+                node.update_arg(ops.MOMENTUM, prepared.graph.call_function(averaging_factor, (count,)))
 
 
 def fix_averaging_factors(prepared: GraphModule) -> None:
     """Remove the averaging factors from a graph that will not be trained any more."""
-    for _, node in batch_norm_nodes(prepared):
-        if isinstance(node.args[MOMENTUM], Node):
-            node.update_arg(MOMENTUM, STAND_IN)
+    for _, node in ops.batch_norm_nodes(prepared):
+        if isinstance(node.args[ops.MOMENTUM], Node):
+            node.update_arg(ops.MOMENTUM, STAND_IN)
     prepared.graph.eliminate_dead_code()
 
 
@@ -111,7 +101,7 @@ OUTPUT_DIMENSIONS: dict[object, int] = {
 #: The position of the argument in a transposed convolution.
 GROUPS = 6
 #: Positions of the arguments that make two batch norms the same function in evaluation.
-CONSTANTS = (GAMMA, BETA, RUNNING_MEAN, RUNNING_VAR, EPS)
+CONSTANTS = (ops.GAMMA, ops.BETA, ops.RUNNING_MEAN, ops.RUNNING_VAR, ops.EPS)
 
 #: Computes an aten operator of tensors, or writes a node that does.
 Call = Callable[..., Any]
@@ -140,7 +130,7 @@ def _scale(call: Call, gamma: Any, variance: Any, eps: Any) -> Any:
 def _beside_weight(call: Call, scale: Any, op: Node, weight_shape: Sequence[int]) -> Any:
     """Return ``scale`` in a shape that multiplies the weight of ``op``."""
     ones = [1] * (len(weight_shape) - 2)
-    if op.target not in TRANSPOSED:
+    if op.target not in ops.TRANSPOSED:
         return call(ATEN.reshape.default, scale, [-1, 1, *ones])
     groups = op.args[GROUPS] if len(op.args) > GROUPS else 1
     if groups == 1:
@@ -159,7 +149,7 @@ def _folded(
     ``s``, and the bias is multiplied by one after the other."""
     values = [
         _value(graph_module, node)
-        for node in (weight, bias, batch_norm.args[BETA], batch_norm.args[RUNNING_MEAN])
+        for node in (weight, bias, batch_norm.args[ops.BETA], batch_norm.args[ops.RUNNING_MEAN])
     ]
     w, b, beta, mean = values
     assert w is not None
@@ -189,7 +179,7 @@ def fold_constants(graph_module: GraphModule, may_fold: MayFold) -> None:
     readers = _readers(graph_module)
     pairs = [
         (op, node)
-        for _, node in batch_norm_nodes(graph_module)
+        for _, node in ops.batch_norm_nodes(graph_module)
         if isinstance(op := node.args[0], Node) and _can_be_folded(node, readers) and may_fold(op, node)
     ]
     #: Name of a weight -> name of the folded bias. Blocks that are called several times are folded once.
@@ -200,9 +190,9 @@ def fold_constants(graph_module: GraphModule, may_fold: MayFold) -> None:
         name = str(weight.target)
         if name not in biases:
             biases[name] = f"{name}_bias" if bias is None else _name(bias)
-            gamma, variance = (_value(graph_module, node.args[i]) for i in (GAMMA, RUNNING_VAR))
+            gamma, variance = (_value(graph_module, node.args[i]) for i in (ops.GAMMA, ops.RUNNING_VAR))
             # In the order of torch's fuse_conv_bn_weights and fuse_linear_bn_weights, for FX's bits.
-            factors = [torch.rsqrt(variance + node.args[EPS])]  # type: ignore[arg-type, operator]
+            factors = [torch.rsqrt(variance + node.args[ops.EPS])]  # type: ignore[arg-type, operator]
             factors += [] if gamma is None else [gamma]
             factors = [math.prod(factors)] if op.target is ATEN.linear.default else factors  # type: ignore[list-item]
             values = _folded(graph_module, node, op, weight, bias, *factors)
@@ -240,9 +230,9 @@ def _readers(graph_module: GraphModule) -> dict[str, set[Node]]:
 def _can_be_folded(batch_norm: Node, readers: dict[str, set[Node]]) -> bool:
     op = batch_norm.args[0]
     # A batch norm behind a batch norm stays: it does not read the convolution.
-    if not isinstance(op, Node) or not _normalizes_channels(op) or batch_norm.args[TRAINING]:
+    if not isinstance(op, Node) or not _normalizes_channels(op) or batch_norm.args[ops.TRAINING]:
         return False
-    if not all(_is_constant(batch_norm.args[position]) for position in (RUNNING_MEAN, RUNNING_VAR)):
+    if not all(_is_constant(batch_norm.args[position]) for position in (ops.RUNNING_MEAN, ops.RUNNING_VAR)):
         return False
     constants = [argument for argument in op.args[1:3] if argument is not None]
     # Other readers of the weight or the bias must feed an equal batch norm, as in a block called several
@@ -265,7 +255,7 @@ def _is_same_block(reader: Node, op: Node, batch_norm: Node) -> bool:
     return (
         follower.target is BATCH_NORM
         and follower.args[0] is reader
-        and not follower.args[TRAINING]
+        and not follower.args[ops.TRAINING]
         and all(_key(follower.args[i]) == _key(batch_norm.args[i]) for i in CONSTANTS)
     )
 
@@ -293,7 +283,7 @@ def _key(argument: Argument) -> object:
 
 def fuse_batch_norms(prepared: GraphModule, may_fold: MayFold) -> None:
     """Fuse every pair in ``prepared``, a QAT graph with its fake-quantizes, in place."""
-    for _, node in list(batch_norm_nodes(prepared)):
+    for _, node in list(ops.batch_norm_nodes(prepared)):
         op = node.args[0]
         if isinstance(op, Node) and _can_be_fused(prepared, op, node) and may_fold(op, node):
             _fuse(prepared.graph, op, node)
@@ -325,7 +315,7 @@ def _fuse(graph: Graph, op: Node, batch_norm: Node) -> None:
 
     with graph.inserting_before(op):
         # With the statistics before they are updated by the batch.
-        scale = _scale(call, *(batch_norm.args[i] for i in (GAMMA, RUNNING_VAR, EPS)))
+        scale = _scale(call, *(batch_norm.args[i] for i in (ops.GAMMA, ops.RUNNING_VAR, ops.EPS)))
         beside = _beside_weight(call, scale, op, list(weight.meta["val"].shape))
         scaled = call(ATEN.mul.Tensor, weight, beside)
         # Error messages take the module path from here.
@@ -371,7 +361,7 @@ def _match_fused(batch_norm: Node) -> _Fused | None:
 
 def fold_batch_norms(prepared: GraphModule) -> None:
     """Fold every fused batch norm of ``prepared``, a QAT graph in evaluation, in place."""
-    for _, node in list(batch_norm_nodes(prepared)):
+    for _, node in list(ops.batch_norm_nodes(prepared)):
         fused = _match_fused(node)
         if fused is not None:
             _fold_fused(prepared, node, fused)
@@ -381,8 +371,8 @@ def fold_batch_norms(prepared: GraphModule) -> None:
 
 
 def _fold_fused(prepared: GraphModule, batch_norm: Node, fused: _Fused) -> None:
-    gamma, variance = (_value(prepared, batch_norm.args[i]) for i in (GAMMA, RUNNING_VAR))
-    scale = _scale(_compute, gamma, variance, batch_norm.args[EPS])
+    gamma, variance = (_value(prepared, batch_norm.args[i]) for i in (ops.GAMMA, ops.RUNNING_VAR))
+    scale = _scale(_compute, gamma, variance, batch_norm.args[ops.EPS])
     values = _folded(prepared, batch_norm, fused.op, fused.weight, fused.bias, scale)
     # Unique: two convolutions may share a weight, and each folds its own batch norm.
     names = (f"{batch_norm.name}_folded", f"{batch_norm.name}_folded_bias")
@@ -446,7 +436,12 @@ def _replace(graph_module: GraphModule, target: object, replacement: object) -> 
 # The names of the parameters of each batch norm in a graph, and the op it was fused with.
 
 
-ROLES = {"weight": GAMMA, "bias": BETA, "running_mean": RUNNING_MEAN, "running_var": RUNNING_VAR}
+ROLES = {
+    "weight": ops.GAMMA,
+    "bias": ops.BETA,
+    "running_mean": ops.RUNNING_MEAN,
+    "running_var": ops.RUNNING_VAR,
+}
 
 
 @dataclass(frozen=True)
@@ -468,9 +463,9 @@ class BatchNormParts:
 
 def describe(graph_module: GraphModule) -> Iterator[BatchNormParts]:
     """Yield the parts of each batch norm of ``graph_module`` with running statistics."""
-    for _, node in batch_norm_nodes(graph_module):
+    for _, node in ops.batch_norm_nodes(graph_module):
         arguments = {role: node.args[position] for role, position in ROLES.items()}
-        eps = node.args[EPS]
+        eps = node.args[ops.EPS]
         assert isinstance(eps, float)
         fused = _match_fused(node)
         bias = None if fused is None or fused.bias is None else str(fused.bias.target)

@@ -24,14 +24,8 @@ from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from torchq_compat.annotate import batch_norm
 from torchq_compat.annotate.annotation import NodeSpecs, OuterGraphQuantizer, SpecQuantizer, op_record
+from torchq_compat.read import observers
 from torchq_compat.read.observer_classes import converts_otherwise, use_observer_qparams
-from torchq_compat.read.observers import (
-    DynamicQuantization,
-    LegacyFakeQuantizeAdapter,
-    WeightObserver,
-    adapted,
-    is_of_torch_ao,
-)
 from torchq_compat.read.qparams import fold_weight, has_loaded_qparams, qparams_of, set_loaded_observer
 from torchq_compat.support import metadata
 from torchq_compat.support.dtypes import SIXTEEN_BITS, dtype_range, is_integer, plain_dtype
@@ -84,9 +78,11 @@ def adopt_observers(prepared: GraphModule) -> tuple[str, ...]:
     they have observed. Return their paths."""
     adopted: dict[int, nn.Module] = {}
     for node, module in _called(prepared):
-        if is_of_torch_ao(module):
+        if observers.is_of_torch_ao(module):
             # A shared observer is one module under several names.
-            prepared.set_submodule(str(node.target), adopted.setdefault(id(module), adapted(module)))
+            prepared.set_submodule(
+                str(node.target), adopted.setdefault(id(module), observers.adapted(module))
+            )
     return tuple(
         dict.fromkeys(str(node.target) for node, module in _called(prepared) if module in adopted.values())
     )
@@ -224,7 +220,7 @@ def observer_faults(graph_module: GraphModule) -> list[tuple[str, ObserverFault]
     for node, module in observer_nodes(graph_module):
         if not _quantizes_static(module):
             continue
-        if isinstance(module, WeightObserver):
+        if isinstance(module, observers.WeightObserver):
             fault = ObserverFault.NO_QPARAMS if isinstance(module.observer, WITHOUT_QPARAMS) else None
         else:
             fault = observer_fault(module)
@@ -291,7 +287,7 @@ def _observe_weights(prepared: GraphModule) -> None:
     for node, module in observer_nodes(prepared):
         source = node.args[0]
         assert isinstance(source, Node)
-        if isinstance(module, WeightObserver):
+        if isinstance(module, observers.WeightObserver):
             module.observe_attribute(prepared, str(source.target))
         elif _fake_quantizes_weight(source, module) and not has_loaded_qparams(module):
             if observer_fault(module) is ObserverFault.UNSEEN:
@@ -311,7 +307,7 @@ def _freeze_activation_observers(prepared: GraphModule, *, is_trained: bool) -> 
     """
     # List all nodes first: nodes that share an observer share its name, which the frozen one replaces.
     for node, module in list(observer_nodes(prepared)):
-        if isinstance(module, WeightObserver) or not _quantizes_static(module):
+        if isinstance(module, observers.WeightObserver) or not _quantizes_static(module):
             continue
         # The caller warns once about all observers without data, with their paths.
         with silenced():
@@ -367,15 +363,15 @@ def _fold_float_qparams(prepared: GraphModule) -> None:
 def _use_loaded_qparams(prepared: GraphModule) -> None:
     """Put the loaded qparams where torchao's convert reads them; weight observers do this themselves."""
     for node, module in observer_nodes(prepared):
-        if has_loaded_qparams(module) and not isinstance(module, WeightObserver):
+        if has_loaded_qparams(module) and not isinstance(module, observers.WeightObserver):
             set_loaded_observer(prepared, str(node.target))
 
 
 def _quantize_on_the_fly(prepared: GraphModule) -> None:
     """Replace each dynamic observer by the dynamic quantization of FX's reference conversion."""
     for node, module in observer_nodes(prepared):
-        if not isinstance(module, WeightObserver) and getattr(module, "is_dynamic", False):
-            prepared.set_submodule(str(node.target), DynamicQuantization.of(module))
+        if not isinstance(module, observers.WeightObserver) and getattr(module, "is_dynamic", False):
+            prepared.set_submodule(str(node.target), observers.DynamicQuantization.of(module))
 
 
 def _forget_annotations(prepared: GraphModule) -> None:
@@ -436,7 +432,7 @@ def _quantizes_static(module: nn.Module) -> bool:
 def observer_fault(module: nn.Module) -> ObserverFault | None:
     if has_loaded_qparams(module):
         return None
-    if isinstance(module, LegacyFakeQuantizeAdapter) and module.learns_qparams:
+    if isinstance(module, observers.LegacyFakeQuantizeAdapter) and module.learns_qparams:
         scale, _ = module.calculate_qparams()
         return None if bool(scale.isfinite().all()) else ObserverFault.NOT_FINITE
     if isinstance(getattr(module, "legacy", module), WITHOUT_QPARAMS):

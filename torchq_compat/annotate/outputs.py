@@ -15,36 +15,14 @@ from torchao.quantization.pt2e.quantizer import QuantizationAnnotation
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 from torchao.quantization.pt2e.quantizer.quantizer import QuantizationSpecBase as Spec
 
-from torchq_compat.annotate.sharing import (
-    EdgeOrNode,
-    Output,
-    Source,
-    SpecTable,
-    canonical,
-    canonical_source,
-    check_input,
-    checked_spec,
-    checked_value,
-    has_several,
-    node_at,
-    output_values,
-    shown_source,
-    with_nodes,
-)
+from torchq_compat.annotate import sharing
 from torchq_compat.errors import AnnotationError
-from torchq_compat.support.argument_checks import (
-    ANYTHING,
-    FLAG,
-    checked_arguments,
-    instance_of,
-    mapping_of,
-    sequence_of,
-)
+from torchq_compat.support import argument_checks
 
 # Write settled specs into the annotations, where torchao's prepare reads them.
 
 
-def write_specs(graph: Graph, specs: Mapping[EdgeOrNode, Spec]) -> None:
+def write_specs(graph: Graph, specs: Mapping[sharing.EdgeOrNode, Spec]) -> None:
     """Write ``specs`` into the annotations of ``graph``, in their order, in which torchao makes observers.
 
     Args:
@@ -53,41 +31,46 @@ def write_specs(graph: Graph, specs: Mapping[EdgeOrNode, Spec]) -> None:
     consumers = {point[1] for point in specs if isinstance(point, tuple)}
     left_alone = {consumer: _left_alone(consumer) for consumer in consumers}
     # From here on getitems are made and merged: a node found earlier may have been erased.
-    spelled = {point: with_nodes(spec, node_at) for point, spec in specs.items()}
+    spelled = {point: sharing.with_nodes(spec, sharing.node_at) for point, spec in specs.items()}
     for consumer, sources in left_alone.items():
-        consumer.meta[Q_ANNOTATION_KEY].input_qspec_map = {node_at(source): None for source in sources}
+        consumer.meta[Q_ANNOTATION_KEY].input_qspec_map = {
+            sharing.node_at(source): None for source in sources
+        }
     for point, spec in spelled.items():
         if isinstance(point, tuple):
             source, consumer = point
-            consumer.meta[Q_ANNOTATION_KEY].input_qspec_map[node_at(source)] = spec
+            consumer.meta[Q_ANNOTATION_KEY].input_qspec_map[sharing.node_at(source)] = spec
         else:
-            annotation = node_at(point).meta.setdefault(Q_ANNOTATION_KEY, QuantizationAnnotation())
+            annotation = sharing.node_at(point).meta.setdefault(Q_ANNOTATION_KEY, QuantizationAnnotation())
             annotation.output_qspec, annotation._annotated = spec, True
     for node in graph.nodes:
         annotation = node.meta.get(Q_ANNOTATION_KEY)
-        if annotation is not None and has_several(node):
+        if annotation is not None and sharing.has_several(node):
             annotation.output_qspec = None  # Each output has its own spec now.
 
 
-def _left_alone(consumer: Node) -> list[Source]:
+def _left_alone(consumer: Node) -> list[sharing.Source]:
     """Return the inputs that the annotation of ``consumer`` names without a spec."""
     inputs = consumer.meta[Q_ANNOTATION_KEY].input_qspec_map
-    return [canonical_source(source) for source, spec in inputs.items() if spec is None]
+    return [sharing.canonical_source(source) for source, spec in inputs.items() if spec is None]
 
 
 # Annotate a node with one spec per output: check the specs, and write them where torchao reads them.
 
 
 # An error about a spec names its point, so the specs are not checked here.
-@checked_arguments(
-    node=instance_of(Node, what="a torch.fx.Node"),
-    input_specs=mapping_of(instance_of(Node, Output, what="a torch.fx.Node or Output"), ANYTHING),
-    output_specs=sequence_of(ANYTHING),
-    allow_implicit_sharing=FLAG,
+@argument_checks.checked_arguments(
+    node=argument_checks.instance_of(Node, what="a torch.fx.Node"),
+    input_specs=argument_checks.mapping_of(
+        argument_checks.instance_of(Node, sharing.Output, what="a torch.fx.Node or Output"),
+        argument_checks.ANYTHING,
+    ),
+    output_specs=argument_checks.sequence_of(argument_checks.ANYTHING),
+    allow_implicit_sharing=argument_checks.FLAG,
 )
 def annotate_outputs(
     node: Node,
-    input_specs: Mapping[Node | Output, Spec | None],
+    input_specs: Mapping[Node | sharing.Output, Spec | None],
     output_specs: Sequence[Spec | None],
     *,
     allow_implicit_sharing: bool = True,
@@ -126,7 +109,7 @@ def annotate_outputs(
         >>> annotate_outputs(chunk, {chunk.args[0]: int8}, [int8, SharedQuantizationSpec(Output(chunk, 0))])
     """
     told = _told(node, input_specs, output_specs)
-    table = SpecTable(node.graph)
+    table = sharing.SpecTable(node.graph)
     for point, spec in told.items():
         table.tell(point, spec)
     table.check_circles()
@@ -138,41 +121,41 @@ def annotate_outputs(
 
 
 def _told(
-    node: Node, input_specs: Mapping[Node | Output, Spec | None], output_specs: Sequence[Spec | None]
-) -> dict[EdgeOrNode, Spec]:
+    node: Node, input_specs: Mapping[Node | sharing.Output, Spec | None], output_specs: Sequence[Spec | None]
+) -> dict[sharing.EdgeOrNode, Spec]:
     """Return the specs by point, each checked on its own."""
-    values = output_values(node)
+    values = sharing.output_values(node)
     if len(output_specs) != len(values):
         raise AnnotationError(
             f"{len(output_specs)} output specs were given for node {node.name!r} ({node.target}), "
             f"which has {len(values)} outputs.",
             hint="give one spec per output, in order; None leaves an output alone.",
         )
-    told: dict[EdgeOrNode, Spec] = {}
-    spelled: dict[EdgeOrNode, Source] = {}
+    told: dict[sharing.EdgeOrNode, Spec] = {}
+    spelled: dict[sharing.EdgeOrNode, sharing.Source] = {}
     for source, spec in input_specs.items():
-        edge = canonical((source, node))
-        check_input(node, source)
+        edge = sharing.canonical((source, node))
+        sharing.check_input(node, source)
         if spec is None:
             continue
         if edge in told and told[edge] != _checked(edge, spec):
             raise AnnotationError(
-                f"{shown_source(spelled[edge])} and {shown_source(source)} are the same input of node "
-                f"{node.name!r} ({node.target}), and have different specs.",
+                f"{sharing.shown_source(spelled[edge])} and {sharing.shown_source(source)} are the same "
+                f"input of node {node.name!r} ({node.target}), and have different specs.",
                 hint="leave one of the two out: getitems of one output carry the same tensor.",
             )
         told[edge] = _checked(edge, spec)
         spelled[edge] = source
     for index, spec in enumerate(output_specs):
         if spec is not None:
-            point = canonical(Output(node, index))
+            point = sharing.canonical(sharing.Output(node, index))
             told[point] = _checked(point, spec)
     return told
 
 
-def _checked(point: EdgeOrNode, spec: Spec) -> Spec:
-    checked_value(point)
-    return checked_spec(point, spec)
+def _checked(point: sharing.EdgeOrNode, spec: Spec) -> Spec:
+    sharing.checked_value(point)
+    return sharing.checked_spec(point, spec)
 
 
 # Check every annotation of a graph, so that torchao either applies it or an error is raised.
@@ -182,7 +165,7 @@ def _checked(point: EdgeOrNode, spec: Spec) -> Spec:
 # call the ``validate`` of its quantizers. So the graph itself is checked, independent of the Quantizer.
 
 
-@checked_arguments(model=instance_of(GraphModule))
+@argument_checks.checked_arguments(model=argument_checks.instance_of(GraphModule))
 def check_annotations(model: GraphModule) -> None:
     """Check every annotation of ``model`` and rewrite it in the form that torchao applies.
 
@@ -214,9 +197,9 @@ def check_annotations(model: GraphModule) -> None:
     """
     for node in model.graph.nodes:
         _check_annotation(node)
-    table = SpecTable(model.graph)
+    table = sharing.SpecTable(model.graph)
     for point in table.specs:
-        checked_value(point)
+        sharing.checked_value(point)
     table.check_circles()
     table.check_observed()
     write_specs(model.graph, table.settled())
@@ -238,9 +221,9 @@ def _check_annotation(node: Node) -> None:
         )
     told = [source for source, spec in annotation.input_qspec_map.items() if spec is not None]
     for source in told:
-        check_input(node, source)
+        sharing.check_input(node, source)
     _check_keywords(node, is_annotated=bool(told) or annotation.output_qspec is not None)
-    is_known = isinstance(node.meta.get("val"), Tensor) or has_several(node)
+    is_known = isinstance(node.meta.get("val"), Tensor) or sharing.has_several(node)
     if annotation.output_qspec is not None and not is_known:
         raise AnnotationError(
             f"the output of {node.name} ({node.target}) has a spec, but is not a tensor.",

@@ -23,13 +23,7 @@ from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 from torch.overrides import TorchFunctionMode
 
 from torchq_compat.errors import InputError
-from torchq_compat.support.upstream import (
-    assume,
-    pack_padded_sequence,
-    pack_padded_sequence_backward,
-    pad_packed,
-    pytree,
-)
+from torchq_compat.support import upstream
 
 # Packing and unpacking as two operators with data-dependent sizes.
 #
@@ -53,7 +47,7 @@ def _pack(input: Tensor, lengths: Tensor, batch_first: bool, whole: bool) -> tup
     Raises:
         InputError: a length exceeds T, or with ``whole`` no sequence has T steps.
     """
-    rows, batch_sizes = pack_padded_sequence(input, lengths, batch_first)
+    rows, batch_sizes = upstream.pack_padded_sequence(input, lengths, batch_first)
     steps = input.shape[time_and_batch(batch_first)[0]]
     if batch_sizes.shape[0] > steps:
         raise _too_long(batch_sizes.shape[0], steps)
@@ -65,13 +59,13 @@ def _pack(input: Tensor, lengths: Tensor, batch_first: bool, whole: bool) -> tup
 @_pack.register_fake
 def _fake_pack(input: Tensor, lengths: Tensor, batch_first: bool, whole: bool) -> tuple[Tensor, Tensor]:
     time, batch = time_and_batch(batch_first)
-    assume(lengths.shape[0] == input.shape[batch])
+    upstream.assume(lengths.shape[0] == input.shape[batch])
     context = torch.library.get_ctx()
     rows = context.new_dynamic_size(min=1)
     steps: Any = input.shape[time]
     if not whole:
         steps = context.new_dynamic_size(min=1)
-        assume(steps <= input.shape[time])
+        upstream.assume(steps <= input.shape[time])
     return input.new_empty(rows, *input.shape[2:]), lengths.new_empty(steps)
 
 
@@ -85,7 +79,7 @@ def _pad(
         batch: the number of sequences, ``batch_sizes[0]``.
         steps: the number of steps of the padded sequences, at least that of the longest.
     """
-    padded, lengths = pad_packed(rows, batch_sizes, batch_first, padding_value, steps)
+    padded, lengths = upstream.pad_packed(rows, batch_sizes, batch_first, padding_value, steps)
     return padded, lengths
 
 
@@ -110,7 +104,7 @@ def _keep_for_pack(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _backward_of_pack(ctx: Any, of_rows: Tensor, _of_sizes: Tensor) -> tuple[Tensor, None, None, None]:
     (batch_sizes,) = ctx.saved_tensors
-    gradient = pack_padded_sequence_backward(of_rows, ctx.padded_shape, batch_sizes, ctx.batch_first)
+    gradient = upstream.pack_padded_sequence_backward(of_rows, ctx.padded_shape, batch_sizes, ctx.batch_first)
     return gradient, None, None, None
 
 
@@ -121,7 +115,7 @@ def _keep_for_pad(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
 
 def _backward_of_pad(ctx: Any, of_padded: Tensor, _of_lengths: Tensor) -> tuple[Any, ...]:
     (lengths,) = ctx.saved_tensors
-    rows, _ = pack_padded_sequence(of_padded.contiguous(), lengths, ctx.batch_first)
+    rows, _ = upstream.pack_padded_sequence(of_padded.contiguous(), lengths, ctx.batch_first)
     return rows, None, None, None, None, None
 
 
@@ -248,8 +242,8 @@ def _count_steps(graph_module: GraphModule, pack: Node) -> None:
 
 def _longest(batch_sizes: Tensor) -> Any:
     longest = (batch_sizes > 0).sum().item()
-    assume(longest >= 1)
-    assume(longest <= batch_sizes.shape[0])
+    upstream.assume(longest >= 1)
+    upstream.assume(longest <= batch_sizes.shape[0])
     return longest
 
 
@@ -366,7 +360,7 @@ class PackingMode(TorchFunctionMode):
         entered = ExitStack()
 
         def enter(_model: nn.Module, args: Any) -> None:
-            for leaf in pytree.tree_leaves(args):
+            for leaf in upstream.pytree.tree_leaves(args):
                 _keep_whole(leaf)
             entered.enter_context(self)
 
@@ -386,12 +380,12 @@ class PackingMode(TorchFunctionMode):
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if function is pack_padded_sequence:
+        if function is upstream.pack_padded_sequence:
             return self._pack(*args)
         # Each read of ``__get__`` gives a new object, so compare by equality.
         if function == torch.Tensor.data.__get__ and get_proxy_mode() is not None:  # type: ignore[attr-defined]
             return _keep_whole(args[0].detach())
-        if function is pad_packed:
+        if function is upstream.pad_packed:
             return self._pad(*args)
         if function is torch.Tensor.size and self._is_known(args[0]):
             _bound_by_total_length(args[0], sys._getframe(1))
@@ -412,7 +406,7 @@ class PackingMode(TorchFunctionMode):
         known = next((batch for each, batch in self._batches if each is batch_sizes), None)
         if known is None:
             known = batch_sizes[0].item()
-            assume(known >= 1)
+            upstream.assume(known >= 1)
             self._batches.append((batch_sizes, known))
         return known
 
@@ -444,7 +438,7 @@ def _bound_by_total_length(batch_sizes: Tensor, frame: FrameType | None) -> None
     if frame is not None and frame.f_code is asking:
         total_length = frame.f_locals.get("total_length")
         if total_length is not None:
-            assume(batch_sizes.shape[0] <= total_length)
+            upstream.assume(batch_sizes.shape[0] <= total_length)
 
 
 def _may_be_lengths(tensor: Any) -> bool:
@@ -499,7 +493,7 @@ def batch_of_arguments(arguments: Any) -> Any:
     mode = _MODE.get()
     if mode is None:
         return None
-    leaves = pytree.tree_leaves(arguments, is_leaf=lambda leaf: isinstance(leaf, PackedSequence))
+    leaves = upstream.pytree.tree_leaves(arguments, is_leaf=lambda leaf: isinstance(leaf, PackedSequence))
     packed = next((leaf for leaf in leaves if isinstance(leaf, PackedSequence)), None)
     return None if packed is None else mode.batch_of(packed.batch_sizes)
 

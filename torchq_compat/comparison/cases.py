@@ -19,14 +19,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from torchq_compat.capture.example_inputs import read_example_inputs
 from torchq_compat.errors import ScriptError
+from torchq_compat.port.running import redirections
 from torchq_compat.port.running.fx_draws import drawing_as_fx
-from torchq_compat.port.running.redirections import (
-    REDIRECTIONS,
-    converting_as_fx,
-    fx_is_called,
-    redirect,
-    replace_everywhere,
-)
 from torchq_compat.port.running.removed_imports import legacy_module
 from torchq_compat.support import metadata
 from torchq_compat.support.upstream import pytree
@@ -192,8 +186,10 @@ class ScriptRecorder:
         The functions of this package are recorded too: a script that was ported can be compared as well.
         """
         replaced = _replaced_functions()
-        redirect(self._wrap_redirected)
-        replace_everywhere({id(function): self._wrap(function, legacy) for function, legacy in replaced})
+        redirections.redirect(self._wrap_redirected)
+        redirections.replace_everywhere(
+            {id(function): self._wrap(function, legacy) for function, legacy in replaced}
+        )
         handle = register_module_forward_pre_hook(_note_call)
         self._is_recording = True
         try:
@@ -218,7 +214,7 @@ class ScriptRecorder:
         return tuple(_case(recording) for recording in converted)
 
     def _wrap_redirected(self, function: Function, original: Function) -> Function:
-        converting = function if self._trained_qparams else converting_as_fx(function)
+        converting = function if self._trained_qparams else redirections.converting_as_fx(function)
         return self._wrap(drawing_as_fx(converting, original), original)
 
     def _wrap(self, function: Function, original: Function) -> Function:
@@ -226,7 +222,7 @@ class ScriptRecorder:
 
         @functools.wraps(function)
         def redirected(*args: Any, **kwargs: Any) -> Any:
-            if fx_is_called():
+            if redirections.fx_is_called():
                 return original(*args, **kwargs)
             if record is None or not self._is_recording:
                 return function(*args, **kwargs)
@@ -290,7 +286,7 @@ def _replaced_functions() -> list[tuple[Function, Function]]:
     same name.
     """
     found: dict[int, tuple[Function, Function]] = {}
-    for moved in REDIRECTIONS:
+    for moved in redirections.REDIRECTIONS:
         ours = importlib.import_module(moved.replacement)
         legacy = legacy_module(moved.legacy)
         for name, new_name in moved.names.items():

@@ -14,38 +14,14 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.overrides import TorchFunctionMode
 
+from torchq_compat.comparison import sides
 from torchq_compat.comparison.cases import Case
 from torchq_compat.comparison.our_side import Place
-from torchq_compat.comparison.sides import (
-    Key,
-    OpKey,
-    PartKey,
-    QuantizedModel,
-    Reading,
-    ResultKey,
-    Tap,
-    tap_module,
-    tap_nodes,
-)
 from torchq_compat.modules.parts import PartKind
 from torchq_compat.port.running.redirections import calling_fx
 from torchq_compat.read.qparams import PerTensorQParams, QParams
+from torchq_compat.support import quantized_tensors, torch_ao
 from torchq_compat.support.dtypes import dtype_range, plain_dtype
-from torchq_compat.support.quantized_tensors import (
-    QUANTIZE_FUNCTION,
-    QUANTIZE_FUNCTIONS,
-    as_float,
-    has_float_qparams,
-    is_per_channel,
-    is_quantized,
-    qparams_of,
-)
-from torchq_compat.support.torch_ao import (
-    ConvertCustomConfig,
-    PrepareCustomConfig,
-    fx_engine,
-    get_default_custom_config_dict,
-)
 from torchq_compat.support.upstream import pytree
 
 # Find the places of our graphs in FX's graphs, and read the values there. Only reads FX's results.
@@ -69,11 +45,11 @@ SYNONYMS = {
 }
 PART_FUNCTIONS = {PartKind.ADD: torch.add, PartKind.MUL: torch.mul, PartKind.TANH: torch.tanh}
 
-Run = Callable[[tuple[Any, ...]], tuple[Any, Mapping[Key, Reading]]]
+Run = Callable[[tuple[Any, ...]], tuple[Any, Mapping[sides.Key, sides.Reading]]]
 
 
 def observe_places(
-    prepared: GraphModule, reference: GraphModule, places: Mapping[Key, Place]
+    prepared: GraphModule, reference: GraphModule, places: Mapping[sides.Key, Place]
 ) -> tuple[Run, Callable[[Any], tuple[QParams | None, ...]]]:
     """Return a function that runs ``reference``, and a function that returns the qparams of the tensors of a
     result, after the run that gave it.
@@ -81,18 +57,18 @@ def observe_places(
     Taps are inserted into ``reference``.
     """
     outputs = pytree.tree_leaves(reference.graph.output_node().args[0])
-    taps: dict[Key, Tap] = {}
+    taps: dict[sides.Key, sides.Tap] = {}
     for owner, nodes in _nodes(prepared, reference, places):
-        tapped = tap_nodes(owner, nodes.values())
+        tapped = sides.tap_nodes(owner, nodes.values())
         taps.update({key: tapped[node] for key, node in nodes.items()})
     taps.update(_module_taps(reference, places))
     sources = [_source_of_dequantize(node) for node in outputs]
-    source_taps = tap_nodes(reference, [node for node in sources if node is not None])
+    source_taps = sides.tap_nodes(reference, [node for node in sources if node is not None])
     eager = _LastCalls()
     taps.update(eager.taps(reference, places))
     last_qparams: list[QParams | None] = []
 
-    def run(batch: tuple[Any, ...]) -> tuple[Any, Mapping[Key, Reading]]:
+    def run(batch: tuple[Any, ...]) -> tuple[Any, Mapping[sides.Key, sides.Reading]]:
         with torch.no_grad(), eager:
             result = reference(*batch)
         last_qparams[:] = [_last_qparams(source_taps[node]) if node is not None else None for node in sources]
@@ -107,8 +83,8 @@ def observe_places(
 
 
 def _nodes(
-    prepared: GraphModule, reference: GraphModule, places: Mapping[Key, Place]
-) -> Iterator[tuple[GraphModule, dict[Key, Node]]]:
+    prepared: GraphModule, reference: GraphModule, places: Mapping[sides.Key, Place]
+) -> Iterator[tuple[GraphModule, dict[sides.Key, Node]]]:
     """Yield every graph with its keys and the nodes that hold their values."""
     yield reference, {key: node for key, node in _op_nodes(prepared, reference).items() if key in places}
     for cell_path, parts in _parts_by_cell(places).items():
@@ -117,17 +93,17 @@ def _nodes(
             yield cell, {key: _value_node(node) for key, node in _part_nodes(cell, parts)}
 
 
-def _op_nodes(prepared: GraphModule, reference: GraphModule) -> dict[Key, Node]:
+def _op_nodes(prepared: GraphModule, reference: GraphModule) -> dict[sides.Key, Node]:
     scopes = prepared.meta["_observed_graph_module_attrs"].node_name_to_scope
     quantized = {node.name for node in prepared.graph.nodes if _has_quantized_output(node)}
     seen: Counter[tuple[str, str]] = Counter()
-    found: dict[Key, Node] = {}
+    found: dict[sides.Key, Node] = {}
     for node in reference.graph.nodes:
         name = _function_name(node)
         if name is None:
             continue
         path = str(node.target) if node.op == "call_module" else scopes.get(node.name, ("", None))[0]
-        key = OpKey(path, name, seen[path, name])
+        key = sides.OpKey(path, name, seen[path, name])
         seen[path, name] += 1
         found[key] = _value_node(_end_of_chain(node, quantized)) if node.name in quantized else node
     return found
@@ -143,7 +119,7 @@ def _end_of_chain(node: Node, quantized: set[str]) -> Node:
     quantized."""
     while len(node.users) == 1:
         (user,) = node.users
-        if user.name not in quantized or user.target is QUANTIZE_FUNCTION:
+        if user.name not in quantized or user.target is quantized_tensors.QUANTIZE_FUNCTION:
             break
         node = user
     return node
@@ -156,7 +132,7 @@ def _function_name(node: Node) -> str | None:
         return ""
     if node.op == "call_method" and node.target != "dequantize":
         return SYNONYMS.get(str(node.target), str(node.target))
-    if node.op == "call_function" and node.target not in QUANTIZE_FUNCTIONS:
+    if node.op == "call_function" and node.target not in quantized_tensors.QUANTIZE_FUNCTIONS:
         name = str(getattr(node.target, "__name__", node.target))
         return SYNONYMS.get(name, name)
     return None
@@ -164,18 +140,20 @@ def _function_name(node: Node) -> str | None:
 
 def _value_node(node: Node) -> Node:
     """Return the quantize after ``node``; ``node`` itself if there is none."""
-    return next((user for user in node.users if user.target is QUANTIZE_FUNCTION), node)
+    return next((user for user in node.users if user.target is quantized_tensors.QUANTIZE_FUNCTION), node)
 
 
-def _parts_by_cell(places: Mapping[Key, Place]) -> dict[str, list[tuple[PartKey, PartKind]]]:
-    found: dict[str, list[tuple[PartKey, PartKind]]] = {}
+def _parts_by_cell(places: Mapping[sides.Key, Place]) -> dict[str, list[tuple[sides.PartKey, PartKind]]]:
+    found: dict[str, list[tuple[sides.PartKey, PartKind]]] = {}
     for key, place in places.items():
-        if isinstance(key, PartKey) and place.part_kind is not None:
+        if isinstance(key, sides.PartKey) and place.part_kind is not None:
             found.setdefault(key.cell, []).append((key, place.part_kind))
     return found
 
 
-def _part_nodes(cell: GraphModule, parts: list[tuple[PartKey, PartKind]]) -> Iterator[tuple[Key, Node]]:
+def _part_nodes(
+    cell: GraphModule, parts: list[tuple[sides.PartKey, PartKind]]
+) -> Iterator[tuple[sides.Key, Node]]:
     """Yield the parts of a cell that FX traced: modules by name, functions in the order of computation."""
     modules = {str(node.target): node for node in cell.graph.nodes if node.op == "call_module"}
     functions = {
@@ -188,18 +166,18 @@ def _part_nodes(cell: GraphModule, parts: list[tuple[PartKey, PartKind]]) -> Ite
             yield key, node
 
 
-def _module_taps(reference: GraphModule, places: Mapping[Key, Place]) -> dict[Key, Tap]:
+def _module_taps(reference: GraphModule, places: Mapping[sides.Key, Place]) -> dict[sides.Key, sides.Tap]:
     """Return the taps of cells that FX left as eager modules, and of the results of custom modules."""
-    taps: dict[Key, Tap] = {}
-    results: dict[str, list[ResultKey]] = {}
+    taps: dict[sides.Key, sides.Tap] = {}
+    results: dict[str, list[sides.ResultKey]] = {}
     for key in places:
-        if isinstance(key, ResultKey):
+        if isinstance(key, sides.ResultKey):
             results.setdefault(key.path, []).append(key)
-        elif isinstance(key, PartKey) and not isinstance(_submodule(reference, key.cell), GraphModule):
+        elif isinstance(key, sides.PartKey) and not isinstance(_submodule(reference, key.cell), GraphModule):
             part = _submodule(reference, f"{key.cell}.{key.part}")
             if part is not None:
                 # A QFunctional is never called, but its result goes through its activation_post_process.
-                taps[key] = tap_module(getattr(part, "activation_post_process", part))
+                taps[key] = sides.tap_module(getattr(part, "activation_post_process", part))
     for path, keys in results.items():
         module = _submodule(reference, path)
         if module is not None:
@@ -220,25 +198,25 @@ class _LastCalls(TorchFunctionMode):
             self._last[func] = result
         return result
 
-    def taps(self, reference: nn.Module, places: Mapping[Key, Place]) -> dict[Key, Tap]:
+    def taps(self, reference: nn.Module, places: Mapping[sides.Key, Place]) -> dict[sides.Key, sides.Tap]:
         """Return a tap for each such part; it is filled each time its cell has run."""
-        taps: dict[Key, Tap] = {}
+        taps: dict[sides.Key, sides.Tap] = {}
         for cell_path, parts in _parts_by_cell(places).items():
             cell = _submodule(reference, cell_path)
             for key, kind in parts:
                 is_module = _submodule(reference, f"{cell_path}.{key.part}") is not None
                 if cell is None or isinstance(cell, GraphModule) or is_module or kind not in PART_FUNCTIONS:
                     continue
-                taps[key] = Tap()
+                taps[key] = sides.Tap()
                 cell.register_forward_hook(partial(self._keep, taps[key], PART_FUNCTIONS[kind]))
         return taps
 
-    def _keep(self, tap: Tap, function: Any, *_: Any) -> None:
+    def _keep(self, tap: sides.Tap, function: Any, *_: Any) -> None:
         tap(self._last.pop(function, None))
 
 
-def _result_taps(module: nn.Module, keys: list[ResultKey]) -> dict[Key, Tap]:
-    taps = {key.position: Tap() for key in keys}
+def _result_taps(module: nn.Module, keys: list[sides.ResultKey]) -> dict[sides.Key, sides.Tap]:
+    taps = {key.position: sides.Tap() for key in keys}
 
     def keep(_: nn.Module, args: Any, result: Any) -> None:
         for position, leaf in enumerate(pytree.tree_leaves(result)):
@@ -264,26 +242,30 @@ def _source_of_dequantize(node: Any) -> Node | None:
     return None
 
 
-def _last_qparams(tap: Tap) -> QParams | None:
+def _last_qparams(tap: sides.Tap) -> QParams | None:
     passes = tap.take()
     return _reading(passes[-1:]).qparams if passes else None
 
 
-def _reading(passes: list[Tensor]) -> Reading:
+def _reading(passes: list[Tensor]) -> sides.Reading:
     qparams = _qparams_of(passes[0])
     values = [_dequantized(value) for value in passes]
-    return Reading(values[0] if len(values) == 1 else torch.stack(values), qparams)
+    return sides.Reading(values[0] if len(values) == 1 else torch.stack(values), qparams)
 
 
 def _dequantized(value: Tensor) -> Tensor:
-    return as_float(value)
+    return quantized_tensors.as_float(value)
 
 
 def _qparams_of(value: Tensor) -> QParams | None:
-    if not is_quantized(value) or is_per_channel(value) or has_float_qparams(value):
+    if (
+        not quantized_tensors.is_quantized(value)
+        or quantized_tensors.is_per_channel(value)
+        or quantized_tensors.has_float_qparams(value)
+    ):
         return None
     dtype = plain_dtype(value.dtype)
-    return PerTensorQParams(*qparams_of(value), *dtype_range(dtype), dtype)
+    return PerTensorQParams(*quantized_tensors.qparams_of(value), *dtype_range(dtype), dtype)
 
 
 # FX's side: the only module of this package that calls the FX engine.
@@ -295,7 +277,7 @@ def _qparams_of(value: Tensor) -> QParams | None:
 OURS = "torchq_compat."
 
 
-def quantize_by_fx(case: Case, places: Mapping[Key, Place]) -> QuantizedModel:
+def quantize_by_fx(case: Case, places: Mapping[sides.Key, Place]) -> sides.QuantizedModel:
     """Prepare, calibrate and convert a copy of ``case.model`` with FX, to be measured at ``places``.
 
     Classes of this package in a float-to-observed mapping become torch.ao's own; torch.ao's mapping to
@@ -305,7 +287,7 @@ def quantize_by_fx(case: Case, places: Mapping[Key, Place]) -> QuantizedModel:
         ImportError: this torch has no FX engine.
         Exception: any exception that FX raises.
     """
-    fx = fx_engine()
+    fx = torch_ao.fx_engine()
     observed, quantized = _custom_configs(case)
     with calling_fx(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -327,15 +309,15 @@ def quantize_by_fx(case: Case, places: Mapping[Key, Place]) -> QuantizedModel:
         )
         deployed, error = _deployed(prepared, quantized, case)
         run, output_qparams = observe_places(prepared, reference, places)
-    return QuantizedModel(run, output_qparams, deployed, error)
+    return sides.QuantizedModel(run, output_qparams, deployed, error)
 
 
 def _deployed(
-    prepared: GraphModule, quantized: ConvertCustomConfig | None, case: Case
+    prepared: GraphModule, quantized: torch_ao.ConvertCustomConfig | None, case: Case
 ) -> tuple[nn.Module | None, str]:
     """Return FX's lowered model, as the script would ship it, or None and the error that FX raised."""
     try:
-        deployed = fx_engine().convert_fx(copy.deepcopy(prepared), quantized)
+        deployed = torch_ao.fx_engine().convert_fx(copy.deepcopy(prepared), quantized)
         with torch.no_grad():
             deployed(*case.example_inputs)
     except Exception as cause:
@@ -347,13 +329,15 @@ def first_line(cause: BaseException) -> str:
     return f"{type(cause).__name__}: {(str(cause).strip() or 'no message').splitlines()[0]}"
 
 
-def _custom_configs(case: Case) -> tuple[PrepareCustomConfig | None, ConvertCustomConfig | None]:
+def _custom_configs(
+    case: Case,
+) -> tuple[torch_ao.PrepareCustomConfig | None, torch_ao.ConvertCustomConfig | None]:
     prepare = case.prepare_custom_config
     if isinstance(prepare, dict):
-        prepare = PrepareCustomConfig.from_dict(prepare)
+        prepare = torch_ao.PrepareCustomConfig.from_dict(prepare)
     convert = case.convert_custom_config
     if isinstance(convert, dict):
-        convert = ConvertCustomConfig.from_dict(convert)
+        convert = torch_ao.ConvertCustomConfig.from_dict(convert)
     if prepare is None:
         return None, convert
     prepare, mapped = copy.deepcopy(prepare), False
@@ -362,13 +346,13 @@ def _custom_configs(case: Case) -> tuple[PrepareCustomConfig | None, ConvertCust
             classes[float_class] = _of_torch(observed, "float_to_observed_custom_module_class", float_class)
             mapped = True
     if convert is None and mapped:
-        convert = ConvertCustomConfig()
+        convert = torch_ao.ConvertCustomConfig()
     if convert is not None:
         convert = _with_torch_classes(convert)
     return prepare, convert
 
 
-def _with_torch_classes(config: ConvertCustomConfig) -> ConvertCustomConfig:
+def _with_torch_classes(config: torch_ao.ConvertCustomConfig) -> torch_ao.ConvertCustomConfig:
     """Return ``config`` with torch.ao's own mapping for classes that it does not map, or maps to classes of
     this package."""
     known = _torch_classes("observed_to_quantized_custom_module_class")
@@ -383,7 +367,7 @@ def _with_torch_classes(config: ConvertCustomConfig) -> ConvertCustomConfig:
 
 
 def _torch_classes(table: str) -> dict[Any, Any]:
-    config: dict[str, dict[Any, Any]] = get_default_custom_config_dict()  # type: ignore[no-untyped-call]
+    config: dict[str, dict[Any, Any]] = torch_ao.get_default_custom_config_dict()  # type: ignore[no-untyped-call]
     return config[table]
 
 

@@ -17,18 +17,9 @@ from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from torchq_compat.capture.opaque_calls import opaque_call_nodes, qparams_of_integers
 from torchq_compat.checkpoints import load_fx_state
+from torchq_compat.comparison import sides
 from torchq_compat.comparison.cases import Case
 from torchq_compat.comparison.results import CellGraph, CellNode, Kind, LeftFloat
-from torchq_compat.comparison.sides import (
-    Key,
-    OpKey,
-    PartKey,
-    QuantizedModel,
-    Reading,
-    ResultKey,
-    Tap,
-    tap_nodes,
-)
 from torchq_compat.modules.parts import PartKind, PartOwner, part_nodes, part_of
 from torchq_compat.port.running.recorder import computes_nothing
 from torchq_compat.quantize.explain import explain
@@ -79,7 +70,7 @@ def _named_source(node: Node, names: Mapping[Node, str]) -> str | None:
 # This package's side: the prepared, calibrated and converted model, and the places to read in it.
 
 
-Run = Callable[[tuple[Any, ...]], tuple[Any, Mapping[Key, Reading]]]
+Run = Callable[[tuple[Any, ...]], tuple[Any, Mapping[sides.Key, sides.Reading]]]
 
 
 @dataclass(frozen=True)
@@ -106,9 +97,9 @@ class OurSide:
         quantized_count: the number of quantized modules and ops.
     """
 
-    exact: QuantizedModel
-    quantized: QuantizedModel
-    places: Mapping[Key, Place]
+    exact: sides.QuantizedModel
+    quantized: sides.QuantizedModel
+    places: Mapping[sides.Key, Place]
     cells: tuple[CellGraph, ...]
     left_float: tuple[LeftFloat, ...]
     quantized_count: int
@@ -148,8 +139,8 @@ def quantize_by_us(case: Case) -> OurSide:
     observed = _names_of_observed(prepared)
     exact = copy.deepcopy(prepared).apply(disable_fake_quant).eval()
     return OurSide(
-        QuantizedModel(_exact_runner(exact, decisions), lambda _: (), None),
-        QuantizedModel(
+        sides.QuantizedModel(_exact_runner(exact, decisions), lambda _: (), None),
+        sides.QuantizedModel(
             _quantized_runner(copy.deepcopy(converted), decisions, observed),
             partial(_output_qparams, converted),
             deployed,
@@ -165,15 +156,15 @@ def quantize_by_us(case: Case) -> OurSide:
     )
 
 
-def _places(converted: GraphModule, decisions: tuple[Decision, ...]) -> Iterator[tuple[Key, Place]]:
+def _places(converted: GraphModule, decisions: tuple[Decision, ...]) -> Iterator[tuple[sides.Key, Place]]:
     by_path = {decision.path: decision for decision in decisions}
     of_ops = dict(_op_keys(decisions))
     for key, (_, node) in _nodes(converted, decisions).items():
-        if isinstance(key, OpKey):
+        if isinstance(key, sides.OpKey):
             decision = of_ops[key]
             kind = Kind.OP if key.function else Kind.MODULE
             yield key, Place(_name(key), kind, decision.kind, decision.reason)
-        elif isinstance(key, ResultKey):
+        elif isinstance(key, sides.ResultKey):
             decision = by_path[key.path]
             yield key, Place(f"{key.path}[{key.position}]", Kind.RESULT, decision.kind, decision.reason)
         else:
@@ -184,12 +175,12 @@ def _places(converted: GraphModule, decisions: tuple[Decision, ...]) -> Iterator
             )
 
 
-def _name(key: OpKey) -> str:
+def _name(key: sides.OpKey) -> str:
     place = "/".join(filter(None, (key.path, key.function)))
     return f"{place}#{key.call + 1}" if key.call else place
 
 
-def _op_keys(decisions: tuple[Decision, ...]) -> Iterator[tuple[OpKey, Decision]]:
+def _op_keys(decisions: tuple[Decision, ...]) -> Iterator[tuple[sides.OpKey, Decision]]:
     """Yield key and decision for each decision about a node. The path of a function's caller is its path up
     to the last slash."""
     seen: Counter[tuple[str, str]] = Counter()
@@ -199,15 +190,17 @@ def _op_keys(decisions: tuple[Decision, ...]) -> Iterator[tuple[OpKey, Decision]
         operator = decision.kind.split(" + ")[0]
         function = operator.split(".")[0] if "." in operator else ""
         path = decision.path.rpartition("/")[0] if function else decision.path
-        yield OpKey(path, function, seen[path, function]), decision
+        yield sides.OpKey(path, function, seen[path, function]), decision
         seen[path, function] += 1
 
 
-def _nodes(graph_module: GraphModule, decisions: tuple[Decision, ...]) -> dict[Key, tuple[GraphModule, Node]]:
+def _nodes(
+    graph_module: GraphModule, decisions: tuple[Decision, ...]
+) -> dict[sides.Key, tuple[GraphModule, Node]]:
     """Return every key with the graph and the node that computes it, in graph order."""
-    found: dict[Key, tuple[GraphModule, Node]] = {}
+    found: dict[sides.Key, tuple[GraphModule, Node]] = {}
     by_name = {node.name: node for node in graph_module.graph.nodes}
-    keys: dict[str, OpKey] = {decision.node: key for key, decision in _op_keys(decisions)}
+    keys: dict[str, sides.OpKey] = {decision.node: key for key, decision in _op_keys(decisions)}
     calls = {call: str(call.target) for call in opaque_call_nodes(graph_module)}
     for node in by_name.values():
         if node.name in keys:
@@ -219,15 +212,15 @@ def _nodes(graph_module: GraphModule, decisions: tuple[Decision, ...]) -> dict[K
 
 def _of_opaque_call(
     graph_module: GraphModule, call: Node, path: str
-) -> Iterator[tuple[Key, tuple[GraphModule, Node]]]:
+) -> Iterator[tuple[sides.Key, tuple[GraphModule, Node]]]:
     opaque = graph_module.get_submodule(path)
     for cell_path, cell in opaque.graphs() if isinstance(opaque, PartOwner) else ():
         for part, node in part_nodes(cell):
-            yield PartKey(f"{path}.{cell_path}", part), (cell, node)
+            yield sides.PartKey(f"{path}.{cell_path}", part), (cell, node)
     for getitem in call.users:
         position = getitem.args[1]
         assert isinstance(position, int)
-        yield ResultKey(path, position), (graph_module, getitem)
+        yield sides.ResultKey(path, position), (graph_module, getitem)
 
 
 def _names_of_observed(prepared: GraphModule) -> frozenset[str]:
@@ -249,22 +242,22 @@ def _exact_runner(model: GraphModule, decisions: tuple[Decision, ...]) -> Run:
 def _quantized_runner(model: GraphModule, decisions: tuple[Decision, ...], observed: frozenset[str]) -> Run:
     """Return a function that runs the q-dq ``model`` and reads the integers of the ``observed`` nodes, of
     results and of parts."""
-    values: dict[Key, tuple[GraphModule, Node, QParams | None]] = {}
+    values: dict[sides.Key, tuple[GraphModule, Node, QParams | None]] = {}
     for key, (graph, node) in _nodes(model, decisions).items():
-        is_own = not isinstance(key, OpKey) or node.name in observed
+        is_own = not isinstance(key, sides.OpKey) or node.name in observed
         values[key] = (graph, *(_integers_of(node) if is_own else (node, None)))
     return _runner(model, values)
 
 
-def _runner(model: GraphModule, values: Mapping[Key, tuple[GraphModule, Node, QParams | None]]) -> Run:
+def _runner(model: GraphModule, values: Mapping[sides.Key, tuple[GraphModule, Node, QParams | None]]) -> Run:
     """Return a function that runs ``model`` with taps after the nodes of ``values``, each with the qparams of
     its value."""
-    taps: dict[tuple[int, Node], Tap] = {}
+    taps: dict[tuple[int, Node], sides.Tap] = {}
     for graph in {id(graph): graph for graph, _, _ in values.values()}.values():
-        tapped = tap_nodes(graph, [node for owner, node, _ in values.values() if owner is graph])
+        tapped = sides.tap_nodes(graph, [node for owner, node, _ in values.values() if owner is graph])
         taps.update({(id(graph), node): tap for node, tap in tapped.items()})
 
-    def run(batch: tuple[Any, ...]) -> tuple[Any, Mapping[Key, Reading]]:
+    def run(batch: tuple[Any, ...]) -> tuple[Any, Mapping[sides.Key, sides.Reading]]:
         with torch.no_grad():
             result = model(*batch)
         taken = {where: tap.take() for where, tap in taps.items()}
@@ -273,7 +266,9 @@ def _runner(model: GraphModule, values: Mapping[Key, tuple[GraphModule, Node, QP
             passes = taken[id(graph), node]
             if passes:
                 whole = _joined(passes)
-                readings[key] = Reading(whole if qparams is None else qparams.dequantize(whole), qparams)
+                readings[key] = sides.Reading(
+                    whole if qparams is None else qparams.dequantize(whole), qparams
+                )
         return result, readings
 
     return run

@@ -12,16 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 from matplotlib.ticker import MaxNLocator
 
-from torchq_compat.comparison.results import (
-    Capture,
-    CellGraph,
-    CellNode,
-    Histogram,
-    Kind,
-    Point,
-    QParamsView,
-    Series,
-)
+from torchq_compat.comparison import results
 
 # The picture of a cell: its parts as boxes in the order of computation, each with its q-dq.
 
@@ -42,7 +33,7 @@ OTHER_COLOUR, FLOAT_COLOUR = "#e2d4ef", "#eeeeee"
 Places = dict[str, tuple[float, float]]
 
 
-def draw_cell(cell: CellGraph, points: Mapping[str, Point]) -> Figure:
+def draw_cell(cell: results.CellGraph, points: Mapping[str, results.Point]) -> Figure:
     """Draw ``cell``; ``points`` are by name, and those of the cell's parts have the qparams."""
     places = _places(cell)
     columns = max(x for x, _ in places.values()) / COLUMN + 1
@@ -60,11 +51,11 @@ def draw_cell(cell: CellGraph, points: Mapping[str, Point]) -> Figure:
     return figure
 
 
-def _places(cell: CellGraph) -> Places:
+def _places(cell: results.CellGraph) -> Places:
     """Return the centres of the parts: one column per depth in the computation, near the mean row of a part's
     inputs."""
     depth = _depths(cell)
-    columns: dict[int, list[CellNode]] = {}
+    columns: dict[int, list[results.CellNode]] = {}
     for node in cell.nodes:
         columns.setdefault(depth[node.name], []).append(node)
     places: Places = {}
@@ -77,7 +68,7 @@ def _places(cell: CellGraph) -> Places:
     return places
 
 
-def _depths(cell: CellGraph) -> dict[str, int]:
+def _depths(cell: results.CellGraph) -> dict[str, int]:
     """Return the column of each part: after its last input; for an input of the cell, just before the first
     part that reads it."""
     depth: dict[str, int] = {}
@@ -90,12 +81,12 @@ def _depths(cell: CellGraph) -> dict[str, int]:
     return depth
 
 
-def _wanted_row(node: CellNode, places: Places) -> float:
+def _wanted_row(node: results.CellNode, places: Places) -> float:
     rows = [places[name][1] for name in node.inputs if name in places]
     return sum(rows) / len(rows) if rows else 0.0
 
 
-def _limits(cell: CellGraph, places: Places) -> tuple[float, float]:
+def _limits(cell: results.CellGraph, places: Places) -> tuple[float, float]:
     """Return the lowest and highest y of boxes and bent arrows."""
     highest = [y + HEIGHT * 0.75 for _, y in places.values()]
     for node in cell.nodes:
@@ -126,7 +117,9 @@ def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float]) -> 
     )
 
 
-def _box(axes: Axes, node: CellNode, centre: tuple[float, float], point: Point | None) -> None:
+def _box(
+    axes: Axes, node: results.CellNode, centre: tuple[float, float], point: results.Point | None
+) -> None:
     x, y = centre
     qparams = point.ours.qparams if point else None
     colour = FLOAT_COLOUR if qparams is None else DTYPE_COLOURS.get(qparams.dtype, OTHER_COLOUR)
@@ -156,7 +149,7 @@ def _box(axes: Axes, node: CellNode, centre: tuple[float, float], point: Point |
         )
 
 
-def _details(node: CellNode, point: Point | None) -> list[tuple[str, str]]:
+def _details(node: results.CellNode, point: results.Point | None) -> list[tuple[str, str]]:
     if point is None:
         return [(node.formula, "#333333")]
     ours, fx = point.ours.qparams, point.fx.qparams if point.fx else None
@@ -166,7 +159,7 @@ def _details(node: CellNode, point: Point | None) -> list[tuple[str, str]]:
     return lines
 
 
-def _chain(qparams: QParamsView | None) -> str:
+def _chain(qparams: results.QParamsView | None) -> str:
     if qparams is None:
         return "float"
     return f"q→dq {qparams.dtype} s={qparams.scales[0]:.3g} z={qparams.zero_points[0]}"
@@ -186,7 +179,7 @@ SERIES, SMALL = (6.4, 3.6), (3.1, 1.9)
 MAX_NAME = 44
 
 
-def over_time(series: Series) -> str:
+def over_time(series: results.Series) -> str:
     """Plot one output channel of all sides, and below it the errors."""
     figure = Figure(figsize=SERIES, layout="constrained")
     values, errors = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
@@ -208,16 +201,18 @@ def over_time(series: Series) -> str:
     return _svg(figure, f"{series.output} over {series.axis}")
 
 
-def histogram_groups(capture: Capture) -> Iterator[tuple[str, list[Point]]]:
+def histogram_groups(capture: results.Capture) -> Iterator[tuple[str, list[results.Point]]]:
     """Yield the places that are drawn together: outputs, modules and ops first, then each cell."""
-    outer = [*capture.outputs, *(point for point in capture.points if point.kind is not Kind.PART)]
+    outer = [*capture.outputs, *(point for point in capture.points if point.kind is not results.Kind.PART)]
     yield "outputs, modules and ops", [point for point in outer if point.histogram]
     for cell in capture.cells:
-        parts = [p for p in capture.points if p.kind is Kind.PART and p.name.startswith(f"{cell.path}.")]
+        parts = [
+            p for p in capture.points if p.kind is results.Kind.PART and p.name.startswith(f"{cell.path}.")
+        ]
         yield cell.path, [point for point in parts if point.histogram]
 
 
-def histogram(alike: Sequence[Point]) -> str:
+def histogram(alike: Sequence[results.Point]) -> str:
     """Plot the float values at places with equal values, and the qparams of both sides."""
     figure = Figure(figsize=SMALL, layout="constrained")
     axes = figure.subplots()
@@ -227,7 +222,7 @@ def histogram(alike: Sequence[Point]) -> str:
     return _svg(figure, alike[0].name)
 
 
-def _histogram(axes: Axes, point: Point) -> None:
+def _histogram(axes: Axes, point: results.Point) -> None:
     histogram = point.histogram
     assert histogram is not None
     width = (histogram.high - histogram.low) / len(histogram.counts)
@@ -246,7 +241,7 @@ def _histogram(axes: Axes, point: Point) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(5))
 
 
-def _view(histogram: Histogram, qparams: Sequence[QParamsView]) -> tuple[float, float]:
+def _view(histogram: results.Histogram, qparams: Sequence[results.QParamsView]) -> tuple[float, float]:
     """Return the limits of the plot: all values, and both ends of every range."""
     ends = [histogram.low, histogram.high]
     for each in qparams:
@@ -255,13 +250,13 @@ def _view(histogram: Histogram, qparams: Sequence[QParamsView]) -> tuple[float, 
     return min(ends) - margin, max(ends) + margin
 
 
-def _ends(qparams: QParamsView) -> Iterator[tuple[float, float]]:
+def _ends(qparams: results.QParamsView) -> Iterator[tuple[float, float]]:
     for scale, zero_point in zip(qparams.scales, qparams.zero_points, strict=True):
         yield (qparams.quant_min - zero_point) * scale, (qparams.quant_max - zero_point) * scale
 
 
 def _mark_qparams(
-    axes: Axes, qparams: QParamsView, colour: str, view: tuple[float, float], bottom: float
+    axes: Axes, qparams: results.QParamsView, colour: str, view: tuple[float, float], bottom: float
 ) -> None:
     """Shade the range of the qparams, dash its ends, and draw its steps as ticks at the bottom."""
     pairs = zip(qparams.scales, qparams.zero_points, _ends(qparams), strict=True)
@@ -278,7 +273,7 @@ def _mark_qparams(
         )
 
 
-def cell_chain(cell: CellGraph, capture: Capture) -> str:
+def cell_chain(cell: results.CellGraph, capture: results.Capture) -> str:
     """Draw the parts of a cell from left to right, with their q-dq."""
     return _svg(draw_cell(cell, {point.name: point for point in capture.points}), cell.path)
 

@@ -20,37 +20,26 @@ from torch import nn
 from torch.fx import GraphModule
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from torchq_compat import errors
 from torchq_compat.capture.trial_runs import sqnr
 from torchq_compat.comparison.cases import Batch, Case
-from torchq_compat.errors import (
-    ArgumentError,
-    ConfigError,
-    InputError,
-    QuantizationWarning,
-    TorchQCompatError,
-)
 from torchq_compat.quantize.explain import explain
 from torchq_compat.quantize.first_call import at_once
 from torchq_compat.quantize_fx import convert_to_reference_fx, prepare_fx
+from torchq_compat.support import torch_ao
 from torchq_compat.support.argument_checks import INDEX, checked_arguments, instance_of, one_of
 from torchq_compat.support.decisions import Action
-from torchq_compat.support.torch_ao import (
-    MinMaxObserver,
-    QConfig,
-    QConfigMapping,
-    default_per_channel_weight_observer,
-)
 from torchq_compat.support.user_warnings import warn_user
 
 FLOAT, SIXTEEN_BITS = "float", "16-bit"
 #: If the worst n together do not help, this times n modules are tried one by one.
 TRIED = 4
 #: Activations in 16 bits, weights as before; the backend must list the dtype.
-QCONFIG_16 = QConfig(  # type: ignore[no-untyped-call]
-    activation=MinMaxObserver.with_args(
+QCONFIG_16 = torch_ao.QConfig(  # type: ignore[no-untyped-call]
+    activation=torch_ao.MinMaxObserver.with_args(
         dtype=torch.int16, qscheme=torch.per_tensor_symmetric, quant_min=-(2**15), quant_max=2**15 - 1
     ),
-    weight=default_per_channel_weight_observer,
+    weight=torch_ao.default_per_channel_weight_observer,
 )
 
 
@@ -71,7 +60,7 @@ class Sensitivity:
     sqnr: float
 
 
-class SuggestedMapping(QConfigMapping):
+class SuggestedMapping(torch_ao.QConfigMapping):
     """A QConfigMapping with the measurements it comes from.
 
     Attributes:
@@ -144,18 +133,20 @@ def suggest(
         True
     """
     if n < 1:
-        raise ArgumentError(
+        raise errors.ArgumentError(
             f"suggest: n must be at least 1, got {n}.", hint="give n=3, or leave it out: 3 is the default."
         )
     mapping = (
-        QConfigMapping.from_dict(qconfig_mapping) if isinstance(qconfig_mapping, dict) else qconfig_mapping
+        torch_ao.QConfigMapping.from_dict(qconfig_mapping)
+        if isinstance(qconfig_mapping, dict)
+        else qconfig_mapping
     )
-    if not isinstance(mapping, QConfigMapping):
-        raise ConfigError.wrong_type("qconfig_mapping", "a QConfigMapping", qconfig_mapping)
+    if not isinstance(mapping, torch_ao.QConfigMapping):
+        raise errors.ConfigError.wrong_type("qconfig_mapping", "a QConfigMapping", qconfig_mapping)
     case = Case(model, mapping, example_inputs, calibration_data, evaluation_data=evaluation_data).checked()
     _check_batches(model, case.evaluation_data)
 
-    def calibrated(mapping: QConfigMapping) -> _Trial:
+    def calibrated(mapping: torch_ao.QConfigMapping) -> _Trial:
         prepared = at_once(prepare_fx)(
             model, mapping, case.example_inputs, prepare_custom_config, backend_config=backend_config
         )
@@ -199,7 +190,7 @@ def _measured_in_16_bits(trial: _Trial, chosen: tuple[str, ...]) -> float:
 
 def _check_batches(model: nn.Module, batches: list[Batch]) -> None:
     if not batches:
-        raise InputError(
+        raise errors.InputError(
             "suggest: there are no batches to measure on.",
             hint="give calibration_data, or evaluation_data, as a list of batches.",
         )
@@ -209,7 +200,7 @@ def _check_batches(model: nn.Module, batches: list[Batch]) -> None:
                 model(*batch)
         except Exception as cause:
             first_line = str(cause).strip().split("\n", 1)[0]
-            raise InputError(
+            raise errors.InputError(
                 f"suggest: the model does not take batch {index} of evaluation_data: "
                 f"{type(cause).__name__}: {first_line}",
                 hint="give batches as calibration_data has them: tuples of the model's positional arguments.",
@@ -222,7 +213,7 @@ class _Trial:
 
     model: nn.Module
     prepared: GraphModule
-    mapping: QConfigMapping
+    mapping: torch_ao.QConfigMapping
     convert_custom_config: Any
     batches: list[Batch]
 
@@ -235,7 +226,7 @@ class _Trial:
         for path in switched_off:
             mapping.set_module_name(path, None)
         with warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore", QuantizationWarning)
+            warnings.simplefilter("ignore", errors.QuantizationWarning)
             converted = convert_to_reference_fx(
                 self.prepared, self.convert_custom_config, qconfig_mapping=mapping
             )
@@ -249,7 +240,7 @@ class _Trial:
         """Return whether the modules at ``paths`` can be switched off at convert, not only at prepare."""
         try:
             self.sqnr(paths)
-        except TorchQCompatError:
+        except errors.TorchQCompatError:
             return False
         return True
 
@@ -289,7 +280,7 @@ def _best_together(trial: _Trial, paths: list[str], n: int, before: float) -> tu
 
 
 def _suggested(
-    mapping: QConfigMapping,
+    mapping: torch_ao.QConfigMapping,
     found: tuple[Sensitivity, ...],
     chosen: tuple[str, ...],
     instead: str,

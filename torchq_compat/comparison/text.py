@@ -12,19 +12,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from torchq_compat.comparison import results
 from torchq_compat.comparison.causes import decibel_text, qparams_text
-from torchq_compat.comparison.results import (
-    Capture,
-    ComparedModel,
-    Costs,
-    Finding,
-    FxOutcome,
-    Kind,
-    Point,
-    QParamsView,
-    Side,
-    Status,
-)
 from torchq_compat.support.report import counted
 from torchq_compat.support.text_table import folded_prefixes, text_table
 
@@ -56,7 +45,7 @@ def noise_text(sqnr: float) -> str:
     return f"{share:.2%}" if share < 0.01 else f"{share:.1%}" if share < 0.1 else f"{share:.0%}"
 
 
-def summary_sentence(comparison: ComparedModel) -> str:
+def summary_sentence(comparison: results.ComparedModel) -> str:
     """Return a sentence such as ``int8 within 0.9% of float; 0.27 of the size; 3.1 times as fast. FX cannot
     run this model because ...``"""
     capture, costs = comparison.capture, comparison.capture.costs
@@ -66,7 +55,7 @@ def summary_sentence(comparison: ComparedModel) -> str:
     return f"{_bits(capture)} {ours}. {_of_fx(capture)}"
 
 
-def _numbers(sides: Sequence[Side], size: int, time: float, capture: Capture) -> str:
+def _numbers(sides: Sequence[results.Side], size: int, time: float, capture: results.Capture) -> str:
     costs = capture.costs
     lowest = min((side.sqnr for side in sides), default=math.inf)
     told = ["equal to float" if grade(lowest) == "exact" else f"within {noise_text(lowest)} of float"]
@@ -77,17 +66,17 @@ def _numbers(sides: Sequence[Side], size: int, time: float, capture: Capture) ->
     return "; ".join(told)
 
 
-def _bits(capture: Capture) -> str:
+def _bits(capture: results.Capture) -> str:
     dtypes = {p.ours.qparams.dtype for p in (*capture.outputs, *capture.points) if p.ours.qparams}
     widths = {dtype.lstrip("uint") for dtype in dtypes}
     return "int8" if widths == {"8"} else f"{'- and '.join(sorted(widths))}-bit" if widths else "quantized"
 
 
-def _of_fx(capture: Capture) -> str:
+def _of_fx(capture: results.Capture) -> str:
     fx, costs = capture.fx, capture.costs
-    if fx.outcome is FxOutcome.NOT_ASKED:
+    if fx.outcome is results.FxOutcome.NOT_ASKED:
         return "FX was not run."
-    if fx.outcome is FxOutcome.RAISED:
+    if fx.outcome is results.FxOutcome.RAISED:
         return f"FX cannot run this model because of {_first_line(fx.error)}"
     sides = [output.fx for output in capture.outputs if output.fx is not None]
     if costs.fx_bytes is None or costs.fx_ms is None or not sides:
@@ -104,18 +93,18 @@ def _first_line(error: str) -> str:
 class Place:
     """Points with the same values everywhere, shown once."""
 
-    def __init__(self, point: Point) -> None:
+    def __init__(self, point: results.Point) -> None:
         self.point = point
         self.names = [point.name]
 
-    def takes(self, other: Point) -> bool:
+    def takes(self, other: results.Point) -> bool:
         """Return whether ``other`` has the same value, moved or passed on."""
         mine = self.point
         same = (other.ours, other.fx, other.histogram) == (mine.ours, mine.fx, mine.histogram)
-        return same and other.kind is not Kind.PART and mine.kind is not Kind.PART
+        return same and other.kind is not results.Kind.PART and mine.kind is not results.Kind.PART
 
 
-def told_places(points: Sequence[Point]) -> list[Place]:
+def told_places(points: Sequence[results.Point]) -> list[Place]:
     """Return the places in order, each value once: a pooling that passes integers on is not a place of its
     own."""
     found: list[Place] = []
@@ -127,7 +116,7 @@ def told_places(points: Sequence[Point]) -> list[Place]:
     return found
 
 
-def worst_places(capture: Capture, count: int = 3) -> list[tuple[Place, str]]:
+def worst_places(capture: results.Capture, count: int = 3) -> list[tuple[Place, str]]:
     """Return the places farthest from float, with the reason for each."""
     places = told_places(capture.points)
     noisy = [place for place in places if grade(place.point.ours.sqnr) != "exact"]
@@ -135,7 +124,7 @@ def worst_places(capture: Capture, count: int = 3) -> list[tuple[Place, str]]:
     return [(place, " ".join(_reasons(place.point, capture))) for place in worst]
 
 
-def _reasons(point: Point, capture: Capture) -> Iterator[str]:
+def _reasons(point: results.Point, capture: results.Capture) -> Iterator[str]:
     side, qparams, histogram = point.ours, point.ours.qparams, point.histogram
     if qparams is None:
         yield "It is computed in float: the noise comes from its input."
@@ -158,11 +147,11 @@ def _reasons(point: Point, capture: Capture) -> Iterator[str]:
         yield f"It has {len(qparams.scales)} sets of qparams; the noise comes from the parts they belong to."
 
 
-def _width(qparams: QParamsView) -> float:
+def _width(qparams: results.QParamsView) -> float:
     return (qparams.quant_max - qparams.quant_min) * qparams.scales[0]
 
 
-def _before(point: Point, capture: Capture) -> Point | None:
+def _before(point: results.Point, capture: results.Capture) -> results.Point | None:
     """Return the noisiest of the parts that a part reads, or the quantized place before an op; None if there
     is none."""
     for cell in capture.cells:
@@ -172,13 +161,13 @@ def _before(point: Point, capture: Capture) -> Point | None:
                 found = [p for p in capture.points if p.name in read]
                 return min(found, key=lambda p: p.ours.sqnr, default=None)
     earlier = capture.points[: capture.points.index(point)]
-    return next((p for p in reversed(earlier) if p.kind is not Kind.PART and p.ours.qparams), None)
+    return next((p for p in reversed(earlier) if p.kind is not results.Kind.PART and p.ours.qparams), None)
 
 
 # Comparisons as tables on a terminal.
 
 
-STYLES = {Status.WORSE: "bold red", Status.WITHOUT_FX: "bold yellow"}
+STYLES = {results.Status.WORSE: "bold red", results.Status.WITHOUT_FX: "bold yellow"}
 WIDTH = 200
 #: The width from which both sides have columns of their own.
 WIDE = 150
@@ -188,12 +177,12 @@ MAX_ALIKE = 6
 NONE, UNSATURATED = "-", "0.00%"
 
 
-def print_report(comparisons: Iterable[ComparedModel], console: Console) -> None:
+def print_report(comparisons: Iterable[results.ComparedModel], console: Console) -> None:
     for comparison in comparisons:
         console.print(renderable(comparison, console.width))
 
 
-def as_text(comparisons: Iterable[ComparedModel]) -> str:
+def as_text(comparisons: Iterable[results.ComparedModel]) -> str:
     """Return the tables without colour, each row one line."""
     console = Console(file=io.StringIO(), width=WIDTH, no_color=True)
     print_report(comparisons, console)
@@ -201,7 +190,7 @@ def as_text(comparisons: Iterable[ComparedModel]) -> str:
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
 
-def renderable(comparison: ComparedModel, width: int = WIDTH) -> RenderableType:
+def renderable(comparison: results.ComparedModel, width: int = WIDTH) -> RenderableType:
     verdict, capture = comparison.verdict, comparison.capture
     style = STYLES.get(verdict.status, "bold green")
     parts: list[RenderableType] = [
@@ -218,7 +207,7 @@ def renderable(comparison: ComparedModel, width: int = WIDTH) -> RenderableType:
     return Group(*parts)
 
 
-def _points_table(points: Iterable[Point], width: int) -> Text:
+def _points_table(points: Iterable[results.Point], width: int) -> Text:
     rows: list[tuple[str, ...]] = [
         tuple("" if cell == NONE else cell for cell in point_row(point)) for point in points
     ]
@@ -253,7 +242,7 @@ def _beside(row: tuple[str, ...]) -> str:
     return "; ".join(filter(None, (ours, ", ".join(filter(None, told)))))
 
 
-def point_row(point: Point) -> tuple[str, ...]:
+def point_row(point: results.Point) -> tuple[str, ...]:
     """Return the cells of ``COLUMNS``."""
     ours, fx, steps = point.ours, point.fx, point.steps
     same = (
@@ -264,7 +253,7 @@ def point_row(point: Point) -> tuple[str, ...]:
     )
     return (
         point.name,
-        "" if point.kind is Kind.OUTPUT else point.operation,
+        "" if point.kind is results.Kind.OUTPUT else point.operation,
         qparams_text(ours.qparams),
         NONE if fx is None else "same" if same else qparams_text(fx.qparams),
         _decibels(ours),
@@ -280,15 +269,15 @@ def step_text(steps: float) -> str:
     return f"{steps:.0f}" if steps >= 10 else f"{steps:.2g}"
 
 
-def _decibels(side: Side) -> str:
+def _decibels(side: results.Side) -> str:
     return decibel_text(side.sqnr).removesuffix(" dB")
 
 
-def _saturated(side: Side) -> str:
+def _saturated(side: results.Side) -> str:
     return NONE if side.saturated is None else f"{side.saturated:.2%}"
 
 
-def cost_rows(costs: Costs) -> Iterator[tuple[str, str, str, str, str]]:
+def cost_rows(costs: results.Costs) -> Iterator[tuple[str, str, str, str, str]]:
     """Yield (side, bytes of state, relative to float, ms per call, relative to float)."""
     for side, size, time in (
         ("float", costs.float_bytes, costs.float_ms),
@@ -300,7 +289,7 @@ def cost_rows(costs: Costs) -> Iterator[tuple[str, str, str, str, str]]:
             yield side, f"{size:,}", of_size, f"{time:.3g}", f"{time / costs.float_ms:.2f}x"
 
 
-def _costs_table(costs: Costs) -> Table:
+def _costs_table(costs: results.Costs) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for index, column in enumerate(("model", "bytes of state", "of float", "ms per call", "of float")):
         table.add_column(column, justify="right" if index else "left")
@@ -309,15 +298,15 @@ def _costs_table(costs: Costs) -> Table:
     return table
 
 
-def findings_by_reason(findings: Iterable[Finding]) -> list[tuple[Finding, ...]]:
+def findings_by_reason(findings: Iterable[results.Finding]) -> list[tuple[results.Finding, ...]]:
     """Return the findings in groups with the same reason, in the order of the first of each group."""
-    groups: dict[tuple[str, str], list[Finding]] = {}
+    groups: dict[tuple[str, str], list[results.Finding]] = {}
     for finding in findings:
         groups.setdefault((finding.why, finding.link), []).append(finding)
     return list(map(tuple, groups.values()))
 
 
-def _findings(comparison: ComparedModel) -> Iterator[RenderableType]:
+def _findings(comparison: results.ComparedModel) -> Iterator[RenderableType]:
     for alike in findings_by_reason(comparison.verdict.findings):
         for finding in alike[:MAX_ALIKE]:
             yield Text(f"  {finding.where}: {finding.what}")
@@ -335,12 +324,12 @@ def _findings(comparison: ComparedModel) -> Iterator[RenderableType]:
 FORMAT_VERSION = 1
 
 
-def report_data(comparisons: Iterable[ComparedModel]) -> dict[str, Any]:
+def report_data(comparisons: Iterable[results.ComparedModel]) -> dict[str, Any]:
     """Return the data that ``torchq-compat compare --json`` prints."""
     return {"version": FORMAT_VERSION, "comparisons": [as_data(comparison) for comparison in comparisons]}
 
 
-def as_data(comparison: ComparedModel) -> dict[str, Any]:
+def as_data(comparison: results.ComparedModel) -> dict[str, Any]:
     """Return one comparison as plain values, without the data of plots. SQNR is a number of dB, or "inf"."""
     capture, verdict = comparison.capture, comparison.verdict
     data: dict[str, Any] = _finite(
@@ -360,7 +349,7 @@ def as_data(comparison: ComparedModel) -> dict[str, Any]:
     return data
 
 
-def _point(point: Point) -> dict[str, Any]:
+def _point(point: results.Point) -> dict[str, Any]:
     data = asdict(point)
     del data["histogram"]
     return {**data, "kind": point.kind.value}

@@ -20,18 +20,9 @@ from torch.nn.utils.parametrize import is_parametrized, remove_parametrizations,
 from torchq_compat.annotate.observed_graph import ObserverFault, observer_fault
 from torchq_compat.capture.opaque_calls import OpaqueModule
 from torchq_compat.custom_modules import handler_of
+from torchq_compat.eager import qdq_modules
 from torchq_compat.eager.grid import keep_custom_results
 from torchq_compat.eager.observe import OBSERVER, OBSERVERS, forget_observers, is_observing
-from torchq_compat.eager.qdq_modules import (
-    CLASSES,
-    DeQuantize,
-    Embedding,
-    EmbeddingBag,
-    Linear,
-    OnGrid,
-    Weighted,
-    observed_qparams,
-)
 from torchq_compat.errors import ConvertError
 from torchq_compat.fx_state.load import WEIGHT_QPARAMS
 from torchq_compat.modules.registry import ConvertRequest
@@ -147,14 +138,14 @@ def convert_module(module: nn.Module, settings: ConvertSettings, path: str) -> n
 
 
 def _decision(made: nn.Module, kind: type[nn.Module], path: str) -> Decision:
-    if isinstance(made, OnGrid):
+    if isinstance(made, qdq_modules.OnGrid):
         details = {
             "dtype": made.output.dtype,
             "scale": made.output.scale,
             "zero_point": made.output.zero_point,
         }
         return Decision(path, kind.__name__, Action.QUANTIZED, "by its qconfig", details)
-    if isinstance(made, DeQuantize):
+    if isinstance(made, qdq_modules.DeQuantize):
         return Decision(path, kind.__name__, Action.SHARED, "hands floats out")
     is_kept = type(made) is kind and not isinstance(made, OpaqueModule)
     reason = "computes on the grid of its input" if is_kept else "by its qconfig"
@@ -193,16 +184,16 @@ def _made_by(target: Any, module: nn.Module, settings: ConvertSettings, path: st
     if name in KEPT_FLOAT:
         forget_observers(module)
         return module
-    cls = CLASSES.get(name)
+    cls = qdq_modules.CLASSES.get(name)
     if cls is None or ".dynamic" in target.__module__:
         raise ConvertError(
             f"the mapping gives {target.__module__}.{name} for {path!r}, which has no counterpart here.",
             hint="leave it out of the mapping; quantize_dynamic does the dynamic ones.",
             code="TQ905",
         )
-    if issubclass(cls, DeQuantize):
+    if issubclass(cls, qdq_modules.DeQuantize):
         return cls()
-    if issubclass(cls, (Embedding, EmbeddingBag)):
+    if issubclass(cls, (qdq_modules.Embedding, qdq_modules.EmbeddingBag)):
         return _table(cls, module, settings, path)
     observer = getattr(module, OBSERVER, None)
     if observer is None:
@@ -211,10 +202,12 @@ def _made_by(target: Any, module: nn.Module, settings: ConvertSettings, path: st
             hint="call prepare first, and convert what it returns, once it has seen calibration data.",
             code="TQ905",
         )
-    output = observed_qparams(observer, path)
-    if issubclass(cls, Weighted):
+    output = qdq_modules.observed_qparams(observer, path)
+    if issubclass(cls, qdq_modules.Weighted):
         made = _weighted(cls, module, settings, path)
-    elif issubclass(cls, CLASSES["Quantize"]) or issubclass(cls, CLASSES["QFunctional"]):
+    elif issubclass(cls, qdq_modules.CLASSES["Quantize"]) or issubclass(
+        cls, qdq_modules.CLASSES["QFunctional"]
+    ):
         made = cls()
     else:
         made = _function(cls, module)
@@ -223,7 +216,9 @@ def _made_by(target: Any, module: nn.Module, settings: ConvertSettings, path: st
     return made
 
 
-def _weighted(cls: type[Weighted], module: nn.Module, settings: ConvertSettings, path: str) -> Weighted:
+def _weighted(
+    cls: type[qdq_modules.Weighted], module: nn.Module, settings: ConvertSettings, path: str
+) -> qdq_modules.Weighted:
     """Return a module with the weight of ``module`` on the qparams of its qconfig, or of its training."""
     source: Any = module
     if is_parametrized(source):
@@ -237,7 +232,7 @@ def _weighted(cls: type[Weighted], module: nn.Module, settings: ConvertSettings,
     weight, bias = source.weight, source.bias
     if trained is not None and hasattr(source, "bn"):
         norm = source.bn
-        fuse: Any = fuse_linear_bn_weights if issubclass(cls, Linear) else fuse_conv_bn_weights
+        fuse: Any = fuse_linear_bn_weights if issubclass(cls, qdq_modules.Linear) else fuse_conv_bn_weights
         statistics = norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias
         weight, bias = fuse(weight, bias, *statistics)
     observer = source.qconfig.weight() if trained is None else trained

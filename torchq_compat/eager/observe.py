@@ -21,24 +21,15 @@ from torchq_compat.errors import ConfigError
 from torchq_compat.fx_state.load import translated_state
 from torchq_compat.modules.registry import ObserveRequest, handlers
 from torchq_compat.read.qspecs import OpSpecs
+from torchq_compat.support import torch_ao
 from torchq_compat.support.decisions import Action, Decision
-from torchq_compat.support.torch_ao import (
-    DEFAULT_MODULE_TO_ACT_POST_PROCESS,
-    DeQuantStub,
-    FakeQuantizeBase,
-    FloatFunctional,
-    ObserverBase,
-    QConfig,
-    QFunctional,
-    fused_module,
-)
 from torchq_compat.support.user_warnings import warn_user
 
 OBSERVER = "activation_post_process"
 #: Names of the hooks that observe, here and in torch.ao, whose prepared models convert too.
 HOOKS = ("observe_result", "observe_input", "_observer_forward_hook", "_observer_forward_pre_hook")
 #: The classes of observers; torchao's are registered as torch.ao's.
-OBSERVERS = (ObserverBase, FakeQuantizeBase)
+OBSERVERS = (torch_ao.ObserverBase, torch_ao.FakeQuantizeBase)
 ClassMapping = Mapping[type[nn.Module], Any]
 
 
@@ -78,7 +69,7 @@ def set_qconfigs(model: nn.Module, spec: ModuleSpec, left_out: Collection[Any] =
     """
     qconfigs = dict(propagated_qconfigs(model, spec, None, ""))
     for path, qconfig in qconfigs.items():
-        if qconfig is not None and not isinstance(qconfig, QConfig):
+        if qconfig is not None and not isinstance(qconfig, torch_ao.QConfig):
             raise ConfigError(
                 f"the qconfig of {path or 'the model'!r} is a {type(qconfig).__name__}.",
                 hint="set a QConfig, such as get_default_qconfig('x86'), or None.",
@@ -128,7 +119,7 @@ def _decisions(model: nn.Module) -> Iterator[Decision]:
         elif getattr(module, "qconfig", None) is None:
             yield Decision(path, kind, Action.FLOAT, "its qconfig is None")
         else:
-            hands_out = isinstance(module, DeQuantStub)
+            hands_out = isinstance(module, torch_ao.DeQuantStub)
             reason = "hands floats out" if hands_out else "computes on the grid of its input"
             yield Decision(path, kind, Action.SHARED, reason)
 
@@ -140,13 +131,13 @@ def _observe(module: nn.Module, path: str, settings: ObserveSettings, device: to
         qconfig = getattr(child, "qconfig", None)
         if kind is nn.Dropout:
             continue
-        if issubclass(kind, (FloatFunctional, QFunctional)):
+        if issubclass(kind, (torch_ao.FloatFunctional, torch_ao.QFunctional)):
             if qconfig is not None:
                 setattr(child, OBSERVER, _observer(qconfig.activation, device))
-        elif isinstance(child, fused_module) or kind in settings.observed_whole:
+        elif isinstance(child, torch_ao.fused_module) or kind in settings.observed_whole:
             _insert(child, device)
-        elif child.training and kind in DEFAULT_MODULE_TO_ACT_POST_PROCESS:
-            _insert(child, device, DEFAULT_MODULE_TO_ACT_POST_PROCESS[kind])
+        elif child.training and kind in torch_ao.DEFAULT_MODULE_TO_ACT_POST_PROCESS:
+            _insert(child, device, torch_ao.DEFAULT_MODULE_TO_ACT_POST_PROCESS[kind])
         elif qconfig is not None and kind in settings.custom_modules:
             setattr(module, name, _observed_custom(child, where, settings.custom_modules[kind], device))
         else:
@@ -161,7 +152,7 @@ def _observe(module: nn.Module, path: str, settings: ObserveSettings, device: to
 
 def _insert(module: nn.Module, device: torch.device | None, constructor: Any = None) -> None:
     qconfig = getattr(module, "qconfig", None)
-    if qconfig is None or isinstance(module, DeQuantStub):
+    if qconfig is None or isinstance(module, torch_ao.DeQuantStub):
         return
     forget_observers(module)
     module.add_module(OBSERVER, _observer(constructor or qconfig.activation, device))

@@ -16,18 +16,8 @@ import torch
 from torch import Tensor
 
 from torchq_compat.errors import CheckpointError
+from torchq_compat.support import quantized_tensors
 from torchq_compat.support.argument_checks import shown
-from torchq_compat.support.quantized_tensors import (
-    KERNELS,
-    as_float,
-    channel_qparams,
-    has_float_qparams,
-    is_per_channel,
-    is_quantized,
-    qparams_of,
-    quantize,
-    quantize_per_channel,
-)
 
 # Weights in the forms in which FX's converted models save them, as floats with their qparams.
 #
@@ -56,14 +46,14 @@ def is_packed(value: object) -> bool:
 
 def weight_of_tensor(tensor: Tensor) -> FxWeight:
     """Return ``tensor``, quantized or in half precision, as an FxWeight."""
-    if not is_quantized(tensor):
+    if not quantized_tensors.is_quantized(tensor):
         return FxWeight(tensor.detach().float())
-    values = as_float(tensor).float()
-    if is_per_channel(tensor) or has_float_qparams(tensor):
+    values = quantized_tensors.as_float(tensor).float()
+    if quantized_tensors.is_per_channel(tensor) or quantized_tensors.has_float_qparams(tensor):
         # embedding_bag_unpack returns a tensor whose scales are in the memory of the packed object.
-        scales, zero_points = channel_qparams(tensor)
+        scales, zero_points = quantized_tensors.channel_qparams(tensor)
         return FxWeight(values, scales.float().clone(), zero_points.clone())
-    scale, zero_point = qparams_of(tensor)
+    scale, zero_point = quantized_tensors.qparams_of(tensor)
     return FxWeight(values, torch.tensor([scale]), torch.tensor([zero_point]))
 
 
@@ -75,7 +65,7 @@ def unpacked_pair(packed: Any) -> tuple[FxWeight, Tensor | None]:
     """
     kind = _kind(packed)
     if "Embedding" in kind:
-        return weight_of_tensor(KERNELS.embedding_bag_unpack(packed)), None
+        return weight_of_tensor(quantized_tensors.KERNELS.embedding_bag_unpack(packed)), None
     if "Linear" in kind:
         weight, bias = packed.__getstate__()[0]
     elif "Conv" in kind:
@@ -309,7 +299,7 @@ class _Reader:
             self.entries[name] = Entry(value.detach() if isinstance(value, Tensor) else value, keys)
 
     def _read(self, name: str, value: Any) -> None:
-        if isinstance(value, Tensor) and not is_quantized(value):
+        if isinstance(value, Tensor) and not quantized_tensors.is_quantized(value):
             self._add(name, value, name)
         elif isinstance(value, Tensor):
             self.is_converted = True
@@ -396,8 +386,8 @@ def _reference_weight(
     if dtype is torch.float16:
         return FxWeight(weight.half().float())
     if scale.numel() == 1 and not zero_point.is_floating_point():
-        return weight_of_tensor(quantize(weight, float(scale), int(zero_point), dtype))
-    return weight_of_tensor(quantize_per_channel(weight, scale, zero_point, axis, dtype))
+        return weight_of_tensor(quantized_tensors.quantize(weight, float(scale), int(zero_point), dtype))
+    return weight_of_tensor(quantized_tensors.quantize_per_channel(weight, scale, zero_point, axis, dtype))
 
 
 def _is_in_observer(path: str) -> bool:

@@ -12,17 +12,12 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 
+from torchq_compat.capture import torch_export
 from torchq_compat.capture.example_inputs import asks_for_examples, read_example_inputs
 from torchq_compat.capture.opaque_calls import OpaqueModule, opaque_call_nodes, tensor_arguments
 from torchq_compat.capture.packed_sequences import with_padded_packs
 from torchq_compat.capture.sizes.find_sizes import Group, group_of
 from torchq_compat.capture.sizes.input_sizes import Dimension
-from torchq_compat.capture.torch_export import (
-    EVERY_SIZE,
-    explain_failure,
-    export_with,
-    without_frames_of_torch,
-)
 from torchq_compat.capture.trial_runs import SizeGroups, kept_buffers, sizes_at, with_sizes
 from torchq_compat.errors import CaptureError, ExportError, TorchQCompatError
 from torchq_compat.lower.streaming import StreamingModel, StreamProgram
@@ -333,10 +328,12 @@ def export(
             checked: torch.nn.Module = with_size_rules(model, args)
             if streams is not None:
                 checked = StreamProgram(checked, model, streams, args)
-            program = export_with(checked, args, EVERY_SIZE if dynamic_shapes is None else dynamic_shapes)
+            program = torch_export.export_with(
+                checked, args, torch_export.EVERY_SIZE if dynamic_shapes is None else dynamic_shapes
+            )
         except Exception as cause:
             found = _error(model, args, shape, dynamic_shapes, cause)
-            raise found from without_frames_of_torch(cause)
+            raise found from torch_export.without_frames_of_torch(cause)
     if dynamic_shapes is None:
         drop_guards_of_ones(program, model, args)
     _freeze(program)
@@ -405,7 +402,7 @@ def _error(
     dynamic_shapes: Any,
     cause: Exception,
 ) -> TorchQCompatError:
-    error = explain_failure(model, args, cause)
+    error = torch_export.explain_failure(model, args, cause)
     return _export_refused(shape, dynamic_shapes, cause) if isinstance(error, CaptureError) else error
 
 

@@ -12,20 +12,15 @@ from torchq_compat.errors import ExportError
 from torchq_compat.lower.causality import TrialCalls, check_causality, recurrent_calls
 from torchq_compat.model.graph_module import ConvertedGraphModule, QuantizationGraphModule
 from torchq_compat.recurrent.states import CallKey, Streams
-from torchq_compat.support.argument_checks import (
-    INDEX,
-    Expected,
-    check_arguments,
-    checked_arguments,
-    instance_of,
-    optional,
-)
+from torchq_compat.support import argument_checks
 from torchq_compat.support.user_warnings import warn_user
 
 # ``streaming``: a converted model that keeps its recurrent states.
 
 
-STREAMS = optional(Expected("an int, a list of ints or a mask", lambda given: _are_whole(given)))
+STREAMS = argument_checks.optional(
+    argument_checks.Expected("an int, a list of ints or a mask", lambda given: _are_whole(given))
+)
 CHOOSE_QPARAMS = "choose_qparams"
 
 
@@ -72,19 +67,19 @@ class StreamingModel(nn.Module):
             ArgumentError: ``indices`` are no ints.
             InputError: there is no such stream.
         """
-        check_arguments("reset", {"indices": STREAMS}, {"indices": indices})
+        argument_checks.check_arguments("reset", {"indices": STREAMS}, {"indices": indices})
         self.streams.reset(indices)
 
 
 def _are_whole(given: Any) -> bool:
     if isinstance(given, Tensor):
         return not (given.is_floating_point() or given.is_complex())
-    return INDEX.accepts(given) or (
+    return argument_checks.INDEX.accepts(given) or (
         isinstance(given, (list, tuple, range)) and all(isinstance(each, int) for each in given)
     )
 
 
-@checked_arguments(converted=instance_of(nn.Module, what="an nn.Module"))
+@argument_checks.checked_arguments(converted=argument_checks.instance_of(nn.Module, what="an nn.Module"))
 def streaming(converted: nn.Module) -> StreamingModel:
     """Return the same model, fed in chunks of any length down to one step.
 

@@ -19,34 +19,12 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Proxy
 from torch.fx.graph import PythonCode
 
+from torchq_compat import errors
 from torchq_compat.annotate.observed_graph import ObservedPlace, observer_label, observer_nodes
 from torchq_compat.capture.opaque_calls import refresh_boundaries
 from torchq_compat.capture.signature import CallSignature
 from torchq_compat.capture.training import freeze_batch_norm, set_training
-from torchq_compat.errors import (
-    CheckpointError,
-    ConvertError,
-    ExportError,
-    ModuleAttributeError,
-    TorchQCompatError,
-)
-from torchq_compat.model.failed_calls import (
-    FAILURES,
-    check_structure,
-    explain_failed_call,
-    has_example_dtypes,
-    has_structure,
-    structure_of,
-)
-from torchq_compat.model.other_tools import (
-    StateOfCaptured,
-    guard,
-    leaves_for_tracers,
-    refuse_fx_tracer,
-    refuse_numeric_suite,
-    refuse_torchao_prepare,
-    told_of_layers,
-)
+from torchq_compat.model import failed_calls, other_tools
 from torchq_compat.model.quantized_interface import (
     QuantizedInterface,
     input_qparams,
@@ -66,15 +44,9 @@ from torchq_compat.model.views import ModuleFacts, hooked_views, install_prepare
 from torchq_compat.read.backend_configs import BackendTable
 from torchq_compat.read.qconfig_mappings import QConfigRules
 from torchq_compat.read.qparams import QParams, adopt_loaded_qparams
-from torchq_compat.support import metadata
+from torchq_compat.support import later_stages, metadata
 from torchq_compat.support.decisions import Decision
 from torchq_compat.support.graph_nodes import copied_weights
-from torchq_compat.support.later_stages import (
-    graph_for_onnx,
-    is_captured_for_onnx,
-    run_for_onnx,
-    scripted_graph,
-)
 from torchq_compat.support.process_state import TURNS, is_compiling, is_exporting
 from torchq_compat.support.torch_ao import freeze_bn_stats, update_bn_stats
 from torchq_compat.support.upstream import USER_PRESERVED_ATTRIBUTES_KEY, pytree
@@ -178,7 +150,7 @@ class QuantizationGraphModule(GraphModule):
         metadata.RECORD.write(wrapped, record)
         # GraphModule.__deepcopy__ copies only the attributes named under this key.
         wrapped.meta[USER_PRESERVED_ATTRIBUTES_KEY] = dict(preserved)
-        guard(wrapped, record.stage.value)
+        other_tools.guard(wrapped, record.stage.value)
         for name, value in preserved.items():
             setattr(wrapped, name, value)
         wrapped.train(record.stage is Stage.PREPARED and record.is_qat)
@@ -190,8 +162,8 @@ class QuantizationGraphModule(GraphModule):
     def graph(self) -> Graph:
         record = record_of(self)
         if record is not None:
-            refuse_torchao_prepare(record.stage.value)
-            told_of_layers(record.stage.value)
+            other_tools.refuse_torchao_prepare(record.stage.value)
+            other_tools.told_of_layers(record.stage.value)
         return GraphModule.graph.fget(self)  # type: ignore[attr-defined, no-any-return]
 
     @graph.setter
@@ -227,13 +199,13 @@ class QuantizationGraphModule(GraphModule):
         if is_compiled or is_traced or not record.signature.knows(args, kwargs):
             bound = record.signature.bind(args, kwargs)
             if not is_compiled and any(isinstance(arg, Proxy) for arg in bound):
-                leaves_for_tracers(self)
+                other_tools.leaves_for_tracers(self)
                 return super().__call__(*bound)
             # Dynamo cannot trace the access to the graph, and compares structures itself.
             if not is_compiled and not self._has_structure(bound):
-                check_structure(self.reference, bound)
+                failed_calls.check_structure(self.reference, bound)
             if not is_compiled and not is_traced:
-                if has_example_dtypes(self.reference, bound):
+                if failed_calls.has_example_dtypes(self.reference, bound):
                     record.signature.accept(bound)
                 elif self.reference is not self:
                     # Its quantize nodes refuse what the kernels would read as integers on their own qparams.
@@ -251,7 +223,7 @@ class QuantizationGraphModule(GraphModule):
                 detached = pytree.tree_map_only(Tensor, Tensor.detach, result)
                 vars(self)[LAST_CALL] = LastCall(bound, detached)
             return result
-        except FAILURES as cause:
+        except failed_calls.FAILURES as cause:
             error = None if is_of_a_hook(cause) else self._explained(bound, cause)
             if error is None:
                 raise
@@ -290,7 +262,7 @@ class QuantizationGraphModule(GraphModule):
         return module
 
     def _scripted(self) -> Any:
-        return scripted_graph(self)
+        return later_stages.scripted_graph(self)
 
     def _has_structure(self, args: tuple[Any, ...]) -> bool:
         """Return whether ``args`` are tensors, in tuples and lists of the same lengths as in the example."""
@@ -299,37 +271,37 @@ class QuantizationGraphModule(GraphModule):
             return all(isinstance(arg, Tensor) for arg in args)
         known = vars(self).get(STRUCTURE)
         if known is None or known[0] is not info:
-            known = vars(self)[STRUCTURE] = (info, structure_of(info.in_spec.child(0)))
-        return has_structure(known[1], args)
+            known = vars(self)[STRUCTURE] = (info, failed_calls.structure_of(info.in_spec.child(0)))
+        return failed_calls.has_structure(known[1], args)
 
-    def _explained(self, args: tuple[Any, ...], cause: Exception) -> TorchQCompatError | None:
+    def _explained(self, args: tuple[Any, ...], cause: Exception) -> errors.TorchQCompatError | None:
         """Return the error that explains a failed call; None if ``cause`` says enough itself."""
-        if isinstance(cause, TorchQCompatError) or is_compiling():
+        if isinstance(cause, errors.TorchQCompatError) or is_compiling():
             return None
         stage = self.record.stage
         if stage is Stage.PREPARED and not self.record.is_qat and isinstance(cause, RuntimeError):
             place = _failing_observer(self, cause)
             if place is not None:
                 return _observer_failed(place, cause)
-        return explain_failed_call(self.reference, stage.value, args, cause)
+        return failed_calls.explain_failed_call(self.reference, stage.value, args, cause)
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         """Call ``nn.Module.named_children``; refuse the Numeric Suite."""
         if not torch.compiler.is_dynamo_compiling():  # It cannot look at frames.
-            refuse_numeric_suite(sys._getframe(1))
+            other_tools.refuse_numeric_suite(sys._getframe(1))
         return super().named_children()
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """Call ``nn.Module.named_modules``; refuse the Numeric Suite."""
         if not torch.compiler.is_dynamo_compiling():  # It cannot look at frames.
-            refuse_numeric_suite(sys._getframe(1))
+            other_tools.refuse_numeric_suite(sys._getframe(1))
         modules: Iterator[tuple[str, nn.Module]] = super().named_modules(*args, **kwargs)
         return modules
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state as ``nn.Module.state_dict`` does; iterating over it refuses the Numeric Suite."""
         if not args and kwargs.get("destination") is None:
-            kwargs["destination"] = StateOfCaptured()
+            kwargs["destination"] = other_tools.StateOfCaptured()
             kwargs["destination"]._metadata = OrderedDict()
         with TURNS if self.is_prepared else nullcontext():
             return super().state_dict(*args, **kwargs)
@@ -362,9 +334,9 @@ class QuantizationGraphModule(GraphModule):
         except Exception as cause:
             adopt_loaded_qparams(self, before)
             super().load_state_dict(before, strict=False)
-            if isinstance(cause, CheckpointError):
+            if isinstance(cause, errors.CheckpointError):
                 raise
-            raise CheckpointError.other_model(str(cause)) from cause
+            raise errors.CheckpointError.other_model(str(cause)) from cause
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         with TURNS if self.is_prepared else nullcontext(), silenced(is_of_treespec, FutureWarning):
@@ -384,7 +356,7 @@ class QuantizationGraphModule(GraphModule):
                 if name in step._modules:
                     return step._modules[name]
             if QPARAMS_OF_FX.fullmatch(name):
-                raise ModuleAttributeError(
+                raise errors.ModuleAttributeError(
                     f"the model has no {name!r}: qparams have these names in FX's graphs.",
                     hint="the module at a layer's path is a view with weight(), scale and zero_point; "
                     "explain(model) has the qparams of every place.",
@@ -395,11 +367,11 @@ class QuantizationGraphModule(GraphModule):
 
     def _get_name(self) -> str:
         # A tracer reads the name of its root first.
-        refuse_fx_tracer(self, self.record.stage.value)
+        other_tools.refuse_fx_tracer(self, self.record.stage.value)
         return type(self).__name__
 
     def __reduce__(self) -> Any:
-        raise CheckpointError(
+        raise errors.CheckpointError(
             f"a {self.record.stage.value} model cannot be pickled: its graph would lose what it knows "
             "of the float model.",
             hint="save model.state_dict() and load it into a model prepared (and converted) the same way; "
@@ -483,7 +455,7 @@ class ConvertedGraphModule(ConvertedModel):
         """The q-dq graph; for torch.export and torch.onnx, which interpret it, one with operators that every
         runtime has."""
         if self._is_asked_for_onnx():
-            return graph_for_onnx(self)
+            return later_stages.graph_for_onnx(self)
         graph = super().graph
         return (with_plain_tables(self, graph) or graph) if _is_exported_alone() else graph
 
@@ -509,11 +481,11 @@ class ConvertedGraphModule(ConvertedModel):
         return code
 
     def _is_asked_for_onnx(self) -> bool:
-        return is_captured_for_onnx() and record_of(self) is not None
+        return later_stages.is_captured_for_onnx() and record_of(self) is not None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_asked_for_onnx():
-            return run_for_onnx(self, self.record.signature.bind(args, kwargs))
+            return later_stages.run_for_onnx(self, self.record.signature.bind(args, kwargs))
         if not self.record.interface.inputs:
             return super().__call__(*args, **kwargs)
         bound = self.record.signature.bind(args, kwargs)
@@ -562,9 +534,9 @@ def record_of(model: object) -> ModelRecord | None:
     return record if isinstance(record, ModelRecord) else None
 
 
-def _is_of_fx(names: list[str]) -> CheckpointError:
+def _is_of_fx(names: list[str]) -> errors.CheckpointError:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return CheckpointError(
+    return errors.CheckpointError(
         "the state has observers or weights by names that models of torch.ao's FX and eager mode have, and "
         f"this one has not: {', '.join(names[:3])}{more}.",
         hint="if FX saved it, load it with torchq_compat.checkpoints.load_fx_state(prepared, state_dict) "
@@ -573,8 +545,8 @@ def _is_of_fx(names: list[str]) -> CheckpointError:
     )
 
 
-def _old_exporter(stage: str) -> ExportError:
-    return ExportError(
+def _old_exporter(stage: str) -> errors.ExportError:
+    return errors.ExportError(
         f"torch.onnx.export(..., dynamo=False) cannot write a {stage} model: it traces TorchScript, which "
         f"has no "
         "loop of free length and none of the quantize operators.",
@@ -584,9 +556,9 @@ def _old_exporter(stage: str) -> ExportError:
     )
 
 
-def _observer_failed(place: str, cause: BaseException) -> ConvertError:
+def _observer_failed(place: str, cause: BaseException) -> errors.ConvertError:
     first_line = str(cause).strip().split("\n", 1)[0]
-    return ConvertError(
+    return errors.ConvertError(
         f"the observer at {place} failed on this batch: {type(cause).__name__}: {first_line}",
         hint="look for NaN or infinity in the batch with torch.isfinite; earlier batches are kept.",
         code="TQ951",

@@ -11,15 +11,7 @@ from torch.fx import GraphModule, Node
 
 from torchq_compat.capture.opaque_calls import qparams_of_integers
 from torchq_compat.errors import ConfigError, InputError
-from torchq_compat.read.qdq import (
-    CHOOSE_QPARAMS,
-    DEQUANTIZE,
-    DEQUANTIZE_DYNAMIC,
-    DEQUANTIZE_PER_CHANNEL,
-    DEQUANTIZES,
-    QUANTIZE,
-    QUANTIZE_PER_CHANNEL,
-)
+from torchq_compat.read import qdq
 from torchq_compat.read.qparams import PerTensorQParams, QParams
 from torchq_compat.support.decisions import QuantizedValue
 from torchq_compat.support.graph_nodes import attribute_of
@@ -95,7 +87,7 @@ def expose_integers(converted: GraphModule, interface: QuantizedInterface) -> No
     returned = _returned(converted)
     for index in interface.outputs:
         node = returned[index]
-        if isinstance(node, Node) and node.target in DEQUANTIZES:
+        if isinstance(node, Node) and node.target in qdq.DEQUANTIZES:
             returned[index] = node.args[0]
     converted.graph.output_node().args = (tuple(returned),)
     converted.graph.eliminate_dead_code()
@@ -168,16 +160,16 @@ def _take_integers(placeholder: Node) -> None:
     A dequantize is put after the placeholder. Nodes that read the integers keep their quantize, which after a
     dequantize with the same qparams changes nothing.
     """
-    quantize = next((user for user in placeholder.users if user.target is QUANTIZE), None)
+    quantize = next((user for user in placeholder.users if user.target is qdq.QUANTIZE), None)
     if quantize is None:
         return
     graph, qparams = placeholder.graph, quantize.args[1:]
     with graph.inserting_after(placeholder):
-        dequantize = graph.call_function(DEQUANTIZE, (placeholder, *qparams))
+        dequantize = graph.call_function(qdq.DEQUANTIZE, (placeholder, *qparams))
     dequantize.meta = dict(placeholder.meta)
     placeholder.replace_all_uses_with(dequantize, delete_user_cb=lambda user: user is not dequantize)
     for user in list(quantize.users):
-        if user.target is DEQUANTIZE:
+        if user.target is qdq.DEQUANTIZE:
             user.replace_all_uses_with(dequantize)
     value, dtype = placeholder.meta["val"], qparams[-1]
     with value.fake_mode:
@@ -186,7 +178,7 @@ def _take_integers(placeholder: Node) -> None:
 
 def _qparams_behind(placeholder: Node) -> QParams | None:
     for user in placeholder.users:
-        if user.target is DEQUANTIZE:
+        if user.target is qdq.DEQUANTIZE:
             return PerTensorQParams.of_node(user)
     return None
 
@@ -213,13 +205,13 @@ def _no_such_index(setting: str, index: object, count: int) -> ConfigError:
 # The values that an op of a prepared or converted graph reads as integers: its weights and inputs.
 
 
-QUANTIZES = (QUANTIZE, QUANTIZE_PER_CHANNEL)
+QUANTIZES = (qdq.QUANTIZE, qdq.QUANTIZE_PER_CHANNEL)
 
 
 def result_details(node: Node | None) -> dict[str, Any]:
     """Return dtype, scale and zero point of the value of ``node``; empty if it is not quantized."""
     for user in node.users if node else ():
-        if user.target is QUANTIZE:
+        if user.target is qdq.QUANTIZE:
             _, scale, zero_point, _, _, dtype = user.args
             return {"dtype": dtype, "scale": scale, "zero_point": zero_point}
     return {}
@@ -263,14 +255,14 @@ def _edges_into(model: GraphModule, last: Node, others: Collection[Node]) -> Ite
 def _is_edge(model: GraphModule, node: Node) -> bool:
     if node.op == "call_module":
         return bool(is_activation_post_process(model.get_submodule(str(node.target))))
-    return node.target in (*DEQUANTIZES, *QUANTIZES, DEQUANTIZE_DYNAMIC)
+    return node.target in (*qdq.DEQUANTIZES, *QUANTIZES, qdq.DEQUANTIZE_DYNAMIC)
 
 
 def _of_edge(model: GraphModule, edge: Node, path: str, quantized: Collection[Node]) -> QuantizedValue | None:
     source, read = edge, edge
     while source.op != "placeholder" and _is_edge(model, source):
         read, source = source, source.all_input_nodes[0]
-    if read.target in DEQUANTIZES and source.op == "call_function":
+    if read.target in qdq.DEQUANTIZES and source.op == "call_function":
         return None  # An opaque call returns these integers.
     is_weight = _is_constant(source)
     if not is_weight and source in quantized:
@@ -301,9 +293,9 @@ def _is_constant(source: Node) -> bool:
 def _qparams(model: GraphModule, edge: Node, source: Node) -> dict[str, Any]:
     if edge.op == "call_module":
         return _of_observer(model.get_submodule(str(edge.target)), source)
-    if edge.target is DEQUANTIZE_DYNAMIC:
+    if edge.target is qdq.DEQUANTIZE_DYNAMIC:
         return {"dtype": edge.args[-1], "dynamic": True, "spread": _spread(edge)}
-    if edge.target in (DEQUANTIZE_PER_CHANNEL, QUANTIZE_PER_CHANNEL):
+    if edge.target in (qdq.DEQUANTIZE_PER_CHANNEL, qdq.QUANTIZE_PER_CHANNEL):
         scales = edge.args[1]
         value = attribute_of(model, scales) if isinstance(scales, Node) else None
         channels = value.numel() if isinstance(value, Tensor) else None
@@ -316,7 +308,7 @@ def _spread(edge: Node) -> tuple[int, int] | None:
     """Return the least and largest integer that the qparams of a dynamic dequantize are chosen for."""
     scale = edge.args[1]
     chosen = scale.args[0] if isinstance(scale, Node) else None
-    if not isinstance(chosen, Node) or chosen.target is not CHOOSE_QPARAMS:
+    if not isinstance(chosen, Node) or chosen.target is not qdq.CHOOSE_QPARAMS:
         return None
     return chosen.args[1], chosen.args[2]  # type: ignore[return-value]
 

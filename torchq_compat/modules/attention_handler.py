@@ -15,6 +15,7 @@ from torchq_compat.capture.opaque_stub import FakeCall
 from torchq_compat.errors import CustomModuleError
 from torchq_compat.fx_state.numbered import Wanted
 from torchq_compat.fx_state.states import FxState
+from torchq_compat.modules import parts_handler
 from torchq_compat.modules.attention import (
     AttentionCall,
     AttentionModule,
@@ -23,15 +24,6 @@ from torchq_compat.modules.attention import (
     ObservedMultiheadAttention,
 )
 from torchq_compat.modules.parts import PartSpecs
-from torchq_compat.modules.parts_handler import (
-    PartOwnerHandler,
-    converted_by_its_class,
-    has_own_forward,
-    hint_to_map,
-    observed_by_its_class,
-    wanted_by_parts,
-    warn_if_forward_overridden,
-)
 from torchq_compat.modules.registry import ConvertRequest, ObserveRequest, WantedByModel, register
 from torchq_compat.support.torch_ao import quantizable, quantized
 
@@ -40,7 +32,7 @@ LEGACY_CONVERTED = quantized.MultiheadAttention
 QUANTIZED_INPUTS = ("query", "key", "value")
 
 
-class AttentionHandler(PartOwnerHandler):
+class AttentionHandler(parts_handler.PartOwnerHandler):
     """The handler of nn.MultiheadAttention -> ObservedMultiheadAttention -> ConvertedMultiheadAttention."""
 
     lowers_graphs = True
@@ -69,13 +61,13 @@ class AttentionHandler(PartOwnerHandler):
         return isinstance(opaque, AttentionModule)
 
     def loses_forward(self, module: nn.Module) -> bool:
-        return has_own_forward(module, nn.MultiheadAttention)
+        return parts_handler.has_own_forward(module, nn.MultiheadAttention)
 
     def observe(self, request: ObserveRequest) -> OpaqueModule:
         attention = request.module
         assert isinstance(attention, nn.MultiheadAttention)
-        warn_if_forward_overridden(attention, nn.MultiheadAttention, request.path)
-        observed = observed_by_its_class(
+        parts_handler.warn_if_forward_overridden(attention, nn.MultiheadAttention, request.path)
+        observed = parts_handler.observed_by_its_class(
             request,
             (ObservedMultiheadAttention, LEGACY_OBSERVED),
             lambda: ObservedMultiheadAttention.observe(attention, PartSpecs(request.specs)),
@@ -102,7 +94,7 @@ class AttentionHandler(PartOwnerHandler):
         ]
 
     def convert(self, request: ConvertRequest) -> OpaqueModule:
-        made = converted_by_its_class(
+        made = parts_handler.converted_by_its_class(
             request,
             (ConvertedMultiheadAttention, LEGACY_CONVERTED),
             lambda: ConvertedMultiheadAttention.from_observed(request.observed),
@@ -122,13 +114,13 @@ class AttentionHandler(PartOwnerHandler):
             )  # torch.ao's observed module has them still, beside linear_Q, K and V.
         wanted = Wanted(only_fx=(f"{prefix}.q_scaling_product.activation_post_process",))
         for path, graph in opaque.graphs():
-            wanted += wanted_by_parts(graph, prefix).below(path)
+            wanted += parts_handler.wanted_by_parts(graph, prefix).below(path)
         return wanted
 
     def mapping_hint(self, module: nn.Module) -> str | None:
         if not isinstance(module, nn.MultiheadAttention):
             return None
-        return hint_to_map(nn.MultiheadAttention, "torch.ao.nn.quantizable.MultiheadAttention")
+        return parts_handler.hint_to_map(nn.MultiheadAttention, "torch.ao.nn.quantizable.MultiheadAttention")
 
 
 def _appended(module: nn.MultiheadAttention) -> int:

@@ -19,14 +19,9 @@ from torchq_compat.capture.call_layouts import CallLayout, input_labels
 from torchq_compat.capture.opaque_calls import OpaqueModule
 from torchq_compat.errors import ConfigError
 from torchq_compat.model.state import qparams_state, set_qparams_state
+from torchq_compat.read import observers
 from torchq_compat.read.backend_configs import BackendTable
 from torchq_compat.read.observer_classes import saturated_share, typical_sqnr
-from torchq_compat.read.observers import (
-    ObserverConstructor,
-    WeightConstructor,
-    fixed_qparams_constructor,
-    translate_constructor,
-)
 from torchq_compat.read.qdq import DEQUANTIZE
 from torchq_compat.read.qparams import PerTensorQParams, QParams
 from torchq_compat.read.qspecs import OpSpecs, make_spec
@@ -107,7 +102,7 @@ class ObservedValue(nn.Module):
 class PartConstructors:
     """Observer or fake-quantize constructors by group of parts; groups left out follow the QConfig."""
 
-    by_group: dict[str, ObserverConstructor] = field(default_factory=dict)
+    by_group: dict[str, observers.ObserverConstructor] = field(default_factory=dict)
 
     @classmethod
     def from_legacy(cls, **legacy: Any) -> PartConstructors:
@@ -118,7 +113,7 @@ class PartConstructors:
         """
         return cls(
             {
-                group: translate_constructor(constructor, f"{group}_obs_ctr")
+                group: observers.translate_constructor(constructor, f"{group}_obs_ctr")
                 for group, constructor in legacy.items()
                 if constructor is not None
             }
@@ -137,7 +132,7 @@ class PartSpecs:
     op_specs: OpSpecs
     constructors: PartConstructors = PartConstructors()
 
-    def output_constructor(self, part: Part) -> ObserverConstructor:
+    def output_constructor(self, part: Part) -> observers.ObserverConstructor:
         """Return the constructor that observes the output of ``part``.
 
         Default: the QConfig's activation. Sigmoid, its complement and tanh have FX's fixed qparams, which
@@ -177,19 +172,19 @@ class PartSpecs:
         given = self.constructors.by_group.get("weight")
         if given is None:
             return self.op_specs.weight
-        return make_spec(given if given.settings.is_fake_quantize else WeightConstructor(given))
+        return make_spec(given if given.settings.is_fake_quantize else observers.WeightConstructor(given))
 
-    def _fixed_constructor(self, kind: PartKind) -> ObserverConstructor:
+    def _fixed_constructor(self, kind: PartKind) -> observers.ObserverConstructor:
         activation = self.op_specs.activation_constructor.settings
         low, high = dtype_range(activation.dtype)
         levels = high - low + 1
         scale, zero_point = (2 / levels, low + levels // 2) if kind is PartKind.TANH else (1 / levels, low)
-        return fixed_qparams_constructor(
+        return observers.fixed_qparams_constructor(
             scale, zero_point, activation.dtype, fake_quantize=activation.is_fake_quantize
         )
 
 
-def _spec_of_integers(constructor: ObserverConstructor) -> QuantizationSpec | None:
+def _spec_of_integers(constructor: observers.ObserverConstructor) -> QuantizationSpec | None:
     return make_spec(constructor) if is_integer(constructor.settings.dtype) else None
 
 

@@ -22,14 +22,7 @@ from torchq_compat.fx_state.states import FxState
 from torchq_compat.model.graph_module import ConvertedGraphModule, QuantizationGraphModule, preserved_of
 from torchq_compat.model.other_tools import unguard
 from torchq_compat.model.quantized_interface import quantize_inputs
-from torchq_compat.modules.registry import (
-    ConvertRequest,
-    CustomModuleHandler,
-    ExplainModel,
-    ObserveRequest,
-    WantedByModel,
-    register,
-)
+from torchq_compat.modules import registry
 from torchq_compat.modules.user_shapes import fake_call_of
 from torchq_compat.read.qparams import QParams
 from torchq_compat.support import metadata
@@ -120,7 +113,7 @@ OpaqueStandalone = PreparedStandalone | ConvertedStandalone
 # outer model.
 
 
-class StandaloneHandler(CustomModuleHandler):
+class StandaloneHandler(registry.CustomModuleHandler):
     """The handler of float module -> prepared model -> converted model, each at the module's path."""
 
     carries_standalone = True
@@ -137,7 +130,7 @@ class StandaloneHandler(CustomModuleHandler):
     def owns(self, opaque: nn.Module) -> bool:
         return isinstance(opaque, OpaqueStandalone)
 
-    def observe(self, request: ObserveRequest) -> OpaqueModule:
+    def observe(self, request: registry.ObserveRequest) -> OpaqueModule:
         assert request.prepare_inside is not None
         assert request.standalone is not None
         if not request.standalone.example_inputs:
@@ -153,7 +146,9 @@ class StandaloneHandler(CustomModuleHandler):
         unguard(wrapped)
         return wrapped
 
-    def boundary(self, opaque: OpaqueModule, request: ObserveRequest, layout: CallLayout) -> OpaqueBoundary:
+    def boundary(
+        self, opaque: OpaqueModule, request: registry.ObserveRequest, layout: CallLayout
+    ) -> OpaqueBoundary:
         """Return a boundary that quantizes the inputs and outputs listed as quantized; others are floats."""
         assert isinstance(opaque, PreparedStandalone)
         interface, spec = opaque.record.interface, request.specs.activation
@@ -162,7 +157,7 @@ class StandaloneHandler(CustomModuleHandler):
         outputs = _output_dtypes(opaque)
         return OpaqueBoundary(inputs, outputs, (None,) * len(outputs))
 
-    def convert(self, request: ConvertRequest) -> OpaqueModule:
+    def convert(self, request: registry.ConvertRequest) -> OpaqueModule:
         """Convert the model inside. An input that both the outer graph and the model inside quantize gets the
         same qparams in both."""
         opaque = request.observed
@@ -180,12 +175,14 @@ class StandaloneHandler(CustomModuleHandler):
         return None
 
     def wanted_of_fx(
-        self, opaque: OpaqueModule, state: FxState, prefix: str, wanted_by_model: WantedByModel
+        self, opaque: OpaqueModule, state: FxState, prefix: str, wanted_by_model: registry.WantedByModel
     ) -> Wanted:
         assert isinstance(opaque, PreparedStandalone)
         return wanted_by_model(opaque, state, opaque.record.rules, f"{prefix}.")
 
-    def explain(self, opaque: OpaqueModule, path: str, explain_model: ExplainModel) -> Iterator[Decision]:
+    def explain(
+        self, opaque: OpaqueModule, path: str, explain_model: registry.ExplainModel
+    ) -> Iterator[Decision]:
         assert isinstance(opaque, OpaqueStandalone)
         for decision in explain_model(opaque):
             yield replace(decision, path=f"{path}.{decision.path}")
@@ -211,7 +208,7 @@ def _output_dtypes(opaque: PreparedStandalone) -> tuple[Any, ...]:
     )
 
 
-def _observe_inputs_as_outside(opaque: PreparedStandalone, request: ConvertRequest) -> None:
+def _observe_inputs_as_outside(opaque: PreparedStandalone, request: registry.ConvertRequest) -> None:
     placeholders = opaque.graph.find_nodes(op="placeholder")
     for position, observer in zip(
         _positions(opaque, opaque.opaque_layouts[0]), request.input_observers, strict=True
@@ -223,4 +220,4 @@ def _observe_inputs_as_outside(opaque: PreparedStandalone, request: ConvertReque
                 GraphModule.set_submodule(opaque, str(user.target), copy.deepcopy(observer))
 
 
-register(StandaloneHandler())
+registry.register(StandaloneHandler())

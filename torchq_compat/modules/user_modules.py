@@ -20,30 +20,18 @@ from torchq_compat.capture.call_layouts import (
 from torchq_compat.capture.opaque_calls import OpaqueBoundary, OpaqueModule
 from torchq_compat.capture.opaque_stub import FakeCall
 from torchq_compat.errors import CustomModuleError, TorchQCompatError
-from torchq_compat.modules.registry import (
-    ConvertRequest,
-    CustomModuleHandler,
-    ObserveRequest,
-    handler_of,
-    handlers,
-    register,
-)
+from torchq_compat.modules import registry
 from torchq_compat.modules.user_shapes import fake_call_of
 from torchq_compat.read.custom_configs import ClassMapping
 from torchq_compat.read.observers import translate_constructor
 from torchq_compat.read.qdq import DEQUANTIZE
 from torchq_compat.read.qparams import PerTensorQParams, QParams, covering
 from torchq_compat.read.qspecs import OpSpecs, make_spec
+from torchq_compat.support import torch_ao
 from torchq_compat.support.dtypes import LEGACY_DTYPES, dtype_name, dtype_range, is_integer
 from torchq_compat.support.graph_nodes import copied_model
 from torchq_compat.support.process_state import alone, draws_kept
 from torchq_compat.support.quantized_tensors import as_float, of_integers, quantize
-from torchq_compat.support.torch_ao import (
-    FakeQuantize,
-    HistogramObserver,
-    MovingAverageMinMaxObserver,
-    QuantType,
-)
 from torchq_compat.support.upstream import pytree
 from torchq_compat.support.user_warnings import warn_user
 
@@ -116,9 +104,9 @@ def _spec(value: Any, specs: OpSpecs, named: str) -> QuantizationSpec | None:
         )
     low, high = dtype_range(value)
     if specs.activation_constructor.settings.is_fake_quantize:
-        kind: Any = FakeQuantize.with_args(observer=MovingAverageMinMaxObserver)  # type: ignore[no-untyped-call]
+        kind: Any = torch_ao.FakeQuantize.with_args(observer=torch_ao.MovingAverageMinMaxObserver)  # type: ignore[no-untyped-call]
     else:
-        kind = HistogramObserver
+        kind = torch_ao.HistogramObserver
     constructor = kind.with_args(dtype=value, quant_min=low, quant_max=high)
     return make_spec(translate_constructor(constructor, named))
 
@@ -280,7 +268,7 @@ def _legacy_tensor(q: Tensor, qparams: QParams) -> Tensor:
 # and its results are quantized after the call.
 
 
-class UserModuleHandler(CustomModuleHandler):
+class UserModuleHandler(registry.CustomModuleHandler):
     """Calls ``from_float`` and ``from_observed`` of the user's classes. A registered subclass can override
     more for a class, such as ``fake_call`` and ``boundary``."""
 
@@ -294,15 +282,15 @@ class UserModuleHandler(CustomModuleHandler):
         return False
 
     def fake_call(self, module: nn.Module, path: str) -> FakeCall:
-        knowing = next((handler for handler in handlers() if handler.is_opaque(module)), None)
+        knowing = next((handler for handler in registry.handlers() if handler.is_opaque(module)), None)
         return fake_call_of(module, path) if knowing is None else knowing.fake_call(module, path)
 
-    def observe(self, request: ObserveRequest) -> OpaqueModule:
+    def observe(self, request: registry.ObserveRequest) -> OpaqueModule:
         for module in request.module.modules():
             # FX sets it there. Submodules have it too, for from_float of custom modules inside.
             module.qconfig = request.qconfig  # type: ignore[assignment]
         observed = made_by(request.observed_class, "from_float", request.module, request.path)
-        if isinstance(observed, OpaqueModule) and handler_of(observed) is not None:
+        if isinstance(observed, OpaqueModule) and registry.handler_of(observed) is not None:
             return observed
         if getattr(observed, "qconfig", None) is None:
             observed.qconfig = request.qconfig  # type: ignore[assignment]
@@ -314,7 +302,9 @@ class UserModuleHandler(CustomModuleHandler):
     def mapping_hint(self, module: nn.Module) -> str | None:
         return None
 
-    def boundary(self, opaque: OpaqueModule, request: ObserveRequest, layout: CallLayout) -> OpaqueBoundary:
+    def boundary(
+        self, opaque: OpaqueModule, request: registry.ObserveRequest, layout: CallLayout
+    ) -> OpaqueBoundary:
         """Return the boundary that ``quantized_inputs`` and ``quantized_outputs`` of the class describe."""
         assert isinstance(opaque, OpaqueUserModule)
         if not request.specs.is_static:
@@ -350,7 +340,7 @@ class UserModuleHandler(CustomModuleHandler):
             if wanted != found:
                 raise CustomModuleError.other_results(path, opaque.opaque_users_class, wanted, found)
 
-    def convert(self, request: ConvertRequest) -> OpaqueModule:
+    def convert(self, request: registry.ConvertRequest) -> OpaqueModule:
         opaque, path = request.observed, request.path
         assert isinstance(opaque, OpaqueUserModule)
         if request.quantized_class is None:
@@ -367,7 +357,7 @@ class UserModuleHandler(CustomModuleHandler):
             first, *more = (observer_of_all_calls(each) for each in request.output_observers)
             observed.activation_post_process = nn.ModuleList([first, *more]) if more else first
         quantized = made_by(request.quantized_class, "from_observed", observed, path)
-        if isinstance(quantized, OpaqueModule) and handler_of(quantized) is not None:
+        if isinstance(quantized, OpaqueModule) and registry.handler_of(quantized) is not None:
             converted: OpaqueModule = quantized
         else:
             converted = as_opaque_module(
@@ -406,7 +396,7 @@ def _shown_setting(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} of {dtype_name(tensor.dtype)}"
 
 
-register(UserModuleHandler())
+registry.register(UserModuleHandler())
 
 
 def _call_raised(path: str, owner: type, cause: BaseException) -> CustomModuleError:
@@ -456,7 +446,9 @@ class QuantizedCall(nn.Module):
 
 
 def convert_float_calls(
-    converted: GraphModule, mappings: ClassMapping, quant_type_of: Callable[[str, nn.Module], QuantType]
+    converted: GraphModule,
+    mappings: ClassMapping,
+    quant_type_of: Callable[[str, nn.Module], torch_ao.QuantType],
 ) -> dict[str, type[nn.Module]]:
     """Replace every module that the graph calls with floats and whose class is mapped for its QConfig; return
     path -> new class.
@@ -488,7 +480,7 @@ def convert_float_calls(
         quantized_class = mappings[kind][type(module)]
         quantized = made_by(quantized_class, "from_observed", module, path)
         # As in FX, a module with a dynamic or weight-only QConfig is called with floats.
-        takes_floats = kind is not QuantType.STATIC or getattr(quantized, "takes_floats", False)
+        takes_floats = kind is not torch_ao.QuantType.STATIC or getattr(quantized, "takes_floats", False)
         converted.set_submodule(path, QuantizedCall(quantized, None if takes_floats else _qparams(node)))
         replaced[path] = quantized_class
     return replaced

@@ -19,20 +19,10 @@ from rich.console import Console
 from rich.text import Text
 
 from torchq_compat.errors import PathError, ScriptError
+from torchq_compat.port import scanner
 from torchq_compat.port.process import add_limits, print_problems, progress, stopping_cleanly
 from torchq_compat.port.rewrites import REWRITES
 from torchq_compat.port.rewrites.declaration import Rewrite
-from torchq_compat.port.scanner import (
-    Finding,
-    InvalidResultError,
-    Origin,
-    Scan,
-    TooLongError,
-    in_processes,
-    rewrite_text,
-    scan_paths,
-    time_limit,
-)
 from torchq_compat.port.source.files import Document, Problem, UnreadableError, replace_file
 from torchq_compat.support.report import counted
 
@@ -110,7 +100,7 @@ def rewrite_command(args: argparse.Namespace) -> int:
         raise ScriptError(
             "there is no PATH to rewrite.", hint="name files or folders, or use --list.", code="TQ983"
         )
-    scan = scan_paths(args.paths, progress, jobs=args.jobs, seconds=args.timeout)
+    scan = scanner.scan_paths(args.paths, progress, jobs=args.jobs, seconds=args.timeout)
     problems = list(scan.problems)
     changes = list(_changes(scan, args, problems))
     if args.write:
@@ -132,7 +122,7 @@ def _chosen(args: argparse.Namespace) -> tuple[Rewrite, ...]:
     return tuple(rewrite for rewrite in REWRITES if rewrite.name in only and rewrite.name not in skip)
 
 
-def _changes(scan: Scan, args: argparse.Namespace, problems: list[Problem]) -> Iterator[Change]:
+def _changes(scan: scanner.Scan, args: argparse.Namespace, problems: list[Problem]) -> Iterator[Change]:
     names = tuple(rewrite.name for rewrite in _chosen(args))
     affected = {finding.path for finding in scan.findings if finding.by == "rewrite"}
     chosen = {document.path: (document, origin) for document, origin in scan.documents}
@@ -141,7 +131,7 @@ def _changes(scan: Scan, args: argparse.Namespace, problems: list[Problem]) -> I
         _changed, {document.path: chosen[document.path][1] for document in documents}, names, args.timeout
     )
     for document, (text, problem) in zip(
-        documents, in_processes(work, documents, args.jobs, progress, "Rewriting"), strict=True
+        documents, scanner.in_processes(work, documents, args.jobs, progress, "Rewriting"), strict=True
     ):
         if problem:
             problems.append(Problem(document.path, problem))
@@ -150,16 +140,16 @@ def _changes(scan: Scan, args: argparse.Namespace, problems: list[Problem]) -> I
 
 
 def _changed(
-    origins: Mapping[Path, Origin], names: tuple[str, ...], seconds: float, document: Document
+    origins: Mapping[Path, scanner.Origin], names: tuple[str, ...], seconds: float, document: Document
 ) -> tuple[str, str]:
     """Return the rewritten text of ``document``, or the problem."""
     rewrites = tuple(rewrite for rewrite in REWRITES if rewrite.name in names)
     try:
-        with time_limit(seconds):
-            text = rewrite_text(document.text, rewrites, origins[document.path])
+        with scanner.time_limit(seconds):
+            text = scanner.rewrite_text(document.text, rewrites, origins[document.path])
         if text != document.text:
             document.bytes_with(text)
-    except (InvalidResultError, UnreadableError, TooLongError) as error:
+    except (scanner.InvalidResultError, UnreadableError, scanner.TooLongError) as error:
         return document.text, str(error)
     return text, ""
 
@@ -198,7 +188,7 @@ def diff_lines(change: Change) -> Iterator[str]:
             yield "\\ No newline at end of file"
 
 
-def _print_summary(changes: list[Change], left: list[Finding], *, written: bool) -> None:
+def _print_summary(changes: list[Change], left: list[scanner.Finding], *, written: bool) -> None:
     """Print the summary on standard error, so that standard output has the differences only."""
     verb = "rewritten" if written else "to rewrite (--write does it)"
     print(

@@ -21,21 +21,10 @@ from torchq_compat.annotate.quantizers import (
     own_copy,
 )
 from torchq_compat.annotate.sharing import has_several
+from torchq_compat.capture import opaque_calls, torch_export
 from torchq_compat.capture.checked import Attempt, CaptureCase, capture_checked
-from torchq_compat.capture.opaque_calls import (
-    OpaqueBoundary,
-    OpaqueModule,
-    example_call,
-    insert_calls,
-    opaque_call_nodes,
-)
 from torchq_compat.capture.opaque_stub import RecordedCalls, StubRegistry
 from torchq_compat.capture.signature import CallSignature
-from torchq_compat.capture.torch_export import (
-    explain_failure,
-    failed_attempts_held_back,
-    without_frames_of_torch,
-)
 from torchq_compat.capture.trial_runs import FloatRun, Runs, trial_copy
 from torchq_compat.capture.unseen_python import show_identities
 from torchq_compat.custom_modules import handler_of
@@ -132,10 +121,12 @@ def capture_model(
         working, args, inputs, request.dynamic_shapes, tried.runs, tried.example, is_step=request.is_step
     )
     try:
-        with failed_attempts_held_back():
+        with torch_export.failed_attempts_held_back():
             case, found = capture_checked(case)
     except Exception as cause:
-        raise explain_failure(model, args, cause) from without_frames_of_torch(cause)
+        raise torch_export.explain_failure(model, args, cause) from torch_export.without_frames_of_torch(
+            cause
+        )
     finally:
         watching.remove()
     if tried.problem is not None:
@@ -175,35 +166,35 @@ def place_modules(
     """Put ``modules`` behind the opaque calls, in place, or write them as ops; return a decision about each
     of their parameters that the graph has a copy of."""
     graph_module = captured.found.graph_module
-    copied = insert_calls(graph_module, captured.stubs, modules, writers)
+    copied = opaque_calls.insert_calls(graph_module, captured.stubs, modules, writers)
     classes = {swap.paths[0]: type(swap.module) for swap in swaps}
     write_op_records(
         (node, module_record(classes[str(node.target)], str(node.target)))
-        for node in opaque_call_nodes(graph_module)
+        for node in opaque_calls.opaque_call_nodes(graph_module)
     )
     return [_copied_parameter(name, is_qat=is_qat) for name in copied]
 
 
 def boundaries_of(
     graph_module: GraphModule, swaps: Sequence[Swap], calls: RecordedCalls
-) -> Mapping[Node, OpaqueBoundary]:
+) -> Mapping[Node, opaque_calls.OpaqueBoundary]:
     """Return the specs around each call, after a trial of the call with its tensors of the example run.
 
     Raises:
         CustomModuleError: an observed module does not accept the calls of the float one.
     """
     by_path = {swap.paths[0]: swap for swap in swaps}
-    boundaries: dict[Node, OpaqueBoundary] = {}
-    for node in opaque_call_nodes(graph_module):
+    boundaries: dict[Node, opaque_calls.OpaqueBoundary] = {}
+    for node in opaque_calls.opaque_call_nodes(graph_module):
         path, index = str(node.target), node.kwargs["opaque_layout"]
         request, opaque = by_path[path].request, graph_module.get_submodule(path)
         handler = handler_of(opaque)
-        assert isinstance(opaque, OpaqueModule)
+        assert isinstance(opaque, opaque_calls.OpaqueModule)
         assert isinstance(index, int)
         assert request is not None
         assert handler is not None
         if path in calls.tensors:
-            arguments, expected = example_call(node, opaque, calls.tensors[path][index])
+            arguments, expected = opaque_calls.example_call(node, opaque, calls.tensors[path][index])
             handler.check_call(opaque, path, index, arguments, expected)
         boundaries[node] = handler.boundary(opaque, request, opaque.opaque_layouts[index])
     return boundaries
@@ -306,7 +297,7 @@ def _wanted(
 
     def asked(*, is_fixed: bool) -> tuple[GraphModule, set[str]]:
         trial = copy.deepcopy(captured.found.graph_module)
-        insert_calls(trial, captured.stubs, modules, candidates)
+        opaque_calls.insert_calls(trial, captured.stubs, modules, candidates)
         written = _module_paths(trial) & candidates.keys()
         return UserQuantizer(own_copy(quantizer), {}, trial, is_fixed=is_fixed).ask(trial), written
 

@@ -10,38 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
+from torchq_compat.annotate import observed_graph
 from torchq_compat.annotate.annotation import op_record
 from torchq_compat.annotate.computed_values import RANDOM
-from torchq_compat.annotate.observed_graph import (
-    ObservedPlace,
-    ObserverFault,
-    activations_as_observed,
-    convert_graph,
-    observer_faults,
-    observer_nodes,
-    observers_without_infinity,
-)
 from torchq_compat.annotate.unmatched import unmatched_at_convert
-from torchq_compat.capture.opaque_calls import (
-    OpaqueModule,
-    opaque_call_nodes,
-    quantize_boundaries,
-    tensor_arguments,
-)
+from torchq_compat.capture import opaque_calls
 from torchq_compat.capture.torch_export import copied_inputs
 from torchq_compat.capture.training import training_flag
 from torchq_compat.capture.trial_runs import kept_buffers, run_prepared, sqnr
 from torchq_compat.custom_modules import handler_of
 from torchq_compat.errors import ConfigError, ConvertError
-from torchq_compat.model.graph_module import (
-    LAST_CALL,
-    ConvertedGraphModule,
-    ConvertedModel,
-    LastCall,
-    ModelRecord,
-    Stage,
-    record_of,
-)
+from torchq_compat.model import graph_module
 from torchq_compat.model.other_tools import unguard
 from torchq_compat.model.quantized_interface import expose_integers
 from torchq_compat.modules.parts import PartOwner
@@ -50,14 +29,9 @@ from torchq_compat.modules.user_modules import convert_float_calls
 from torchq_compat.ops import POSITIONS, weight_of
 from torchq_compat.quantize.edited_observers import settle_observers, with_removed_observers
 from torchq_compat.quantize.passes import CONVERT, carries_out, run_passes
+from torchq_compat.read import qconfig_mappings
 from torchq_compat.read.backend_configs import BackendTable
 from torchq_compat.read.custom_configs import ConvertSettings
-from torchq_compat.read.qconfig_mappings import (
-    QConfigRules,
-    check_convert_rules,
-    same_qconfig,
-    select_for_module,
-)
 from torchq_compat.read.qspecs import OpSpecs
 from torchq_compat.support import metadata
 from torchq_compat.support.decisions import Action, Decision
@@ -79,7 +53,9 @@ from torchq_compat.support.user_warnings import warn_user
 SwitchedOff = dict[str, str]
 
 
-def decide_switched_off(prepared: GraphModule, before: QConfigRules, after: QConfigRules) -> SwitchedOff:
+def decide_switched_off(
+    prepared: GraphModule, before: qconfig_mappings.QConfigRules, after: qconfig_mappings.QConfigRules
+) -> SwitchedOff:
     """Return the ops of ``prepared`` that had a QConfig under the rules ``before`` and have none under
     ``after``.
 
@@ -101,7 +77,7 @@ def decide_switched_off(prepared: GraphModule, before: QConfigRules, after: QCon
                     "set its qconfig to None in the mapping given to prepare_fx.",
                 )
             found[record.label] = now.rule
-        elif now.qconfig is not None and not same_qconfig(was.qconfig, now.qconfig):
+        elif now.qconfig is not None and not qconfig_mappings.same_qconfig(was.qconfig, now.qconfig):
             raise ConfigError(
                 f"convert_fx: qconfig_mapping gives {record.label!r} another qconfig than prepare_fx did "
                 f"({now.rule}).",
@@ -119,7 +95,7 @@ def remove_observers(prepared: GraphModule, switched_off: SwitchedOff) -> None:
             record is not None and record.label in switched_off
         )
 
-    for node, _ in list(observer_nodes(prepared)):
+    for node, _ in list(observed_graph.observer_nodes(prepared)):
         source = node.args[0]
         assert isinstance(source, Node)
         # The producer of a weight does not count: in QAT the weight is computed from that of a batch norm.
@@ -181,11 +157,11 @@ def _told(decision: Decision, changed: Collection[str], owners: Collection[str])
 def convert_to_reference(
     prepared: GraphModule,
     settings: ConvertSettings,
-    rules: QConfigRules | None = None,
+    rules: qconfig_mappings.QConfigRules | None = None,
     backend: BackendTable | None = None,
     *,
     observer_qparams: bool = False,
-) -> ConvertedGraphModule:
+) -> graph_module.ConvertedGraphModule:
     """Return the q-dq form of ``prepared``, which stays usable.
 
     Args:
@@ -209,20 +185,20 @@ def convert_to_reference(
 class _Converting:
     """What the passes of convert hand on; see ``CONVERT``."""
 
-    record: ModelRecord
+    record: graph_module.ModelRecord
     switched_off: dict[str, str]
     working: GraphModule
-    removed: tuple[ObservedPlace, ...]
+    removed: tuple[observed_graph.ObservedPlace, ...]
     owners: tuple[str, ...]
     converted: GraphModule
     replaced: dict[str, type[nn.Module]]
-    reference: ConvertedGraphModule
+    reference: graph_module.ConvertedGraphModule
 
     def __init__(
         self,
         prepared: GraphModule,
         settings: ConvertSettings,
-        rules: QConfigRules | None,
+        rules: qconfig_mappings.QConfigRules | None,
         backend: BackendTable | None,
         *,
         observer_qparams: bool,
@@ -257,7 +233,7 @@ def _copy(state: _Converting) -> None:
 @carries_out(CONVERT, "convert custom modules")
 def _convert_custom_modules(state: _Converting) -> None:
     if state.observer_qparams and state.record.rules is not None:
-        activations_as_observed(state.working)
+        observed_graph.activations_as_observed(state.working)
     state.owners = _convert_opaque_modules(
         state.working, state.settings, observer_qparams=state.observer_qparams
     )
@@ -265,13 +241,13 @@ def _convert_custom_modules(state: _Converting) -> None:
 
 @carries_out(CONVERT, "convert the graph")
 def _convert_graph(state: _Converting) -> None:
-    state.converted = convert_graph(
+    state.converted = observed_graph.convert_graph(
         state.working,
         as_fx=state.record.rules is not None,
         is_trained=state.record.is_qat,
         observer_qparams=state.observer_qparams,
     )
-    quantize_boundaries(state.converted)
+    opaque_calls.quantize_boundaries(state.converted)
     expose_integers(state.converted, state.record.interface)
     state.replaced = convert_float_calls(
         state.converted,
@@ -280,9 +256,9 @@ def _convert_graph(state: _Converting) -> None:
     )
 
 
-def _quant_type(rules: QConfigRules | None, path: str, module: nn.Module) -> QuantType:
+def _quant_type(rules: qconfig_mappings.QConfigRules | None, path: str, module: nn.Module) -> QuantType:
     """Return the kind of the QConfig of a float module; static if it has none."""
-    qconfig = None if rules is None else select_for_module(rules, type(module), path).qconfig
+    qconfig = None if rules is None else qconfig_mappings.select_for_module(rules, type(module), path).qconfig
     return QuantType.STATIC if qconfig is None else OpSpecs(qconfig).quant_type
 
 
@@ -305,7 +281,7 @@ def _wrap(state: _Converting) -> None:
         decisions = with_observer_qparams(decisions, otherwise, state.owners if record.is_qat else ())
     record = replace(
         record,
-        stage=Stage.CONVERTED,
+        stage=graph_module.Stage.CONVERTED,
         decisions=decisions,
         fx_converts_otherwise=otherwise,
         observer_qparams=state.observer_qparams,
@@ -316,18 +292,18 @@ def _wrap(state: _Converting) -> None:
         for name in (*prepared.meta[USER_PRESERVED_ATTRIBUTES_KEY], *state.settings.preserved_attributes)
         if hasattr(prepared, name)
     }
-    state.reference = ConvertedGraphModule.wrap(state.converted, record, preserved)
+    state.reference = graph_module.ConvertedGraphModule.wrap(state.converted, record, preserved)
 
 
-def _record_of_prepared(model: GraphModule) -> ModelRecord:
-    record = record_of(model)
+def _record_of_prepared(model: GraphModule) -> graph_module.ModelRecord:
+    record = graph_module.record_of(model)
     if record is None:
         raise ConvertError(
             f"{type(model).__name__} was not made by torchq_compat.prepare_fx or prepare_qat_fx.",
             hint="call prepared = prepare_fx(model, qconfig_mapping, example_inputs) first and convert "
             "what it returns.",
         )
-    if record.stage is not Stage.PREPARED:
+    if record.stage is not graph_module.Stage.PREPARED:
         raise ConvertError(
             f"the model is {record.stage.value} already.",
             hint="convert what prepare_fx returned; a prepared model may be converted any number of times.",
@@ -335,7 +311,7 @@ def _record_of_prepared(model: GraphModule) -> ModelRecord:
     return record
 
 
-def _warn_of_other_backend(record: ModelRecord, backend: BackendTable | None) -> None:
+def _warn_of_other_backend(record: graph_module.ModelRecord, backend: BackendTable | None) -> None:
     if backend is not None and backend != record.backend:
         warn_user(
             "TQ307",
@@ -345,7 +321,7 @@ def _warn_of_other_backend(record: ModelRecord, backend: BackendTable | None) ->
 
 
 def _decide_switched_off(
-    prepared: GraphModule, record: ModelRecord, rules: QConfigRules | None
+    prepared: GraphModule, record: graph_module.ModelRecord, rules: qconfig_mappings.QConfigRules | None
 ) -> dict[str, str]:
     if rules is None:
         return {}
@@ -355,7 +331,7 @@ def _decide_switched_off(
             "the model was prepared with a torchao Quantizer, which has no QConfigs to compare it with",
             "leave out of the Quantizer what shall stay float.",
         )
-    check_convert_rules(record.rules, rules)
+    qconfig_mappings.check_convert_rules(record.rules, rules)
     return decide_switched_off(prepared, record.rules, rules)
 
 
@@ -370,8 +346,8 @@ def _working_copy(prepared: GraphModule, settings: ConvertSettings) -> GraphModu
     """Return a copy to use up; the parameters of opaque modules whose handlers copy them are not copied."""
     sharing = {
         path: opaque
-        for path in {str(node.target): None for node in opaque_call_nodes(prepared)}
-        if isinstance(opaque := prepared.get_submodule(path), OpaqueModule)
+        for path in {str(node.target): None for node in opaque_calls.opaque_call_nodes(prepared)}
+        if isinstance(opaque := prepared.get_submodule(path), opaque_calls.OpaqueModule)
         and (handler := handler_of(opaque)) is not None
         and handler.copies_parameters(_quantized_class(handler, opaque, settings))
     }
@@ -385,7 +361,7 @@ def _working_copy(prepared: GraphModule, settings: ConvertSettings) -> GraphModu
 
 
 def _quantized_class(
-    handler: CustomModuleHandler, opaque: OpaqueModule, settings: ConvertSettings
+    handler: CustomModuleHandler, opaque: opaque_calls.OpaqueModule, settings: ConvertSettings
 ) -> type[nn.Module] | None:
     mapping = settings.observed_to_quantized.get(opaque.opaque_quant_type, {})
     return handler.quantized_class(opaque, mapping)
@@ -396,10 +372,10 @@ def _convert_opaque_modules(
 ) -> tuple[str, ...]:
     """Replace the opaque modules by their converted forms; return the paths of those with parts."""
     owners = []
-    for path in {str(node.target): None for node in opaque_call_nodes(working)}:
+    for path in {str(node.target): None for node in opaque_calls.opaque_call_nodes(working)}:
         opaque = working.get_submodule(path)
         handler = handler_of(opaque)
-        assert isinstance(opaque, OpaqueModule)
+        assert isinstance(opaque, opaque_calls.OpaqueModule)
         assert handler is not None
         observers = _output_observers(working, path)
         request = ConvertRequest(
@@ -420,19 +396,19 @@ def _convert_opaque_modules(
 
 def _input_observers(working: GraphModule, path: str) -> tuple[nn.Module | None, ...]:
     """Return the observers of the flat inputs of the first call of the opaque module at ``path``."""
-    call = next(node for node in opaque_call_nodes(working) if node.target == path)
+    call = next(node for node in opaque_calls.opaque_call_nodes(working) if node.target == path)
     opaque = working.get_submodule(path)
-    assert isinstance(opaque, OpaqueModule)
-    observers = dict(observer_nodes(working))
-    return tuple(observers.get(argument) for argument in tensor_arguments(call, opaque))
+    assert isinstance(opaque, opaque_calls.OpaqueModule)
+    observers = dict(observed_graph.observer_nodes(working))
+    return tuple(observers.get(argument) for argument in opaque_calls.tensor_arguments(call, opaque))
 
 
 def _output_observers(working: GraphModule, path: str) -> tuple[tuple[nn.Module, ...], ...]:
     """Return the observers of each result of the opaque module at ``path``, in flat order: one observer for
     each call."""
-    observers = {user.args[0]: observer for user, observer in observer_nodes(working)}
+    observers = {user.args[0]: observer for user, observer in observed_graph.observer_nodes(working)}
     found: dict[int, list[nn.Module]] = {}
-    for call in opaque_call_nodes(working):
+    for call in opaque_calls.opaque_call_nodes(working):
         for getitem in call.users if call.target == path else ():
             position = getitem.args[1]
             assert isinstance(position, int)
@@ -443,20 +419,20 @@ def _output_observers(working: GraphModule, path: str) -> tuple[tuple[nn.Module,
 
 def _check_observers(prepared: GraphModule) -> None:
     """Raise for observers that have no finite qparams; warn about observers that saw no data."""
-    faults = observer_faults(prepared)
-    for path in {str(node.target): None for node in opaque_call_nodes(prepared)}:
+    faults = observed_graph.observer_faults(prepared)
+    for path in {str(node.target): None for node in opaque_calls.opaque_call_nodes(prepared)}:
         opaque = prepared.get_submodule(path)
         handler = handler_of(opaque)
-        if handler is not None and isinstance(opaque, OpaqueModule):
+        if handler is not None and isinstance(opaque, opaque_calls.OpaqueModule):
             faults.extend((f"{path}.{name}", fault) for name, fault in handler.observer_faults(opaque))
-    without_qparams = [where for where, fault in faults if fault is ObserverFault.NO_QPARAMS]
+    without_qparams = [where for where, fault in faults if fault is observed_graph.ObserverFault.NO_QPARAMS]
     if without_qparams:
         raise ConvertError(
             f"these observers compute no scale and zero point: {_shorten(without_qparams)}.",
             hint="a RecordingObserver, NoopObserver or PlaceholderObserver cannot quantize to integers; "
             "give the qconfig an observer with a range, like MinMaxObserver.",
         )
-    not_finite = [where for where, fault in faults if fault is ObserverFault.NOT_FINITE]
+    not_finite = [where for where, fault in faults if fault is observed_graph.ObserverFault.NOT_FINITE]
     if not_finite:
         raise ConvertError(
             "these observers have seen NaN or infinity, or hold such a state, and have no range: "
@@ -464,21 +440,21 @@ def _check_observers(prepared: GraphModule) -> None:
             hint="find the batch with torch.isfinite, prepare again, or load the state saved before it, "
             "and calibrate without it.",
         )
-    left_out = observers_without_infinity(prepared)
+    left_out = observed_graph.observers_without_infinity(prepared)
     if left_out:
         warn_user(
             "TQ406",
             f"observers have met infinite values, which no integer stands for: {_shorten(left_out)}. A mask "
             "of them is lost. Give prepare_fx example inputs that have them: what reads them is float then.",
         )
-    accidents = [where for where, fault in faults if fault is ObserverFault.ACCIDENT]
+    accidents = [where for where, fault in faults if fault is observed_graph.ObserverFault.ACCIDENT]
     if accidents:
         warn_user(
             "TQ419",
             f"observers have a range beyond 1e12, in which all other values are one integer: "
             f"{_shorten(accidents)}. Find the batch it came from, and calibrate without it.",
         )
-    unseen = [where for where, fault in faults if fault is ObserverFault.UNSEEN]
+    unseen = [where for where, fault in faults if fault is observed_graph.ObserverFault.UNSEEN]
     if unseen:
         warn_user(
             "TQ405",
@@ -505,13 +481,13 @@ LOST = 1.0
 MOST = 1 << 24
 
 
-def warn_of_loss(prepared: nn.Module, converted: ConvertedModel) -> None:
+def warn_of_loss(prepared: nn.Module, converted: graph_module.ConvertedModel) -> None:
     """Warn if ``converted`` computes something else than ``prepared`` on its last calibration batch.
 
     The prepared model is called again, with its observers off, only where the results differ: the tensors of
     the batch may have got other values since.
     """
-    last: LastCall | None = vars(prepared).get(LAST_CALL)
+    last: graph_module.LastCall | None = vars(prepared).get(graph_module.LAST_CALL)
     is_integer = converted.record.interface.inputs or converted.record.interface.outputs
     if last is None or is_integer or prepared.training or _decides(converted.reference):
         return

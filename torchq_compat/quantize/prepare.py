@@ -9,40 +9,18 @@ from torch import nn
 from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e.quantizer import Quantizer
 
-from torchq_compat.annotate import batch_norm
+from torchq_compat.annotate import batch_norm, observed_graph
 from torchq_compat.annotate.annotation import NodeSpecs, write_op_records
 from torchq_compat.annotate.decide import decide_graph
-from torchq_compat.annotate.observed_graph import (
-    calibrate_with_float_weights,
-    observed_places,
-    prepare_graph,
-    prepare_with,
-)
 from torchq_compat.annotate.patterns import is_folded_in_fx
 from torchq_compat.annotate.quantizers import QuantizerFailedError, UserQuantizer
 from torchq_compat.annotate.unmatched import decide_unmatched_rules, decide_unmatched_settings
-from torchq_compat.capture.checked import (
-    check_prepared,
-    decide_blocks,
-    decide_sizes,
-    growing_values,
-    mark_infinite_values,
-    trial_runs,
-)
+from torchq_compat.capture import checked, training
 from torchq_compat.capture.example_inputs import is_one_value_a_channel, with_two_samples
 from torchq_compat.capture.opaque_calls import OpaqueBoundary
 from torchq_compat.capture.origins import decide_leftovers, find_origin
 from torchq_compat.capture.signature import CallSignature
 from torchq_compat.capture.torch_export import NO_SIZE, copied_inputs, restore_source_functions
-from torchq_compat.capture.training import (
-    EvaluationRun,
-    decide_evaluation,
-    decide_training_flags,
-    fix_modes,
-    keep_training_flags,
-    run_in_evaluation,
-    set_training_flags,
-)
 from torchq_compat.capture.unseen_python import compute_weights, decide_parametrizations
 from torchq_compat.errors import CaptureError, TorchQCompatError
 from torchq_compat.model.graph_module import LAST_CALL, ModelRecord, QuantizationGraphModule, Stage
@@ -140,7 +118,7 @@ def observe_by_rules(captured: Captured, request: PrepareRequest) -> Observed:
         write_op_records(decided.records)
         return decided.specs
 
-    prepared = prepare_graph(
+    prepared = observed_graph.prepare_graph(
         captured.graph_module,
         decide,
         is_qat=request.is_qat,
@@ -155,7 +133,9 @@ def observe_by_quantizer(
 ) -> Observed:
     """Annotate everything but custom modules by ``quantizer``, and prepare; return the decisions too."""
     around = UserQuantizer(quantizer, captured.boundaries, captured.model, is_fixed=is_fixed)
-    prepared = prepare_with(captured.graph_module, around, is_qat=is_qat, cumulative=captured.cumulative)
+    prepared = observed_graph.prepare_with(
+        captured.graph_module, around, is_qat=is_qat, cumulative=captured.cumulative
+    )
     return prepared, around.decisions(prepared)
 
 
@@ -241,7 +221,7 @@ class _Preparing:
     swaps: list[Swap]
     decisions: list[Decision]
     leftovers: tuple[Decision, ...]
-    in_evaluation: EvaluationRun
+    in_evaluation: training.EvaluationRun
     tried: TriedModel
     captured: CapturedModel
     boundaries: Mapping[Node, OpaqueBoundary]
@@ -273,7 +253,7 @@ def _prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModu
 def _copy(state: _Preparing) -> None:
     request = state.request
     state.working = working = with_parent(copied_model(state.model), request.settings)
-    set_training_flags(working, is_qat=state.is_qat)
+    training.set_training_flags(working, is_qat=state.is_qat)
     if not state.is_qat and request.quantizer is None:
         compute_weights(working, request.rules)
     state.cumulative = batch_norm.before_capture(working)
@@ -300,7 +280,9 @@ def _select(state: _Preparing) -> None:
 def _capture(state: _Preparing) -> None:
     request, working = state.request, state.with_loops.model
     state.in_evaluation = (
-        run_in_evaluation(state.working, request.example_inputs) if state.is_qat else EvaluationRun()
+        training.run_in_evaluation(state.working, request.example_inputs)
+        if state.is_qat
+        else training.EvaluationRun()
     )
     with slow_stage(f"capturing {state.name}"):
         state.tried = try_model(state.working, state.swaps, request, state.with_loops)
@@ -308,8 +290,8 @@ def _capture(state: _Preparing) -> None:
             working, state.model, state.tried, state.signature, state.swaps, request
         )
     graph_module = state.captured.found.graph_module
-    mark_infinite_values(graph_module, state.captured.case, request.first_inputs)
-    fix_modes(graph_module, working, state.in_evaluation, is_qat=state.is_qat)
+    checked.mark_infinite_values(graph_module, state.captured.case, request.first_inputs)
+    training.fix_modes(graph_module, working, state.in_evaluation, is_qat=state.is_qat)
 
 
 @carries_out(PREPARE, "observe custom modules")
@@ -333,7 +315,7 @@ def _observe_modules(state: _Preparing) -> None:
 @carries_out(PREPARE, "insert observers")
 def _observe(state: _Preparing) -> None:
     graph_module = state.captured.found.graph_module
-    growing = growing_values(state.captured.case, state.captured.found)
+    growing = checked.growing_values(state.captured.case, state.captured.found)
     reads_growing = dict(growing)
     for node in graph_module.graph.nodes if growing else ():  # An op quantizes what it reads, too.
         known = next((growing[each.name] for each in node.all_input_nodes if each.name in growing), None)
@@ -371,10 +353,10 @@ def _with_growth(decision: Decision, known: tuple[str, float] | None) -> Decisio
 def _wrap(state: _Preparing) -> None:
     request, captured = state.request, state.captured
     if state.is_qat and not request.is_step:
-        state.decisions[:0] = decide_training_flags(state.model, is_qat=True, fused=_fused(state))
-    state.decisions.extend(decide_evaluation(state.model, state.in_evaluation))
-    state.decisions.extend(decide_blocks(captured.found, is_qat=state.is_qat))
-    state.decisions.extend(decide_sizes(captured.case, captured.found))
+        state.decisions[:0] = training.decide_training_flags(state.model, is_qat=True, fused=_fused(state))
+    state.decisions.extend(training.decide_evaluation(state.model, state.in_evaluation))
+    state.decisions.extend(checked.decide_blocks(captured.found, is_qat=state.is_qat))
+    state.decisions.extend(checked.decide_sizes(captured.case, captured.found))
     state.decisions.extend(state.with_loops.decisions)
     if request.fixed_because:
         state.decisions.append(
@@ -392,8 +374,8 @@ def _wrap(state: _Preparing) -> None:
         modules=state.modules,
         batch_norms=state.batch_norms,
         steps=state.with_loops.steps,
-        observed=tuple(observed_places(state.observed)),
-        trial_inputs=copied_inputs(trial_runs(captured.case, captured.found)[0].args),
+        observed=tuple(observed_graph.observed_places(state.observed)),
+        trial_inputs=copied_inputs(checked.trial_runs(captured.case, captured.found)[0].args),
     )
     names = request.settings.preserved_attributes
     preserved = {name: getattr(state.working, name) for name in names if hasattr(state.working, name)}
@@ -406,11 +388,11 @@ def _check(state: _Preparing) -> None:
         users_own = tuple(swap.paths[0] for swap in state.swaps if maps_to_users_class(swap))
         lost = tuple(swap.paths[0] for swap in state.swaps if loses_forward(swap))
         captured = state.captured
-        differing = check_prepared(state.prepared, captured.case, captured.found, users_own, lost)
+        differing = checked.check_prepared(state.prepared, captured.case, captured.found, users_own, lost)
     state.prepared.add_decisions(differing)
     vars(state.prepared).pop(LAST_CALL, None)  # a trial, and no calibration
     if state.is_qat:
-        keep_training_flags(state.prepared, state.model, _fused(state))
+        training.keep_training_flags(state.prepared, state.model, _fused(state))
     _warn(state.prepared.record.decisions)
 
 
@@ -423,7 +405,7 @@ def _fused(state: _Preparing) -> set[str]:
 def _decide_leftovers(model: nn.Module, working: nn.Module, request: PrepareRequest) -> tuple[Decision, ...]:
     """Return the decisions about flags, attributes, hooks and rules, which are not modules of the graph."""
     return (
-        *(() if request.is_qat else decide_training_flags(model, is_qat=False)),
+        *(() if request.is_qat else training.decide_training_flags(model, is_qat=False)),
         *decide_leftovers(working, request.settings.preserved_attributes),
         *decide_unmatched_settings(working, request.settings),
         *(_about_rules(model, working, request) if request.quantizer is None else ()),
@@ -458,7 +440,7 @@ def _insert_observers(
     else:
         prepared, decided = observe_by_rules(captured, request)
     if not request.is_qat:
-        calibrate_with_float_weights(prepared)
+        observed_graph.calibrate_with_float_weights(prepared)
     return prepared, decided
 
 

@@ -33,18 +33,10 @@ from torchq_compat.read.backend_configs import BackendTable
 from torchq_compat.read.custom_configs import PrepareSettings
 from torchq_compat.read.qconfig_mappings import QConfigRules, read_qconfig_mapping
 from torchq_compat.read.qspecs import SpecObserverConstructor, make_observer
+from torchq_compat.support import torch_ao
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.dtypes import is_integer
 from torchq_compat.support.graph_nodes import module_path_of
-from torchq_compat.support.torch_ao import (
-    FloatFunctional,
-    FXFloatFunctional,
-    QConfig,
-    QConfigMapping,
-    QuantizedGraphModule,
-    get_default_qat_qconfig,
-    get_default_qconfig,
-)
 
 # The arguments of ``prepare_fx`` or ``prepare_qat_fx`` as one frozen value.
 
@@ -117,7 +109,7 @@ class PrepareRequest:
 
 
 #: Classes of ``torch.ao.nn.quantized`` that are float.
-FUNCTIONALS = (FloatFunctional, FXFloatFunctional)
+FUNCTIONALS = (torch_ao.FloatFunctional, torch_ao.FXFloatFunctional)
 
 
 def check_float_model(model: nn.Module) -> None:
@@ -173,7 +165,7 @@ def _stage_of(module: nn.Module) -> str | None:
     if OBSERVED_KEY in module.meta:
         return "prepared"
     kinds = {type(inner).__module__ for inner in module.modules() if not isinstance(inner, FUNCTIONALS)}
-    is_converted = isinstance(module, QuantizedGraphModule) or any(
+    is_converted = isinstance(module, torch_ao.QuantizedGraphModule) or any(
         kind.startswith("torch.ao.nn.quantized") for kind in kinds
     )
     return "converted" if is_converted else None
@@ -276,12 +268,14 @@ def rules_beside(
     Raises:
         ConfigError: a QConfig cannot be read.
     """
-    if isinstance(given, QConfig):
+    if isinstance(given, torch_ao.QConfig):
         return QConfigRules.of_global(given)
     if given is not None:
         return read_qconfig_mapping(given)
-    default: QConfig = (get_default_qat_qconfig if is_qat else get_default_qconfig)(WHOLE_RANGE)  # type: ignore[no-untyped-call]
-    mapping = QConfigMapping().set_global(default)
+    default: torch_ao.QConfig = (
+        torch_ao.get_default_qat_qconfig if is_qat else torch_ao.get_default_qconfig
+    )(WHOLE_RANGE)  # type: ignore[no-untyped-call]
+    mapping = torch_ao.QConfigMapping().set_global(default)
     own = {
         path: vars(module)["qconfig"] for path, module in model.named_modules() if "qconfig" in vars(module)
     }
@@ -298,7 +292,7 @@ def rules_beside(
     for path, (activation, weight) in specs.items():
         mapping.set_module_name(
             path,
-            QConfig(  # type: ignore[no-untyped-call]
+            torch_ao.QConfig(  # type: ignore[no-untyped-call]
                 activation=default.activation if activation is None else _over_time(activation, name),
                 weight=default.weight if weight is None else SpecObserverConstructor(weight, name),
             ),

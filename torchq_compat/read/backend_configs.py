@@ -18,6 +18,7 @@ from torch import nn
 from torchq_compat.errors import ConfigError
 from torchq_compat.read.old_forms import check_keys, read_dict_form
 from torchq_compat.read.qconfig_mappings import ObjectType
+from torchq_compat.support import torch_ao
 from torchq_compat.support.argument_checks import (
     ANYTHING,
     INDEX,
@@ -25,14 +26,6 @@ from torchq_compat.support.argument_checks import (
     instance_of,
     mapping_of,
     names_of,
-)
-from torchq_compat.support.torch_ao import (
-    BackendConfig,
-    BackendPatternConfig,
-    DTypeConfig,
-    MatchAllNode,
-    ObservationType,
-    get_native_backend_config,
 )
 from torchq_compat.support.torch_ao import backend_config as torch_ao_backend_config
 from torchq_compat.support.user_warnings import warn_user
@@ -45,13 +38,13 @@ PATTERN_KEYS = tuple(
 #: The expected types of attributes that torch.ao's setters do not check.
 ENTRIES = {
     "name": instance_of(str),
-    "_pattern_complex_format_to_config": mapping_of(ANYTHING, instance_of(BackendPatternConfig)),
+    "_pattern_complex_format_to_config": mapping_of(ANYTHING, instance_of(torch_ao.BackendPatternConfig)),
 }
 DICT_ENTRIES = {"configs": names_of(ANYTHING)}
 PATTERN_ENTRIES = {
-    "observation_type": instance_of(ObservationType),
-    "dtype_configs": names_of(instance_of(DTypeConfig)),
-    "_num_tensor_args_to_observation_type": mapping_of(INDEX, instance_of(ObservationType)),
+    "observation_type": instance_of(torch_ao.ObservationType),
+    "dtype_configs": names_of(instance_of(torch_ao.DTypeConfig)),
+    "_num_tensor_args_to_observation_type": mapping_of(INDEX, instance_of(torch_ao.ObservationType)),
     "_input_type_to_index": mapping_of(instance_of(str), INDEX),
 }
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -87,14 +80,14 @@ class PatternEntry:
     """
 
     pattern: Pattern
-    observation_type: ObservationType
-    observation_type_by_tensor_count: Mapping[int, ObservationType]
-    dtype_configs: tuple[DTypeConfig, ...]
+    observation_type: torch_ao.ObservationType
+    observation_type_by_tensor_count: Mapping[int, torch_ao.ObservationType]
+    dtype_configs: tuple[torch_ao.DTypeConfig, ...]
     input_type_to_index: Mapping[str, int]
     is_fused_module: bool
     fuser_method: Callable[..., nn.Module] | None = field(default=None, compare=False)
 
-    def observation_for(self, tensor_count: int) -> ObservationType:
+    def observation_for(self, tensor_count: int) -> torch_ao.ObservationType:
         """Return how the op is observed: ``x + 1`` may share the observer of ``x``, ``x + y`` have its own.
 
         Args:
@@ -127,7 +120,7 @@ class BackendTable:
         return next((self.entries[pattern] for pattern in patterns if pattern in self.entries), None)
 
 
-def read_backend_config(value: BackendConfig | dict[str, Any] | None) -> BackendTable:
+def read_backend_config(value: torch_ao.BackendConfig | dict[str, Any] | None) -> BackendTable:
     """Read the config once; None means FX's default, the native backend.
 
     Raises:
@@ -137,8 +130,8 @@ def read_backend_config(value: BackendConfig | dict[str, Any] | None) -> Backend
         return _native_table()
     if isinstance(value, dict):
         _check_keys_of_patterns(value.get("configs", ()))
-        value = read_dict_form("backend_config", value, ("name", "configs"), BackendConfig)
-    if not isinstance(value, BackendConfig):
+        value = read_dict_form("backend_config", value, ("name", "configs"), torch_ao.BackendConfig)
+    if not isinstance(value, torch_ao.BackendConfig):
         raise ConfigError.wrong_type("backend_config", "a BackendConfig", value)
     check_settings("backend_config", ENTRIES, vars(value))
     configs = dict(_configs_by_pattern(value))
@@ -148,10 +141,10 @@ def read_backend_config(value: BackendConfig | dict[str, Any] | None) -> Backend
 
 @cache
 def _native_table() -> BackendTable:
-    return read_backend_config(get_native_backend_config())
+    return read_backend_config(torch_ao.get_native_backend_config())
 
 
-def _configs_by_pattern(value: BackendConfig) -> Iterator[tuple[Any, BackendPatternConfig]]:
+def _configs_by_pattern(value: torch_ao.BackendConfig) -> Iterator[tuple[Any, torch_ao.BackendPatternConfig]]:
     for config in value.configs:
         if config.pattern is not None:
             yield config.pattern, config
@@ -182,7 +175,7 @@ def _in_order(nested: Any) -> Any:
     if not isinstance(nested, tuple):
         return nested
     op, *arguments = nested
-    inside = [i for i, argument in enumerate(arguments) if argument is not MatchAllNode]
+    inside = [i for i, argument in enumerate(arguments) if argument is not torch_ao.MatchAllNode]
     if not inside:
         return op
     before = _in_order(arguments[inside[0]]) if len(inside) == 1 else None
@@ -201,7 +194,7 @@ def _in_words(nested: Any) -> str:
 
 
 def _entry(
-    pattern: Any, config: BackendPatternConfig, configs: Mapping[Any, BackendPatternConfig]
+    pattern: Any, config: torch_ao.BackendPatternConfig, configs: Mapping[Any, torch_ao.BackendPatternConfig]
 ) -> PatternEntry:
     check_settings(f"backend_config: the pattern {pattern}", PATTERN_ENTRIES, vars(config))
     is_fused_module = config.fuser_method is not None
@@ -220,8 +213,8 @@ def _entry(
 
 
 def _after_fusing(
-    pattern: Any, config: BackendPatternConfig, configs: Mapping[Any, BackendPatternConfig]
-) -> BackendPatternConfig:
+    pattern: Any, config: torch_ao.BackendPatternConfig, configs: Mapping[Any, torch_ao.BackendPatternConfig]
+) -> torch_ao.BackendPatternConfig:
     """Return the row that applies to a pattern whose modules FX replaces by one before it reads the rows
     again: the row of that module. A batch norm after another module is folded and does not count."""
     first, *rest = pattern if isinstance(pattern, tuple) else (pattern,)
@@ -230,4 +223,4 @@ def _after_fusing(
     module = first if len(kept) == 1 else unfolded.fused_module
     if module is None:
         return config
-    return configs.get(module) or BackendPatternConfig(module)
+    return configs.get(module) or torch_ao.BackendPatternConfig(module)

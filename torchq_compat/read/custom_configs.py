@@ -13,22 +13,7 @@ from torchq_compat.errors import ConfigError, CustomModuleError
 from torchq_compat.read.backend_configs import BackendTable, read_backend_config
 from torchq_compat.read.old_forms import read_dict_form
 from torchq_compat.read.qconfig_mappings import DICT_KEYS, QConfigRules, read_qconfig_mapping
-from torchq_compat.support.argument_checks import (
-    ANYTHING,
-    Expected,
-    check_settings,
-    instance_of,
-    mapping_of,
-    names_of,
-)
-from torchq_compat.support.torch_ao import (
-    ConvertCustomConfig,
-    FuseCustomConfig,
-    PrepareCustomConfig,
-    QConfigMapping,
-    QuantType,
-    StandaloneModuleConfigEntry,
-)
+from torchq_compat.support import argument_checks, torch_ao
 from torchq_compat.support.user_warnings import warn_user
 
 PREPARE_KEYS = (
@@ -44,29 +29,30 @@ PREPARE_KEYS = (
 CONVERT_KEYS = ("observed_to_quantized_custom_module_class", "preserved_attributes")
 FUSE_KEYS = ("preserved_attributes",)
 
-MODULE_CLASS = Expected(
+MODULE_CLASS = argument_checks.Expected(
     "a class of modules", lambda value: isinstance(value, type) and issubclass(value, nn.Module)
 )
-NAMES = names_of(instance_of(str))
-CLASS_MAPPING = mapping_of(
-    instance_of(QuantType), mapping_of(MODULE_CLASS, instance_of(type, what="a class"))
+NAMES = argument_checks.names_of(argument_checks.instance_of(str))
+CLASS_MAPPING = argument_checks.mapping_of(
+    argument_checks.instance_of(torch_ao.QuantType),
+    argument_checks.mapping_of(MODULE_CLASS, argument_checks.instance_of(type, what="a class")),
 )
-ENTRY = instance_of(StandaloneModuleConfigEntry)
+ENTRY = argument_checks.instance_of(torch_ao.StandaloneModuleConfigEntry)
 #: The expected types of attributes that torch.ao's setters do not check. Indexes are checked at capture.
 ENTRIES = {
     "float_to_observed_mapping": CLASS_MAPPING,
     "observed_to_quantized_mapping": CLASS_MAPPING,
     "non_traceable_module_names": NAMES,
-    "non_traceable_module_classes": names_of(MODULE_CLASS),
+    "non_traceable_module_classes": argument_checks.names_of(MODULE_CLASS),
     "preserved_attributes": NAMES,
-    "input_quantized_indexes": names_of(ANYTHING),
-    "output_quantized_indexes": names_of(ANYTHING),
-    "standalone_module_names": mapping_of(instance_of(str), ENTRY),
-    "standalone_module_classes": mapping_of(MODULE_CLASS, ENTRY),
+    "input_quantized_indexes": argument_checks.names_of(argument_checks.ANYTHING),
+    "output_quantized_indexes": argument_checks.names_of(argument_checks.ANYTHING),
+    "standalone_module_names": argument_checks.mapping_of(argument_checks.instance_of(str), ENTRY),
+    "standalone_module_classes": argument_checks.mapping_of(MODULE_CLASS, ENTRY),
 }
 
 #: Class -> class, separately for static, dynamic and weight-only QConfigs.
-ClassMapping = Mapping[QuantType, Mapping[type[nn.Module], type[nn.Module]]]
+ClassMapping = Mapping[torch_ao.QuantType, Mapping[type[nn.Module], type[nn.Module]]]
 
 
 @dataclass(frozen=True)
@@ -101,7 +87,9 @@ class ConvertSettings:
     preserved_attributes: tuple[str, ...]
 
 
-def read_prepare_custom_config(value: PrepareCustomConfig | dict[str, Any] | None) -> PrepareSettings:
+def read_prepare_custom_config(
+    value: torch_ao.PrepareCustomConfig | dict[str, Any] | None,
+) -> PrepareSettings:
     """Read the config once.
 
     Raises:
@@ -109,12 +97,12 @@ def read_prepare_custom_config(value: PrepareCustomConfig | dict[str, Any] | Non
         CustomModuleError: an observed class without ``from_float``.
     """
     if isinstance(value, dict):
-        value = read_dict_form("prepare_custom_config", value, PREPARE_KEYS, PrepareCustomConfig)
+        value = read_dict_form("prepare_custom_config", value, PREPARE_KEYS, torch_ao.PrepareCustomConfig)
     if value is None:
-        value = PrepareCustomConfig()
-    if not isinstance(value, PrepareCustomConfig):
+        value = torch_ao.PrepareCustomConfig()
+    if not isinstance(value, torch_ao.PrepareCustomConfig):
         raise ConfigError.wrong_type("prepare_custom_config", "a PrepareCustomConfig", value)
-    check_settings("prepare_custom_config", ENTRIES, vars(value))
+    argument_checks.check_settings("prepare_custom_config", ENTRIES, vars(value))
     mapping = _read_mapping("float_to_observed_mapping", value.float_to_observed_mapping, "from_float")
     return PrepareSettings(
         float_to_observed=mapping,
@@ -128,7 +116,9 @@ def read_prepare_custom_config(value: PrepareCustomConfig | dict[str, Any] | Non
     )
 
 
-def read_convert_custom_config(value: ConvertCustomConfig | dict[str, Any] | None) -> ConvertSettings:
+def read_convert_custom_config(
+    value: torch_ao.ConvertCustomConfig | dict[str, Any] | None,
+) -> ConvertSettings:
     """Read the config once.
 
     Raises:
@@ -143,17 +133,17 @@ def read_convert_custom_config(value: ConvertCustomConfig | dict[str, Any] | Non
         )
         value = None
     if isinstance(value, dict):
-        value = read_dict_form("convert_custom_config", value, CONVERT_KEYS, ConvertCustomConfig)
+        value = read_dict_form("convert_custom_config", value, CONVERT_KEYS, torch_ao.ConvertCustomConfig)
     if value is None:
-        value = ConvertCustomConfig()
-    if isinstance(value, QConfigMapping):
+        value = torch_ao.ConvertCustomConfig()
+    if isinstance(value, torch_ao.QConfigMapping):
         raise ConfigError(
             "convert_custom_config is a QConfigMapping.",
             hint="leave it out, or write qconfig_mapping=...; the second argument is convert_custom_config.",
         )
-    if not isinstance(value, ConvertCustomConfig):
+    if not isinstance(value, torch_ao.ConvertCustomConfig):
         raise ConfigError.wrong_type("convert_custom_config", "a ConvertCustomConfig", value)
-    check_settings("convert_custom_config", ENTRIES, vars(value))
+    argument_checks.check_settings("convert_custom_config", ENTRIES, vars(value))
     mapping = _read_mapping(
         "observed_to_quantized_mapping", value.observed_to_quantized_mapping, "from_observed"
     )
@@ -168,15 +158,15 @@ def _is_qconfig_dict(value: Any) -> bool:
     return isinstance(value, dict) and bool(value) and set(value) <= set(DICT_KEYS)
 
 
-def read_fuse_custom_config(value: FuseCustomConfig | dict[str, Any] | None) -> tuple[str, ...]:
+def read_fuse_custom_config(value: torch_ao.FuseCustomConfig | dict[str, Any] | None) -> tuple[str, ...]:
     """Return the preserved attributes of a FuseCustomConfig, its only setting."""
     if isinstance(value, dict):
-        value = read_dict_form("fuse_custom_config", value, FUSE_KEYS, FuseCustomConfig)
+        value = read_dict_form("fuse_custom_config", value, FUSE_KEYS, torch_ao.FuseCustomConfig)
     if value is None:
         return ()
-    if not isinstance(value, FuseCustomConfig):
+    if not isinstance(value, torch_ao.FuseCustomConfig):
         raise ConfigError.wrong_type("fuse_custom_config", "a FuseCustomConfig", value)
-    check_settings("fuse_custom_config", ENTRIES, vars(value))
+    argument_checks.check_settings("fuse_custom_config", ENTRIES, vars(value))
     return tuple(value.preserved_attributes)
 
 

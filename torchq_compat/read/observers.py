@@ -14,27 +14,8 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from torchq_compat.errors import ConfigError
-from torchq_compat.read.observer_classes import (
-    FastHistogramObserver,
-    FastMinMaxObserver,
-    FusedFakeQuantize,
-    SaturationCountingObserver,
-)
+from torchq_compat.read import observer_classes, qparams, torch_ao_classes
 from torchq_compat.read.qdq import CONVERT_DTYPE, insert_dynamic_q_dq
-from torchq_compat.read.qparams import (
-    FloatQParamsFakeQuantize,
-    fold_weight,
-    is_on_loaded_qparams,
-    loaded_qparams,
-    release_qparams,
-)
-from torchq_compat.read.torch_ao_classes import (
-    FIXED_QPARAMS,
-    SUBCLASSES,
-    ObserverSettings,
-    read_settings,
-    recognised_by_torch_ao,
-)
 from torchq_compat.support.dtypes import KERNEL_DTYPES, PACKED_DTYPES, dtype_range, is_integer, plain_dtype
 from torchq_compat.support.graph_nodes import attribute_at
 from torchq_compat.support.process_state import Kept
@@ -60,10 +41,10 @@ ATTRIBUTE_OF_ARGUMENT = {"custom_op_name": "custom_op"}
 
 #: Classes that are replaced by this package's versions, which report more or are faster.
 REPLACED: dict[str, Callable[..., nn.Module]] = {
-    "FusedMovingAvgObsFakeQuantize": FusedFakeQuantize,
-    "HistogramObserver": FastHistogramObserver,
-    "MinMaxObserver": FastMinMaxObserver,
-    "MovingAverageMinMaxObserver": SaturationCountingObserver,
+    "FusedMovingAvgObsFakeQuantize": observer_classes.FusedFakeQuantize,
+    "HistogramObserver": observer_classes.FastHistogramObserver,
+    "MinMaxObserver": observer_classes.FastMinMaxObserver,
+    "MovingAverageMinMaxObserver": observer_classes.SaturationCountingObserver,
 }
 #: (id of a legacy constructor, setting) -> its translation, which keeps it alive: every op asks anew.
 _TRANSLATED: Kept[ObserverConstructor] = Kept(64)
@@ -90,7 +71,7 @@ class ObserverConstructor:
         self.setting = setting
         with silenced(_was_told):
             legacy_made = self._make_legacy()
-        self.settings = read_settings(self(), legacy_made, setting)
+        self.settings = torch_ao_classes.read_settings(self(), legacy_made, setting)
         self.__name__ = "PerChannelObserver" if self.settings.ch_axis is not None else "Observer"
 
     def with_args(self, **_spec: Any) -> ObserverConstructor:
@@ -153,7 +134,7 @@ def _translate(made: nn.Module) -> nn.Module:
     inner = getattr(made, "activation_post_process", None)
     if inner is not None:
         if getattr(inner, "qscheme", None) is torch.per_channel_affine_float_qparams:
-            mirror = FloatQParamsFakeQuantize
+            mirror = qparams.FloatQParamsFakeQuantize
         return mirror(observer=lambda **_: _translate(inner))
     return mirror(**_arguments_from_attributes(mirror, made))
 
@@ -178,7 +159,7 @@ def _mirror_class(cls: type[nn.Module]) -> Callable[..., nn.Module] | None:
     name = cls.__name__
     if all(getattr(home, name, None) is not cls for home in HOMES):
         return None
-    ours = REPLACED.get(name) or SUBCLASSES.get(name)
+    ours = REPLACED.get(name) or torch_ao_classes.SUBCLASSES.get(name)
     mirror: Callable[..., nn.Module] | None = ours or getattr(pt2e_observer, name, None)
     return mirror
 
@@ -193,7 +174,7 @@ def _arguments_from_attributes(mirror: Callable[..., nn.Module], made: nn.Module
         arguments["reduce_range"] = False  # A given range is stored already reduced.
     elif hasattr(made, "has_customized_qrange") and made.dtype not in PACKED_DTYPES:
         del arguments["quant_min"], arguments["quant_max"]
-    if isinstance(made, FIXED_QPARAMS):
+    if isinstance(made, torch_ao_classes.FIXED_QPARAMS):
         arguments["quant_min"], arguments["quant_max"] = _fixed_qparams_range(made)
     return arguments
 
@@ -249,7 +230,7 @@ def _copy_settings(adapter: nn.Module, legacy: nn.Module) -> None:
         adapter.ch_axis = first_given("ch_axis", None)
 
 
-@recognised_by_torch_ao
+@torch_ao_classes.recognised_by_torch_ao
 class LegacyObserverAdapter(pt2e_observer.ObserverBase):  # type: ignore[misc]
     """A user's own torch.ao observer as a torchao observer; the user's object does the observing."""
 
@@ -270,7 +251,7 @@ class LegacyObserverAdapter(pt2e_observer.ObserverBase):  # type: ignore[misc]
         return scale, zero_point
 
 
-@recognised_by_torch_ao
+@torch_ao_classes.recognised_by_torch_ao
 class LegacyFakeQuantizeAdapter(pt2e_fake_quantize.FakeQuantizeBase):  # type: ignore[misc]
     """A user's own torch.ao fake-quantize, or torch.ao's private learnable one, as a torchao class."""
 
@@ -337,7 +318,7 @@ def _observer_cannot_be_made(setting: str, cause: BaseException) -> ConfigError:
 # calibration call and, in a recurrent cell, in every time step.
 
 
-@recognised_by_torch_ao
+@torch_ao_classes.recognised_by_torch_ao
 class WeightObserver(pt2e_observer.ObserverBase):  # type: ignore[misc]
     """Passes the weight through in calibration; ``observe`` observes it."""
 
@@ -360,8 +341,8 @@ class WeightObserver(pt2e_observer.ObserverBase):  # type: ignore[misc]
 
     def observe(self, weight: Tensor) -> None:
         """Discard earlier observations and observe ``weight`` as it is now."""
-        if not is_on_loaded_qparams(self, weight.detach()):
-            release_qparams(self)
+        if not qparams.is_on_loaded_qparams(self, weight.detach()):
+            qparams.release_qparams(self)
         self.observer = self.constructor().to(weight.device)
         self.observer(weight.detach())
 
@@ -381,7 +362,7 @@ class WeightObserver(pt2e_observer.ObserverBase):  # type: ignore[misc]
             ) from cause
 
     def calculate_qparams(self, **_: Any) -> tuple[Tensor, Tensor]:
-        loaded = loaded_qparams(self)
+        loaded = qparams.loaded_qparams(self)
         if loaded is not None:
             return loaded
         scale, zero_point = self.observer.calculate_qparams()  # type: ignore[operator]
@@ -397,7 +378,7 @@ class FloatQParamsWeightObserver(WeightObserver):
         assert isinstance(source, Node)
         self.observe_attribute(model, str(source.target))
         scale, zero_point = self.calculate_qparams()
-        fold_weight(model, observer_node, scale, zero_point, self)
+        qparams.fold_weight(model, observer_node, scale, zero_point, self)
 
 
 class WeightConstructor:
@@ -406,7 +387,7 @@ class WeightConstructor:
     def __init__(self, constructor: ObserverConstructor) -> None:
         self.constructor = constructor
         self.setting = constructor.setting
-        self.settings: ObserverSettings = constructor.settings
+        self.settings: torch_ao_classes.ObserverSettings = constructor.settings
         self.__name__ = constructor.__name__
 
     def with_args(self, **_spec: Any) -> WeightConstructor:
@@ -482,7 +463,7 @@ def asks_for_whole_range(qconfig: QConfig) -> bool:
     return isinstance(constructor, type) and issubclass(constructor, WholeRangeObserver)
 
 
-@recognised_by_torch_ao
+@torch_ao_classes.recognised_by_torch_ao
 class DynamicQuantization(pt2e_observer.ObserverBase):  # type: ignore[misc]
     """Takes the place of a dynamic observer; torchao's convert calls ``convert``."""
 

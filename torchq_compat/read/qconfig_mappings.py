@@ -15,14 +15,7 @@ from torch import nn
 
 from torchq_compat.errors import ConfigError
 from torchq_compat.read.old_forms import read_dict_form
-from torchq_compat.support.argument_checks import (
-    ANYTHING,
-    INDEX,
-    Expected,
-    check_settings,
-    instance_of,
-    mapping_of,
-)
+from torchq_compat.support import argument_checks
 from torchq_compat.support.torch_ao import QConfig, QConfigMapping, qconfig_equals
 
 # Read a QConfigMapping or its dict form into ``QConfigRules``, the same rules as a frozen value.
@@ -34,25 +27,29 @@ ObjectType = type | Callable[..., Any] | str
 SETTING = "qconfig_mapping"
 DICT_KEYS = ("", "object_type", "module_name_regex", "module_name", "module_name_object_type_order")
 
-OBJECT_TYPE = Expected(
+OBJECT_TYPE = argument_checks.Expected(
     "a class, a function or a name", lambda value: isinstance(value, str) or callable(value)
 )
-ORDER = Expected(
+ORDER = argument_checks.Expected(
     "(module name, object type, index)",
     lambda value: (
         isinstance(value, tuple)
         and len(value) == 3
         and isinstance(value[0], str)
         and OBJECT_TYPE.accepts(value[1])
-        and INDEX.accepts(value[2])
+        and argument_checks.INDEX.accepts(value[2])
     ),
 )
 #: The expected types of keys that torch.ao's setters do not check. QConfigs are checked later, one by one.
 ENTRIES = {
-    "object_type_qconfigs": mapping_of(OBJECT_TYPE, ANYTHING),
-    "module_name_regex_qconfigs": mapping_of(instance_of(str), ANYTHING),
-    "module_name_qconfigs": mapping_of(instance_of(str), ANYTHING),
-    "module_name_object_type_order_qconfigs": mapping_of(ORDER, ANYTHING),
+    "object_type_qconfigs": argument_checks.mapping_of(OBJECT_TYPE, argument_checks.ANYTHING),
+    "module_name_regex_qconfigs": argument_checks.mapping_of(
+        argument_checks.instance_of(str), argument_checks.ANYTHING
+    ),
+    "module_name_qconfigs": argument_checks.mapping_of(
+        argument_checks.instance_of(str), argument_checks.ANYTHING
+    ),
+    "module_name_object_type_order_qconfigs": argument_checks.mapping_of(ORDER, argument_checks.ANYTHING),
 }
 
 
@@ -103,7 +100,7 @@ def read_qconfig_mapping(value: QConfigMapping | dict[str, Any]) -> QConfigRules
         value = read_dict_form(SETTING, value, DICT_KEYS, QConfigMapping)
     if not isinstance(value, QConfigMapping):
         raise _no_mapping(value)
-    check_settings(SETTING, ENTRIES, vars(value))
+    argument_checks.check_settings(SETTING, ENTRIES, vars(value))
     rules = QConfigRules(
         global_qconfig=value.global_qconfig,
         object_types=MappingProxyType(dict(value.object_type_qconfigs)),

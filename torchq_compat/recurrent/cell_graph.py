@@ -12,14 +12,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from torchq_compat.capture.checked import capture_by_structure
-from torchq_compat.modules.parts import (
-    ConvertedPartGraphModule,
-    PartGraphModule,
-    PartSpecs,
-    convert_parts,
-    converted_qparams,
-    prepare_parts,
-)
+from torchq_compat.modules import parts
 from torchq_compat.read.qdq import DEQUANTIZE, QUANTIZE
 from torchq_compat.read.qparams import PerTensorQParams
 from torchq_compat.recurrent.cells import FloatCell, kind_of
@@ -157,7 +150,7 @@ def _with_what_they_read(nodes: Collection[Node], shared: set[Node], graph: Grap
 DEFAULT_INITIAL = (1.0, 0)
 
 
-class CellGraphModule(PartGraphModule):
+class CellGraphModule(parts.PartGraphModule):
     """A prepared or converted cell, with the initial-state qparams of ``torch.ao.nn.quantizable.LSTMCell``.
 
     An omitted state is zeros; a converted cell quantizes the zeros with this (scale, zero point). FX's cell
@@ -189,7 +182,7 @@ class CellGraphModule(PartGraphModule):
 
     def state_qparams(self) -> tuple[PerTensorQParams | None, ...]:
         """Return the qparams of every new state in a converted cell."""
-        return converted_qparams(self)
+        return parts.converted_qparams(self)
 
     def program(self) -> CellProgram | None:
         """Return this cell as a program for the cell loop; None if the loop cannot run it."""
@@ -223,7 +216,7 @@ def _with_initial_qparams(
     return initial.dequantize(initial.quantize(zeros))
 
 
-class ConvertedCellGraphModule(ConvertedPartGraphModule, CellGraphModule):
+class ConvertedCellGraphModule(parts.ConvertedPartGraphModule, CellGraphModule):
     """A q-dq cell: its state_dict carries all qparams.
 
     ``cell(x, *states)`` equals ``cell.step(*cell.project(x), *states)``, except that a linear may sum in
@@ -232,7 +225,7 @@ class ConvertedCellGraphModule(ConvertedPartGraphModule, CellGraphModule):
 
     def recompile(self) -> Any:
         """Recompile ``forward``, and derive the qparams, functions and program from the graph again."""
-        self._state_qparams = converted_qparams(self)
+        self._state_qparams = parts.converted_qparams(self)
         self.__dict__.pop("_functions", None)
         self._program = program_or_problem(("", self))
         return super().recompile()
@@ -285,7 +278,7 @@ class ConvertedCellGraphModule(ConvertedPartGraphModule, CellGraphModule):
 
 def reference_cell(prepared: GraphModule) -> ConvertedCellGraphModule:
     """Return the q-dq form of a prepared cell with int8 weights folded. Changes ``prepared``: pass a copy."""
-    return ConvertedCellGraphModule.wrap(convert_parts(prepared))
+    return ConvertedCellGraphModule.wrap(parts.convert_parts(prepared))
 
 
 # Makes the prepared cells of a float recurrent module, one for each layer and direction.
@@ -296,7 +289,7 @@ WEIGHT_NAMES = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
 
 def prepared_cell(
     module: nn.Module,
-    specs: PartSpecs,
+    specs: parts.PartSpecs,
     *,
     split_gates: bool,
     suffix: str = "",
@@ -308,7 +301,7 @@ def prepared_cell(
     """
     kind = kind_of(module)
     cell, weights = float_cell(module, suffix, split_gates=split_gates), _weights(module, suffix)
-    prepared = prepare_parts(
+    prepared = parts.prepare_parts(
         capture_by_structure(cell, cell.example_inputs()),
         kind.parts(split_gates=split_gates, projected="weight_hr" in weights),
         specs,

@@ -16,16 +16,11 @@ from torchq_compat.capture.opaque_stub import FakeCall
 from torchq_compat.errors import CustomModuleError
 from torchq_compat.modules.parts import DynamicPartSpecs, PartGraphModule, PartKind, PartSpecs, prepare_parts
 from torchq_compat.read.qspecs import OpSpecs
+from torchq_compat.recurrent import recurrent_module
 from torchq_compat.recurrent.cell_graph import CellGraphModule, float_cell
 from torchq_compat.recurrent.cells import CellKind, FloatCell, kind_of
 from torchq_compat.recurrent.contracts import RecurrentContract, contract_of
 from torchq_compat.recurrent.over_time import RecurrentDirection, RecurrentLayer
-from torchq_compat.recurrent.recurrent_module import (
-    ConvertedRecurrent,
-    ObservedRecurrent,
-    RecurrentModule,
-    given_specs,
-)
 from torchq_compat.support.argument_checks import FLAG, Expected, checked_arguments, optional
 from torchq_compat.support.later_stages import scripted_recurrent
 from torchq_compat.support.process_state import draws_kept
@@ -42,7 +37,7 @@ from torchq_compat.support.torch_ao import QConfig, quantizable, quantized
 SUFFIX = "_obs_ctr"
 
 
-class ObservedLSTM(ObservedRecurrent, quantizable.LSTM):
+class ObservedLSTM(recurrent_module.ObservedRecurrent, quantizable.LSTM):
     """An LSTM whose parts are observed, or fake-quantized, one by one."""
 
     float_class = nn.LSTM
@@ -51,7 +46,7 @@ class ObservedLSTM(ObservedRecurrent, quantizable.LSTM):
         return "QuantizableLSTM"
 
 
-class ConvertedLSTM(ConvertedRecurrent, quantized.LSTM):
+class ConvertedLSTM(recurrent_module.ConvertedRecurrent, quantized.LSTM):
     """An LSTM of q-dq cells with folded integer weights."""
 
     observed = ObservedLSTM
@@ -60,61 +55,61 @@ class ConvertedLSTM(ConvertedRecurrent, quantized.LSTM):
         return "QuantizedLSTM"
 
 
-class ObservedLSTMCell(ObservedRecurrent, quantizable.LSTMCell):
+class ObservedLSTMCell(recurrent_module.ObservedRecurrent, quantizable.LSTMCell):
     """An LSTMCell whose parts are observed, or fake-quantized, one by one."""
 
     float_class = nn.LSTMCell
 
 
-class ConvertedLSTMCell(ConvertedRecurrent):
+class ConvertedLSTMCell(recurrent_module.ConvertedRecurrent):
     """A q-dq LSTMCell with folded integer weights."""
 
     observed = ObservedLSTMCell
 
 
-class ObservedGRU(ObservedRecurrent):
+class ObservedGRU(recurrent_module.ObservedRecurrent):
     """A GRU whose parts are observed, or fake-quantized, one by one."""
 
     float_class = nn.GRU
 
 
-class ConvertedGRU(ConvertedRecurrent):
+class ConvertedGRU(recurrent_module.ConvertedRecurrent):
     """A GRU of q-dq cells with folded integer weights."""
 
     observed = ObservedGRU
 
 
-class ObservedGRUCell(ObservedRecurrent):
+class ObservedGRUCell(recurrent_module.ObservedRecurrent):
     """A GRUCell whose parts are observed, or fake-quantized, one by one."""
 
     float_class = nn.GRUCell
 
 
-class ConvertedGRUCell(ConvertedRecurrent):
+class ConvertedGRUCell(recurrent_module.ConvertedRecurrent):
     """A q-dq GRUCell with folded integer weights."""
 
     observed = ObservedGRUCell
 
 
-class ObservedRNN(ObservedRecurrent):
+class ObservedRNN(recurrent_module.ObservedRecurrent):
     """An RNN, with tanh or ReLU, whose parts are observed, or fake-quantized, one by one."""
 
     float_class = nn.RNN
 
 
-class ConvertedRNN(ConvertedRecurrent):
+class ConvertedRNN(recurrent_module.ConvertedRecurrent):
     """An RNN of q-dq cells with folded integer weights."""
 
     observed = ObservedRNN
 
 
-class ObservedRNNCell(ObservedRecurrent):
+class ObservedRNNCell(recurrent_module.ObservedRecurrent):
     """An RNNCell whose parts are observed, or fake-quantized, one by one."""
 
     float_class = nn.RNNCell
 
 
-class ConvertedRNNCell(ConvertedRecurrent):
+class ConvertedRNNCell(recurrent_module.ConvertedRecurrent):
     """A q-dq RNNCell with folded integer weights."""
 
     observed = ObservedRNNCell
@@ -131,8 +126,8 @@ class RecurrentFamily:
         legacy_converted: the class of torch.ao that it is converted to, if there is one.
     """
 
-    observed: type[ObservedRecurrent]
-    converted: type[ConvertedRecurrent]
+    observed: type[recurrent_module.ObservedRecurrent]
+    converted: type[recurrent_module.ConvertedRecurrent]
     legacy_observed: type[nn.Module] | None = None
     legacy_converted: type[nn.Module] | None = None
 
@@ -216,7 +211,7 @@ class ProjectedStep(nn.Module):
         return self.cell.step([projected], *(state for state in (hx, cx) if state is not None))
 
 
-class DynamicRecurrent(RecurrentModule):
+class DynamicRecurrent(recurrent_module.RecurrentModule):
     """A dynamically quantized recurrent module: prepared, with float weights, or converted. Its results are
     floats."""
 
@@ -361,7 +356,7 @@ def get_individually_observed_parts(
     *,
     split_gates: bool = False,
     **constructors: Any,
-) -> ObservedRecurrent:
+) -> recurrent_module.ObservedRecurrent:
     """Observe the parts of ``float_module``, in both directions, with the given constructors.
 
     A constructor is an observer or fake-quantize class of torch.ao or torchao, or ``Class.with_args(...)``.
@@ -405,7 +400,7 @@ def get_individually_observed_parts(
             f"one of {', '.join(f.float_class.__name__ for f in FAMILIES)} is needed, "
             f"got {type(float_module).__name__}",
         )
-    specs = given_specs(
+    specs = recurrent_module.given_specs(
         float_module, example_inputs, backend_config, split_gates=split_gates, constructors=constructors
     )
     return family.observed.observe(float_module, specs, split_gates=split_gates)
@@ -414,7 +409,7 @@ def get_individually_observed_parts(
 def with_profile(observed: type[nn.Module], profile: Callable[..., dict[str, Any]]) -> type[nn.Module]:
     """Return ``observed`` as a class whose parts a function of ``torchq_compat.profiles`` chooses."""
 
-    def from_float(cls: type, float_module: nn.Module) -> ObservedRecurrent:
+    def from_float(cls: type, float_module: nn.Module) -> recurrent_module.ObservedRecurrent:
         constructors = profile(float_module, fake_quantize=float_module.training)
         return get_individually_observed_parts(float_module, **constructors)
 

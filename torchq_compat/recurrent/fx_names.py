@@ -15,13 +15,7 @@ from torch.fx import GraphModule
 
 from torchq_compat.fx_state.numbered import Wanted, WantedObserver, WantedTensor
 from torchq_compat.fx_state.states import FxState
-from torchq_compat.modules.parts_handler import (
-    part_observers,
-    wanted_by_parts,
-    weight_observers_wanted,
-    weights_of_parts,
-    weights_wanted,
-)
+from torchq_compat.modules import parts_handler
 from torchq_compat.read.torch_ao_classes import FIXED_QPARAMS
 from torchq_compat.recurrent.cell_graph import CellGraphModule
 from torchq_compat.recurrent.cells import LSTM_GATES
@@ -44,7 +38,7 @@ def wanted_by_observed(module: RecurrentModule, state: FxState, prefix: str) -> 
         if state.observers_at(f"{at}.") or state.scales_at(f"{at}."):
             wanted += _numbered_parts(module, cell, state, at).below(path)
         else:
-            wanted += wanted_by_parts(cell, at).below(path)
+            wanted += parts_handler.wanted_by_parts(cell, at).below(path)
     return wanted
 
 
@@ -63,7 +57,7 @@ def wanted_by_dynamic(module: DynamicRecurrent, prefix: str) -> Wanted:
 
 def _dynamic_graph(graph: GraphModule, prefix: str, layer: int, suffix: str, index: int) -> Wanted:
     tensors, observers = [], []
-    for name, observer in weights_of_parts(graph):
+    for name, observer in parts_handler.weights_of_parts(graph):
         role, _, kind = name.rpartition(".")
         fx = f"{kind}_{'ih' if role.endswith('igates') else 'hh'}"
         names = (
@@ -93,7 +87,7 @@ class _Numbers:
 def _numbered_parts(module: RecurrentModule, cell: CellGraphModule, state: FxState, at: str) -> Wanted:
     requantized = _requantized_gates(module, cell)
     numbers = _numbers(module.split_gates, requantized)
-    observer_of = dict(part_observers(cell))
+    observer_of = dict(parts_handler.part_observers(cell))
     theirs = state.observers_at(f"{at}.")
     if state.is_converted:
         theirs = [name for name in state.scales_at(f"{at}.") if name.startswith(f"{at}._scale_")]
@@ -122,8 +116,8 @@ def _numbered_parts(module: RecurrentModule, cell: CellGraphModule, state: FxSta
         first = "igates_input_input_scale_0" if module.split_gates else "igates_input_scale_0"
         unused.append(f"{at}.{first}")
     return Wanted(
-        weights_wanted(cell, at),
-        (*observers, *weight_observers_wanted(cell, at)),
+        parts_handler.weights_wanted(cell, at),
+        (*observers, *parts_handler.weight_observers_wanted(cell, at)),
         only_fx=(*only_fx, *requantizing),
         unused=tuple(unused),
         problems=problems,
@@ -167,7 +161,7 @@ def _numbers(split_gates: bool, requantized: set[str]) -> _Numbers:
 def _requantized_gates(module: RecurrentModule, cell: CellGraphModule) -> set[str]:
     """Return the gates not in the QConfig's dtype: FX quantizes their inputs and their results again."""
     default = module.specs.op_specs.activation_dtype
-    observer_of = dict(part_observers(cell))
+    observer_of = dict(parts_handler.part_observers(cell))
     return {
         gate
         for gate, part in GATE_PARTS.items()

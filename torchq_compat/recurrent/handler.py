@@ -15,17 +15,8 @@ from torchq_compat.capture.opaque_stub import FakeCall
 from torchq_compat.errors import CustomModuleError
 from torchq_compat.fx_state.numbered import Wanted
 from torchq_compat.fx_state.states import FxState
+from torchq_compat.modules import parts_handler
 from torchq_compat.modules.parts import DynamicPartSpecs, Part, PartSpecs
-from torchq_compat.modules.parts_handler import (
-    PartOwnerHandler,
-    converted_by_its_class,
-    has_own_forward,
-    hint_to_map,
-    inherits,
-    map_class,
-    observed_by_its_class,
-    warn_if_forward_overridden,
-)
 from torchq_compat.modules.registry import ConvertRequest, ObserveRequest, WantedByModel, WriteOps, register
 from torchq_compat.read.backend_configs import BackendTable
 from torchq_compat.read.qspecs import OpSpecs
@@ -48,7 +39,7 @@ from torchq_compat.support.dtypes import is_integer
 from torchq_compat.support.user_warnings import warn_user
 
 
-class RecurrentHandler(PartOwnerHandler):
+class RecurrentHandler(parts_handler.PartOwnerHandler):
     """The handler of one family: a float class, its observed class and its converted class."""
 
     def __init__(self, family: RecurrentFamily) -> None:
@@ -63,10 +54,12 @@ class RecurrentHandler(PartOwnerHandler):
         return isinstance(module, self.family.observed) and module.qconfig is None and specs.is_static
 
     def is_opaque(self, module: nn.Module) -> bool:
-        return self._is_of_family(module) and not has_own_forward(module, self.family.float_class)
+        return self._is_of_family(module) and not parts_handler.has_own_forward(
+            module, self.family.float_class
+        )
 
     def is_users_own(self, module: nn.Module) -> bool:
-        return self._is_of_family(module) and has_own_forward(module, self.family.float_class)
+        return self._is_of_family(module) and parts_handler.has_own_forward(module, self.family.float_class)
 
     def _is_of_family(self, module: nn.Module) -> bool:
         return isinstance(module, self.family.float_class) and isinstance(module, nn.RNNBase)
@@ -86,7 +79,7 @@ class RecurrentHandler(PartOwnerHandler):
         return isinstance(opaque, (self.family.observed, self.family.converted))
 
     def loses_forward(self, module: nn.Module) -> bool:
-        return has_own_forward(module, self.family.float_class)
+        return parts_handler.has_own_forward(module, self.family.float_class)
 
     def observe(self, request: ObserveRequest) -> OpaqueModule:
         if isinstance(request.module, self.family.observed):
@@ -96,14 +89,14 @@ class RecurrentHandler(PartOwnerHandler):
             )
             observed.module_path = request.path
             return observed
-        warn_if_forward_overridden(request.module, self.family.float_class, request.path)
+        parts_handler.warn_if_forward_overridden(request.module, self.family.float_class, request.path)
         observed = self._observed(request)
         observed.module_path = request.path
         return observed
 
     def _observed(self, request: ObserveRequest) -> ObservedRecurrent:
         specs = PartSpecs(request.specs)
-        made = observed_by_its_class(
+        made = parts_handler.observed_by_its_class(
             request,
             (self.family.observed, self.family.legacy_observed),
             lambda: self.family.observed.observe(request.module, specs),
@@ -139,7 +132,9 @@ class RecurrentHandler(PartOwnerHandler):
 
     def copies_parameters(self, quantized_class: type[nn.Module] | None) -> bool:
         """Cells are copied one at a time, so that a large module is never there twice."""
-        return quantized_class is None or inherits(quantized_class, "from_observed", self._converted_classes)
+        return quantized_class is None or parts_handler.inherits(
+            quantized_class, "from_observed", self._converted_classes
+        )
 
     @property
     def _converted_classes(self) -> tuple[type[nn.Module] | None, ...]:
@@ -147,7 +142,7 @@ class RecurrentHandler(PartOwnerHandler):
 
     def convert(self, request: ConvertRequest) -> OpaqueModule:
         _warn_of_single_steps(request)
-        made = converted_by_its_class(
+        made = parts_handler.converted_by_its_class(
             request,
             self._converted_classes,
             lambda: self.family.converted.from_observed(request.observed),
@@ -175,10 +170,10 @@ class RecurrentHandler(PartOwnerHandler):
         if type(module).forward is not self.family.float_class.forward:
             name = type(module).__name__
             return (
-                f"{name} has a forward of its own: {map_class(name, self.family.map_to)}, and what is "
-                f"quantized is nn.{self.family.float_class.__name__} without it"
+                f"{name} has a forward of its own: {parts_handler.map_class(name, self.family.map_to)}, and "
+                f"what is quantized is nn.{self.family.float_class.__name__} without it"
             )
-        return hint_to_map(self.family.float_class, self.family.map_to)
+        return parts_handler.hint_to_map(self.family.float_class, self.family.map_to)
 
 
 def _places_of_states(opaque: RecurrentModule, layout: CallLayout) -> tuple[int, ...]:
@@ -220,7 +215,7 @@ def _lower(opaque: OpaqueModule) -> OpaqueModule | str:
     return problems[0] if problems else opaque.lowered()
 
 
-class DynamicRecurrentHandler(PartOwnerHandler):
+class DynamicRecurrentHandler(parts_handler.PartOwnerHandler):
     """The handler of unmapped recurrent modules with a dynamic QConfig, if the backend lists them."""
 
     def takes(self, float_class: type[nn.Module], observed_class: type[nn.Module]) -> bool:

@@ -34,13 +34,7 @@ from torchq_compat.recurrent.kernel.program import qparams_of_call
 from torchq_compat.recurrent.over_time import LoopShape, RecurrentDirection, RecurrentLayer, shape_in_export
 from torchq_compat.recurrent.runners import NativeRunner, OpaqueRunner, PythonRunner, Runner, TracedRunner
 from torchq_compat.recurrent.states import active_streams
-from torchq_compat.support.argument_checks import (
-    FLAG,
-    check_arguments,
-    checked_arguments,
-    instance_of,
-    optional,
-)
+from torchq_compat.support import argument_checks
 from torchq_compat.support.process_state import is_compiling, is_exporting
 from torchq_compat.support.torch_ao import NoopObserver, QConfig
 
@@ -370,7 +364,9 @@ class ObservedRecurrent(RecurrentModule):
         if args and isinstance(args[0], RecurrentContract):
             super().__init__(*args, **kwargs)
             return
-        check_arguments(type(self).__name__, {"split_gates": FLAG}, {"split_gates": split_gates})
+        argument_checks.check_arguments(
+            type(self).__name__, {"split_gates": argument_checks.FLAG}, {"split_gates": split_gates}
+        )
         made: Any = self.float_class(*args, **kwargs)
         made.qconfig = NOTHING_OBSERVED
         given = given_specs(made, None, None, split_gates=split_gates, constructors={})
@@ -412,10 +408,10 @@ class ObservedRecurrent(RecurrentModule):
         return super().opaque_call_from_graph(layout, args, kwargs)
 
     @classmethod
-    @checked_arguments(
-        other=instance_of(nn.Module, what="an nn.Module"),
-        qconfig=optional(instance_of(QConfig)),
-        split_gates=FLAG,
+    @argument_checks.checked_arguments(
+        other=argument_checks.instance_of(nn.Module, what="an nn.Module"),
+        qconfig=argument_checks.optional(argument_checks.instance_of(QConfig)),
+        split_gates=argument_checks.FLAG,
     )
     def from_float(cls, other: nn.Module, qconfig: Any = None, split_gates: bool = False) -> Any:
         """Observe the float module ``other`` by its own qconfig, or else by ``qconfig``. Legacy signature.

@@ -12,16 +12,8 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal
 
 from torchq_compat.errors import ScriptError, install_extra
+from torchq_compat.support import report
 from torchq_compat.support.argument_checks import INDEX, Expected, checked_arguments, instance_of, optional
-from torchq_compat.support.report import (
-    ObservedRange,
-    Role,
-    Row,
-    headline,
-    range_plot,
-    report_html,
-    report_text,
-)
 from torchq_compat.support.text_table import fitted_width
 
 if TYPE_CHECKING:
@@ -103,11 +95,11 @@ class QuantizedValue:
         return replace(self, path=f"{self.path}[{index}]")
 
     @property
-    def row(self) -> Row:
+    def row(self) -> report.Row:
         reason = "scale and zero point chosen at run time" if self.dynamic else ""
         if self.spread is not None:
             reason += ", over {} to {}".format(*self.spread)
-        return Row(
+        return report.Row(
             self.path,
             self.role,
             self.role,
@@ -166,7 +158,7 @@ class Report:
     """
 
     decisions: tuple[Decision, ...]
-    ranges: tuple[ObservedRange, ...] = ()
+    ranges: tuple[report.ObservedRange, ...] = ()
 
     def __iter__(self) -> Iterator[Decision]:
         return iter(self.decisions)
@@ -193,14 +185,14 @@ class Report:
         return tuple(d for d in self.decisions if d.action is Action.FLOAT)
 
     @property
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[report.Row, ...]:
         """The rows of the table: one per decision, with what its op runs as, and one per weight and input."""
         return tuple(_rows(self.decisions))
 
     @property
     def summary(self) -> str:
         """The counts, in one line: ``14 quantized, 0 float, 1 batch norm folded``."""
-        return headline(self.rows)
+        return report.headline(self.rows)
 
     def to_dict(self) -> dict[str, Any]:
         """Return ``{"summary": ..., "rows": [...]}`` of plain values."""
@@ -212,7 +204,7 @@ class Report:
         Raises:
             ScriptError: pandas is not installed.
         """
-        return data_frame([row.as_dict() for row in self.rows], [*Row.__dataclass_fields__])
+        return data_frame([row.as_dict() for row in self.rows], [*report.Row.__dataclass_fields__])
 
     def plot(self) -> Figure:
         """Return a matplotlib figure of ``ranges``: what was seen, what is covered, and the share clipped.
@@ -227,7 +219,7 @@ class Report:
                 code="TQ974",
             )
         try:
-            return range_plot(self.ranges)
+            return report.range_plot(self.ranges)
         except ModuleNotFoundError as missing:
             raise _not_installed("plot", "matplotlib", "report") from missing
 
@@ -241,7 +233,7 @@ class Report:
         Raises:
             ArgumentError: ``width`` is no int above 0.
         """
-        return report_text(self.rows, width or fitted_width())
+        return report.report_text(self.rows, width or fitted_width())
 
     def as_dicts(self) -> list[dict[str, Any]]:
         """Return the decisions as dicts of plain values; dtypes are torch dtypes."""
@@ -258,7 +250,7 @@ class Report:
         return f"<Report: {self.summary}>"
 
     def _repr_html_(self) -> str:
-        return report_html(self.rows)
+        return report.report_html(self.rows)
 
 
 def data_frame(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> pd.DataFrame:
@@ -284,7 +276,7 @@ def _not_installed(what: str, package: str, extra: str) -> ScriptError:
     )
 
 
-def _rows(decisions: tuple[Decision, ...]) -> Iterator[Row]:
+def _rows(decisions: tuple[Decision, ...]) -> Iterator[report.Row]:
     known = {decision.path for decision in decisions if decision.action not in LOWERINGS}
     lowered: dict[str, list[Decision]] = {}
     alone: list[Decision] = []
@@ -302,10 +294,10 @@ def _rows(decisions: tuple[Decision, ...]) -> Iterator[Row]:
     yield from (_row(decision, ()) for decision in alone)
 
 
-def _row(decision: Decision, lowered: Sequence[Decision]) -> Row:
+def _row(decision: Decision, lowered: Sequence[Decision]) -> report.Row:
     details = decision.details
     others = [f"{key} {_short(value)}" for key, value in details.items() if key not in SHOWN_APART]
-    return Row(
+    return report.Row(
         decision.path,
         _role(decision),
         decision.kind,
@@ -319,7 +311,7 @@ def _row(decision: Decision, lowered: Sequence[Decision]) -> Row:
     )
 
 
-def _role(decision: Decision) -> Role:
+def _role(decision: Decision) -> report.Role:
     if decision.action in (Action.FREE, Action.FIXED):
         return "size"
     if decision.action in LOWERINGS:

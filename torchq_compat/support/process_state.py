@@ -19,16 +19,7 @@ import torchao.quantization.pt2e.quantize_pt2e as flow
 from torch.fx import GraphModule
 from torchao.quantization.pt2e.quantizer import Quantizer
 
-from torchq_compat.support.upstream import (
-    DEVICE_CACHES,
-    MODE_STACK,
-    PATCHER,
-    SET_FOR_ALL_THREADS,
-    ModeStack,
-    Patcher,
-    TracingContext,
-    fx_tracing,
-)
+from torchq_compat.support import upstream
 
 Result = TypeVar("Result")
 
@@ -126,8 +117,8 @@ def alone() -> Iterator[None]:
         if _BEFORE:
             yield
             return
-        _BEFORE[:] = [getattr(owner, name) for owner, name in SET_FOR_ALL_THREADS]
-        swaps = {PATCHER: _PatcherOfThread, MODE_STACK: _ModesOfThread()}  # type: ignore[no-untyped-call]
+        _BEFORE[:] = [getattr(owner, name) for owner, name in upstream.SET_FOR_ALL_THREADS]
+        swaps = {upstream.PATCHER: _PatcherOfThread, upstream.MODE_STACK: _ModesOfThread()}  # type: ignore[no-untyped-call]
         before = {place: getattr(*place) for place in swaps}
         try:
             for place, value in swaps.items():
@@ -139,12 +130,12 @@ def alone() -> Iterator[None]:
             _BEFORE.clear()
 
 
-class _ModesOfThread(threading.local, ModeStack):
+class _ModesOfThread(threading.local, upstream.ModeStack):
     """A stack of modes for each thread. torch has one for all, and whoever prints a tensor empties it for the
     while: a trace in another thread would fail."""
 
 
-class _PatcherOfThread(Patcher):
+class _PatcherOfThread(upstream.Patcher):
     """Replaces methods of ``nn.Module`` in the thread that traces. torch's replaces them in all: models that
     another thread calls would be recorded in the graph, and their modules exchanged for stand-ins."""
 
@@ -192,7 +183,7 @@ def is_compiling() -> bool:
 
 def _is_traced_here() -> bool:
     # Dynamo takes the first for True, and cannot read the second.
-    return torch.compiler.is_dynamo_compiling() or TracingContext.try_get() is not None
+    return torch.compiler.is_dynamo_compiling() or upstream.TracingContext.try_get() is not None
 
 
 # Forks.
@@ -204,9 +195,9 @@ def _in_child() -> None:
         lock.forget_other_threads()
     if not _BEFORE or TURNS.is_mine:
         return
-    if fx_tracing.CURRENT_PATCHER is not None:
-        fx_tracing.CURRENT_PATCHER.revert_all_patches()
-    for (owner, name), value in zip(SET_FOR_ALL_THREADS, _BEFORE, strict=True):
+    if upstream.fx_tracing.CURRENT_PATCHER is not None:
+        upstream.fx_tracing.CURRENT_PATCHER.revert_all_patches()
+    for (owner, name), value in zip(upstream.SET_FOR_ALL_THREADS, _BEFORE, strict=True):
         setattr(owner, name, value)
     _BEFORE.clear()
 
@@ -266,7 +257,7 @@ def _forgetting_models() -> Iterator[None]:
     try:
         yield
     finally:
-        for module, name in DEVICE_CACHES:
+        for module, name in upstream.DEVICE_CACHES:
             cached: Any = getattr(module, name, None)
             if cached is not None:
                 cached.cache_clear()

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import torch.ao.quantization.backend_config.utils
-import torch.ao.quantization.fx._decomposed  # noqa: F401 - it registers the q-dq operators
+import torch.ao.quantization.fx._decomposed  # it registers the q-dq operators
 from torch.ao.nn import quantizable, quantized
 from torch.ao.nn.intrinsic.modules.fused import _FusedModule as fused_module
 from torch.ao.nn.intrinsic.qat import freeze_bn_stats, update_bn_stats
@@ -78,73 +78,6 @@ from torch.ao.quantization.quantization_mappings import (
 from torch.ao.quantization.utils import MatchAllNode
 
 from torchq_compat.support.versions import warn_of_untested_pair
-
-__all__ = [
-    "DEFAULT_MODULE_TO_ACT_POST_PROCESS",
-    "FIXED_QPARAMS_OP_TO_OBSERVER",
-    "FX_ENGINE",
-    "BackendConfig",
-    "BackendPatternConfig",
-    "ConvertCustomConfig",
-    "DTypeConfig",
-    "DTypeWithConstraints",
-    "DeQuantStub",
-    "FXFloatFunctional",
-    "FakeQuantize",
-    "FakeQuantizeBase",
-    "FloatFunctional",
-    "FuseCustomConfig",
-    "HistogramObserver",
-    "MatchAllNode",
-    "MinMaxObserver",
-    "MovingAverageMinMaxObserver",
-    "NoopObserver",
-    "ObservationType",
-    "ObserverBase",
-    "PlaceholderObserver",
-    "PrepareCustomConfig",
-    "QConfig",
-    "QConfigMapping",
-    "QFunctional",
-    "QuantStub",
-    "QuantType",
-    "QuantWrapper",
-    "QuantizationTracer",
-    "QuantizedGraphModule",
-    "StandaloneModuleConfigEntry",
-    "backend_config",
-    "default_dynamic_qconfig",
-    "default_per_channel_weight_observer",
-    "default_qconfig",
-    "disable_fake_quant",
-    "fake_quantize",
-    "float16_dynamic_qconfig",
-    "float_qparams_weight_only_qconfig",
-    "float_qparams_weight_only_qconfig_4bit",
-    "freeze_bn_stats",
-    "fuse_known_modules",
-    "fuse_modules",
-    "fuse_modules_qat",
-    "fused_module",
-    "fx_engine",
-    "fx_utils",
-    "get_default_custom_config_dict",
-    "get_default_dynamic_quant_module_mappings",
-    "get_default_qat_module_mappings",
-    "get_default_qat_qconfig",
-    "get_default_qat_qconfig_mapping",
-    "get_default_qconfig",
-    "get_default_qconfig_mapping",
-    "get_default_qconfig_propagation_list",
-    "get_default_static_quant_module_mappings",
-    "get_native_backend_config",
-    "observer",
-    "qconfig_equals",
-    "quantizable",
-    "quantized",
-    "update_bn_stats",
-]
-
 
 # BackendConfig uses this module of its package, which the package does not import.
 

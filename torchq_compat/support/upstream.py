@@ -40,48 +40,6 @@ from torchao.quantization.pt2e.utils import _get_node_name_to_scope as get_node_
 
 from torchq_compat.support.torch_ao import FIXED_QPARAMS_OP_TO_OBSERVER, fx_utils
 
-__all__ = [
-    "DEVICE_CACHES",
-    "FIXED_QPARAMS_OP_TO_OBSERVER",
-    "MODE_STACK",
-    "PATCHER",
-    "SET_FOR_ALL_THREADS",
-    "USER_PRESERVED_ATTRIBUTES_KEY",
-    "WRAPPED_FUNCTIONS",
-    "BatchNormBase",
-    "DropoutBase",
-    "FakeTensor",
-    "FakeTensorMode",
-    "LazyGraphModule",
-    "ModeStack",
-    "OpOverload",
-    "OpOverloadPacket",
-    "Patcher",
-    "PyTreeCodeGen",
-    "TracingContext",
-    "assume",
-    "default_store",
-    "detect_fake_mode",
-    "disable_current_modes",
-    "format_target",
-    "forward_from_src",
-    "fx_tracing",
-    "get_node_name_to_scope",
-    "guards_of",
-    "has_kernel",
-    "is_activation_post_process",
-    "make_per_channel_quantized_tensor",
-    "make_per_tensor_quantized_tensor",
-    "pack_padded_sequence",
-    "pack_padded_sequence_backward",
-    "pad_packed",
-    "pytree",
-    "scan",
-    "symbolic_shapes_config",
-    "tracing_paused",
-]
-
-
 #: Functions that make a quantized tensor from integers and qparams; None in a torch without such tensors.
 make_per_tensor_quantized_tensor: Any = getattr(torch, "_make_per_tensor_quantized_tensor", None)
 make_per_channel_quantized_tensor: Any = getattr(torch, "_make_per_channel_quantized_tensor", None)

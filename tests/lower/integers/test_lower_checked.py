@@ -206,7 +206,7 @@ def test_what_fx_fuses_for_onednn(engine: Callable[[str], None]) -> None:
 
 def off_by(steps: int) -> Callable[..., Any]:
     """Return what convert_fx runs beside the reference, with convolutions that are off by some steps."""
-    judge = lowered_module.faults_of
+    judge = lowered_module.side_by_side.faults_of
 
     def faulty(reference: Any, lowered: Any, *others: Any) -> Any:
         for node in lowered.graph.find_nodes(op="call_function", target=CONVOLUTION):
@@ -234,7 +234,7 @@ def lowered_with(
     steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Any, list[Decision], list[str], Tensor]:
     prepared, x = speech()
-    monkeypatch.setattr(lowered_module, "faults_of", off_by(steps))
+    monkeypatch.setattr(lowered_module.side_by_side, "faults_of", off_by(steps))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         lowered = tc.convert_fx(prepared)
@@ -267,14 +267,14 @@ def test_a_wrong_kernel_is_not_taken_and_the_user_is_told(monkeypatch: pytest.Mo
 
 def test_a_kernel_that_fails_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     prepared, x = speech()
-    judge = lowered_module.faults_of
+    judge = lowered_module.side_by_side.faults_of
 
     def failing(reference: Any, lowered: Any, *others: Any) -> Any:
         for node in lowered.graph.find_nodes(op="call_function", target=CONVOLUTION):
             node.args = (*node.args[:9], 7, *node.args[10:])  # groups that do not divide the channels
         return judge(reference, lowered, *others)
 
-    monkeypatch.setattr(lowered_module, "faults_of", failing)
+    monkeypatch.setattr(lowered_module.side_by_side, "faults_of", failing)
     with pytest.warns(QuantizationWarning, match="conv1d.*fails"):
         lowered = tc.convert_fx(prepared)
     torch.testing.assert_close(lowered(x), lowered.reference(x), rtol=0, atol=1e-5)
@@ -305,8 +305,8 @@ def test_what_fails_as_a_whole_is_the_reference(
 
     for name, owner, patched in (
         ("run", lowered_module.Rewriter, raising),
-        ("faults_of", lowered_module, unnoticed),
-        ("faults_of", lowered_module, noise),
+        ("faults_of", lowered_module.side_by_side, unnoticed),
+        ("faults_of", lowered_module.side_by_side, noise),
     ):
         with subtests.test(patched.__name__), monkeypatch.context() as patch:
             patch.setattr(owner, name, patched)

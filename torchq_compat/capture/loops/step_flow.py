@@ -16,14 +16,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from torchq_compat.capture.loops.segments import (
-    INDEX_ARGUMENTS,
-    WITH_NUMBER,
-    Leaf,
-    Steps,
-    leaves_of,
-    writes_in_place,
-)
+from torchq_compat.capture.loops import segments
 from torchq_compat.support.graph_nodes import SLICE_END
 from torchq_compat.support.upstream import OpOverload, pytree
 
@@ -84,7 +77,7 @@ class Written:
     """The ``value`` that every step writes into its part of ``place.source``."""
 
     place: Taken
-    value: Leaf
+    value: segments.Leaf
 
 
 Read = Inside | Carried | Counted | Node | Any
@@ -102,7 +95,7 @@ class Flow:
         invariant: the positions that compute the same in every step.
     """
 
-    steps: Steps
+    steps: segments.Steps
     reads: dict[int, list[Read]] = field(default_factory=dict)
     taken: dict[int, Taken] = field(default_factory=dict)
     written: dict[int, Written] = field(default_factory=dict)
@@ -150,7 +143,7 @@ class Flow:
         return self.taken[position] in [written.place for written in self.written.values()]
 
 
-def flow_of(steps: Steps) -> Flow:
+def flow_of(steps: segments.Steps) -> Flow:
     """Return the flow of ``steps``.
 
     Raises:
@@ -177,7 +170,7 @@ def _read_position(flow: Flow, position: int, where: dict[Node, tuple[int, int]]
     if wild and _takes_part(flow, position, nodes, reads, wild):
         return
     reads = [_as_constant(read) if index in wild else read for index, read in enumerate(reads)]
-    if writes_in_place(first):
+    if segments.writes_in_place(first):
         _write(flow, position, reads, nodes)
         return
     flow.reads[position] = reads
@@ -187,11 +180,11 @@ def _read_position(flow: Flow, position: int, where: dict[Node, tuple[int, int]]
 
 def _number_leaf(node: Node) -> int | None:
     """Return the index of the leaf that is the number that ``node`` computes with; None if there is none."""
-    at, _ = WITH_NUMBER.get(node.target, (None, None))
+    at, _ = segments.WITH_NUMBER.get(node.target, (None, None))
     return None if at is None else len(pytree.tree_leaves(node.args[:at]))
 
 
-def _counted(column: tuple[Leaf, ...]) -> Counted | None:
+def _counted(column: tuple[segments.Leaf, ...]) -> Counted | None:
     numbers = [leaf for leaf in column if type(leaf) is int]
     if len(numbers) < len(column) or numbers[0] == numbers[1]:
         return None
@@ -199,9 +192,9 @@ def _counted(column: tuple[Leaf, ...]) -> Counted | None:
     return Counted(numbers[0], slope) if all(b - a == slope for a, b in itertools.pairwise(numbers)) else None
 
 
-def _leaves_by_step(nodes: list[Node | None]) -> Iterator[list[Leaf]]:
+def _leaves_by_step(nodes: list[Node | None]) -> Iterator[list[segments.Leaf]]:
     lengths = set()
-    known = [leaves_of(node) if node is not None else None for node in nodes]
+    known = [segments.leaves_of(node) if node is not None else None for node in nodes]
     for leaves in known:
         if leaves is not None:
             lengths.add(len(leaves))
@@ -212,10 +205,14 @@ def _leaves_by_step(nodes: list[Node | None]) -> Iterator[list[Leaf]]:
 
 
 def _wild_leaves(node: Node) -> tuple[int, ...]:
-    return INDEX_ARGUMENTS.get(node.target, ()) if len(leaves_of(node)) == len(node.args) else ()
+    return (
+        segments.INDEX_ARGUMENTS.get(node.target, ())
+        if len(segments.leaves_of(node)) == len(node.args)
+        else ()
+    )
 
 
-def _read(column: tuple[Leaf, ...], where: dict[Node, tuple[int, int]]) -> Read:
+def _read(column: tuple[segments.Leaf, ...], where: dict[Node, tuple[int, int]]) -> Read:
     known = [(k, leaf) for k, leaf in enumerate(column) if leaf is not None]
     if not known:
         return None

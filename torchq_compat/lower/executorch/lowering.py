@@ -18,17 +18,7 @@ from torch.fx import GraphModule, Node
 from torchq_compat.capture.example_inputs import asks_for_examples, read_example_inputs
 from torchq_compat.capture.sizes.input_sizes import Dimension
 from torchq_compat.errors import ExportError
-from torchq_compat.lower.executorch.passes import (
-    dequantize_for_each_reader,
-    executorch_module,
-    fit_quantized_ops,
-    move_loop_invariants,
-    restore_linears,
-    runtime,
-    shift_to_int8,
-    size_loop_results,
-    xnnpack_partitioner,
-)
+from torchq_compat.lower.executorch import passes
 from torchq_compat.lower.executorch.recurrent_kernel import load_recurrent_kernel
 from torchq_compat.lower.export import export
 from torchq_compat.support.argument_checks import PATH, checked_arguments, optional
@@ -266,7 +256,7 @@ class ExecutorchProgram:
         """
         pte = Path(path).read_bytes()
         try:
-            meta = runtime().load_program(pte).metadata(METHOD)
+            meta = passes.runtime().load_program(pte).metadata(METHOD)
         except RuntimeError as cause:
             raise _unreadable(Path(path).name, cause) from cause
         tensors = (meta.input_tensor_meta(index) for index in range(meta.num_inputs()))
@@ -320,7 +310,7 @@ class ExecutorchProgram:
 
     @cached_property
     def _method(self) -> Any:
-        return runtime().load_program(self.pte).load_method(METHOD)
+        return passes.runtime().load_program(self.pte).load_method(METHOD)
 
     @staticmethod
     def _as_input(leaf: Any) -> Any:
@@ -411,7 +401,7 @@ def to_executorch(
             "torch.export.export to its partitioner.",
             code="TQ932",
         )
-    executorch_module("exir")
+    passes.executorch_module("exir")
     if recurrent not in SHAPES:
         raise ExportError(
             f"recurrent={recurrent!r} is not known.",
@@ -451,14 +441,14 @@ def to_executorch(
 
 def _lower(exported: ExportedProgram, backend: str) -> tuple[bytes, DelegationReport]:
     """Return the ``.pte`` and the report of ``exported``, which is modified."""
-    exir = executorch_module("exir")
-    fit_quantized_ops(exported)
+    exir = passes.executorch_module("exir")
+    passes.fit_quantized_ops(exported)
     refused: dict[str, str] = {}
     partitioners = []
     if backend == "xnnpack":
-        shift_to_int8(exported)
-        dequantize_for_each_reader(exported)
-        partitioners.append(xnnpack_partitioner(refused))
+        passes.shift_to_int8(exported)
+        passes.dequantize_for_each_reader(exported)
+        partitioners.append(passes.xnnpack_partitioner(refused))
     edge = exir.to_edge_transform_and_lower(
         exported,
         partitioner=partitioners,
@@ -466,9 +456,9 @@ def _lower(exported: ExportedProgram, backend: str) -> tuple[bytes, DelegationRe
         compile_config=exir.EdgeCompileConfig(_check_ir_validity=False),
     )
     report = read_delegation(edge.exported_program().graph_module, backend, refused)
-    manager = edge.transform((restore_linears, move_loop_invariants)).to_executorch()
+    manager = edge.transform((passes.restore_linears, passes.move_loop_invariants)).to_executorch()
     _check_kernels(manager.executorch_program)
-    return size_loop_results(manager.buffer), report
+    return passes.size_loop_results(manager.buffer), report
 
 
 def _warn_of_fixed_sizes(fixed: list[str]) -> None:
@@ -482,7 +472,7 @@ def _warn_of_fixed_sizes(fixed: list[str]) -> None:
 
 def _check_kernels(program: Any) -> None:
     needed = {(each.name, each.overload) for plan in program.execution_plan for each in plan.operators}
-    known = runtime().operator_registry.operator_names
+    known = passes.runtime().operator_registry.operator_names
     missing = {".".join(filter(None, each)) for each in needed} - known
     if missing:
         raise ExportError(

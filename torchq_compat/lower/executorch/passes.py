@@ -15,14 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.passes.infra.pass_base import PassResult
 
 from torchq_compat.errors import ExportError, install_extra
-from torchq_compat.read.qdq import (
-    CONVERT_DTYPE,
-    DEQUANTIZE,
-    DEQUANTIZE_PER_CHANNEL,
-    QUANTIZE,
-    QUANTIZE_PER_CHANNEL,
-    embedding_byte,
-)
+from torchq_compat.read import qdq
 from torchq_compat.read.qparams import PerTensorQParams
 from torchq_compat.support.upstream import OpOverloadPacket
 from torchq_compat.support.user_warnings import silenced
@@ -41,9 +34,9 @@ def fit_quantized_ops(program: ExportedProgram) -> None:
     cast; a quantized embedding dequantizes the rows that are looked up, not the table."""
     for graph_module in graphs(program.graph_module):
         graph = graph_module.graph
-        for quantize in graph.find_nodes(op="call_function", target=QUANTIZE_PER_CHANNEL):
+        for quantize in graph.find_nodes(op="call_function", target=qdq.QUANTIZE_PER_CHANNEL):
             _take_scales_as_double(graph, quantize)
-        for cast in graph.find_nodes(op="call_function", target=CONVERT_DTYPE):
+        for cast in graph.find_nodes(op="call_function", target=qdq.CONVERT_DTYPE):
             cast.args, cast.kwargs, cast.target = (
                 cast.args[:1],
                 {"dtype": cast.args[1]},
@@ -72,7 +65,7 @@ def _look_up_integers(graph: Graph, embedding: Node) -> None:
     supports no float zero points, which embeddings have."""
     table = embedding.args[0]
     assert isinstance(table, Node)
-    if table.target is not DEQUANTIZE_PER_CHANNEL or table.kwargs or table.args[3] != 0:
+    if table.target is not qdq.DEQUANTIZE_PER_CHANNEL or table.kwargs or table.args[3] != 0:
         return
     integers, scales, zero_points, _, low, high, _ = table.args
     assert isinstance(scales, Node)
@@ -81,7 +74,7 @@ def _look_up_integers(graph: Graph, embedding: Node) -> None:
         if zero_points.meta["val"].dtype != scales.meta["val"].dtype:
             zero_points = _cast(graph, zero_points, scales.meta["val"].dtype)
         lookup = graph.call_function(
-            embedding_byte(), (integers, scales, zero_points, low, high, embedding.args[1])
+            qdq.embedding_byte(), (integers, scales, zero_points, low, high, embedding.args[1])
         )
     lookup.meta = dict(embedding.meta)
     embedding.replace_all_uses_with(lookup)
@@ -108,7 +101,7 @@ def shift_to_int8(program: ExportedProgram) -> None:
     """Shift, in place, all uint8 qparams whose integers only a dequantize reads: subtract 128 from the zero
     point and the integers."""
     for graph_module in graphs(program.graph_module):
-        for quantize in graph_module.graph.find_nodes(op="call_function", target=QUANTIZE):
+        for quantize in graph_module.graph.find_nodes(op="call_function", target=qdq.QUANTIZE):
             if _only_dequantized(quantize):
                 _shift(quantize)
         graph_module.recompile()
@@ -117,7 +110,7 @@ def shift_to_int8(program: ExportedProgram) -> None:
 def dequantize_for_each_reader(program: ExportedProgram) -> None:
     """Give every reader of a dequantize its own copy, in place."""
     graph = program.graph
-    for dequantize in graph.find_nodes(op="call_function", target=DEQUANTIZE):
+    for dequantize in graph.find_nodes(op="call_function", target=qdq.DEQUANTIZE):
         for reader in list(dequantize.users)[1:]:
             with graph.inserting_before(reader):
                 own = graph.node_copy(dequantize)
@@ -128,7 +121,7 @@ def dequantize_for_each_reader(program: ExportedProgram) -> None:
 def _only_dequantized(quantize: Node) -> bool:
     qparams = PerTensorQParams.of_node(quantize)
     return qparams.dtype is torch.uint8 and all(
-        user.target is DEQUANTIZE and PerTensorQParams.of_node(user) == qparams for user in quantize.users
+        user.target is qdq.DEQUANTIZE and PerTensorQParams.of_node(user) == qparams for user in quantize.users
     )
 
 

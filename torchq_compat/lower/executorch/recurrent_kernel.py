@@ -15,15 +15,7 @@ import torch
 import torchq_compat.recurrent.kernel.op  # noqa: F401 - has the operator
 from torchq_compat.errors import ExportError
 from torchq_compat.lower.executorch.passes import executorch_module, runtime
-from torchq_compat.recurrent.kernel.build import (
-    FLAGS,
-    HEADERS,
-    SOURCE,
-    explain_failed_build,
-    load_or_make,
-    read_compiler,
-    run_compiler,
-)
+from torchq_compat.recurrent.kernel import build
 from torchq_compat.support.process_state import once
 
 KERNEL = Path(__file__).with_name("recurrent_kernel.cpp")
@@ -50,7 +42,7 @@ def load_recurrent_kernel() -> None:
     try:
         _load_or_make(root)
     except Exception as cause:
-        problem, hint = explain_failed_build(cause)
+        problem, hint = build.explain_failed_build(cause)
         raise ExportError(
             f"ExecuTorch's kernel for recurrent modules could not be built: {problem}",
             hint=f"{hint}; recurrent='rolled' needs none.",
@@ -59,20 +51,24 @@ def load_recurrent_kernel() -> None:
 
 def _load_or_make(root: Path) -> None:
     """Load the kernel's library for the ExecuTorch at ``root``, compiled if it is not cached."""
-    includes = [root / "include", root / "include/executorch/runtime/core/portable_type/c10", SOURCE.parent]
+    includes = [
+        root / "include",
+        root / "include/executorch/runtime/core/portable_type/c10",
+        build.SOURCE.parent,
+    ]
     libraries = root / "lib"
     command = [
         *(
-            *read_compiler(),
-            *FLAGS,
+            *build.read_compiler(),
+            *build.FLAGS,
             *DEFINITIONS,
             *(f"-I{each}" for each in includes),
             str(KERNEL),
-            str(SOURCE),
+            str(build.SOURCE),
         ),
         *(f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-lexecutorch"),
     ]
-    sources = [file.read_bytes() for file in (KERNEL, SOURCE, *HEADERS)]
+    sources = [file.read_bytes() for file in (KERNEL, build.SOURCE, *build.HEADERS)]
     facts = [command, executorch_module("version").__version__, sorted(torch.cpu.get_capabilities().items())]
     key = hashlib.sha256(b"\0".join([*sources, repr(facts).encode()])).hexdigest()[:16]
 
@@ -80,6 +76,6 @@ def _load_or_make(root: Path) -> None:
         print(
             f"torchq_compat: compiling ExecuTorch's recurrent kernel into {made.parents[1]}", file=sys.stderr
         )
-        run_compiler([*command, "-o", str(made)])
+        build.run_compiler([*command, "-o", str(made)])
 
-    load_or_make(f"executorch_{key}.so", compile_to, ctypes.CDLL)
+    build.load_or_make(f"executorch_{key}.so", compile_to, ctypes.CDLL)

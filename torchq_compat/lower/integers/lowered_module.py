@@ -19,22 +19,11 @@ from torch.fx.graph import PythonCode
 from torchq_compat.capture.opaque_calls import OpaqueModule
 from torchq_compat.capture.trial_runs import kept_buffers
 from torchq_compat.errors import ConfigError
+from torchq_compat.lower.integers import opaque_modules, side_by_side
 from torchq_compat.lower.integers.lowered_graph import MADE, Made, share_state, with_modules
-from torchq_compat.lower.integers.opaque_modules import (
-    LoweredOpaqueModule,
-    hand_over_floats,
-    lower_opaque_modules,
-)
 from torchq_compat.lower.integers.operators import forget_weights
 from torchq_compat.lower.integers.qdq_graph import hand_on_through_dropout
 from torchq_compat.lower.integers.rewrite import Rewriter
-from torchq_compat.lower.integers.side_by_side import (
-    StandsFor,
-    fault_of_whole,
-    faults_of,
-    first_line,
-    why_not_here,
-)
 from torchq_compat.model.graph_module import (
     ConvertedGraphModule,
     ConvertedModel,
@@ -164,7 +153,7 @@ class _Lowering:
     input_qparams: tuple[QParams | None, ...] = field(default=())
     refused: Mapping[str, str] = field(default_factory=dict)
     generation: int = 0
-    stands_for: StandsFor = field(default_factory=dict)
+    stands_for: side_by_side.StandsFor = field(default_factory=dict)
     given_up: str = ""
 
     @property
@@ -190,7 +179,7 @@ def lower(reference: ConvertedGraphModule, trial_inputs: tuple[Any, ...] | None 
         lowered._lower_again()
         fault = "" if trial_inputs is None else lowered._refuse_what_is_wrong(trial_inputs)
     except Exception as error:  # Integers are optional: the reference runs without.
-        fault = f"it fails on integers ({type(error).__name__}: {first_line(error)})"
+        fault = f"it fails on integers ({type(error).__name__}: {side_by_side.first_line(error)})"
     if fault:
         lowered._lower_again(given_up=fault)
     return lowered
@@ -252,15 +241,15 @@ class LoweredGraphModule(ConvertedModel):
         reference = before.reference
         refused = before.refused if refused is None else refused
         given_up = given_up or before.given_up
-        opaque: list[LoweredOpaqueModule] = []
+        opaque: list[opaque_modules.LoweredOpaqueModule] = []
         with torch.no_grad():
             rewriter = Rewriter(reference, {}, _left_float(reference), refused)
-            elsewhere = why_not_here(reference) or (_not_lowered(given_up) if given_up else None)
+            elsewhere = side_by_side.why_not_here(reference) or (_not_lowered(given_up) if given_up else None)
             if elsewhere is None:
                 rewriter.run()
-                opaque = lower_opaque_modules(reference, _lower_inside)
+                opaque = opaque_modules.lower_opaque_modules(reference, _lower_inside)
         graph, modules = rewriter.lowered.graph, {each.path: each.module for each in opaque if each.module}
-        hand_over_floats(graph, modules, rewriter.stands_for)
+        opaque_modules.hand_over_floats(graph, modules, rewriter.stands_for)
         graph.eliminate_dead_code(lambda node: node.op == "call_module" or node.is_impure())
         made = with_modules(reference, modules)
         state["_modules"] = {**made, MADE: Made(rewriter.lowered.constants)}
@@ -299,12 +288,14 @@ class LoweredGraphModule(ConvertedModel):
         for _ in range(MOST_TRIALS):
             lowering = self._lowering
             with kept_buffers(lowering.reference):
-                compared = faults_of(lowering.reference, self, lowering.stands_for, tuple(leaves))
+                compared = side_by_side.faults_of(
+                    lowering.reference, self, lowering.stands_for, tuple(leaves)
+                )
             if compared is None:
                 return ""
             faults, expected = compared
             if not faults.keys() - lowering.refused.keys():
-                return fault_of_whole(expected, lowering.reference, self, trial_inputs)
+                return side_by_side.fault_of_whole(expected, lowering.reference, self, trial_inputs)
             self._lower_again({**lowering.refused, **faults})
         return f"after {MOST_TRIALS} trials ops are still wrong on integers"
 

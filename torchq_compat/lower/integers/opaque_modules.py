@@ -11,14 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from torchq_compat.capture.opaque_calls import OpaqueModule, opaque_call_nodes
 from torchq_compat.custom_modules import handler_of
-from torchq_compat.lower.integers.lowered_graph import (
-    MADE,
-    Made,
-    is_signed,
-    numbers_of,
-    share_state,
-    with_modules,
-)
+from torchq_compat.lower.integers import lowered_graph
 from torchq_compat.lower.integers.operators import DEQUANTIZE, QUANTIZE
 from torchq_compat.lower.integers.rewrite import Rewriter
 from torchq_compat.model.graph_module import ConvertedGraphModule, QuantizationGraphModule
@@ -107,13 +100,16 @@ def _with_lowered_graphs(opaque: PartOwner, path: str) -> tuple[PartOwner, tuple
             replace(each, path=f"{path}.{name}/{each.node}", node="") for each in rewriter.decisions()
         ]
         module = GraphModule(nn.Module(), Graph())
-        share_state(module, graph)
-        vars(module)["_modules"] = {**module._modules, MADE: Made(rewriter.lowered.constants)}
+        lowered_graph.share_state(module, graph)
+        vars(module)["_modules"] = {
+            **module._modules,
+            lowered_graph.MADE: lowered_graph.Made(rewriter.lowered.constants),
+        }
         module.graph = rewriter.lowered.graph
         made[name] = module
     lowered = type(opaque).__new__(type(opaque))
     vars(lowered).update(vars(opaque))
-    vars(lowered)["_modules"] = with_modules(opaque, made)
+    vars(lowered)["_modules"] = lowered_graph.with_modules(opaque, made)
     return lowered, tuple(decisions)
 
 
@@ -177,7 +173,7 @@ def _before_quantize(arg: object, qparams: QParams | None) -> object:
     if not isinstance(arg, Node) or arg.target is not QUANTIZE or len(arg.users) > 1:
         return arg
     is_same = isinstance(qparams, PerTensorQParams) and arg.args[1:] == (
-        *numbers_of(qparams),
-        is_signed(qparams),
+        *lowered_graph.numbers_of(qparams),
+        lowered_graph.is_signed(qparams),
     )
     return arg.args[0] if is_same else arg

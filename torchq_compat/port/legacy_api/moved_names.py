@@ -12,14 +12,7 @@ from dataclasses import dataclass, replace
 import libcst as cst
 
 from torchq_compat.port.constructs import Edit, ImportRequest, Site
-from torchq_compat.port.source.imports import (
-    COMMENTS_BETWEEN_NAMES,
-    Plan,
-    is_free,
-    plan_module,
-    plan_name,
-    statement_edits,
-)
+from torchq_compat.port.source import imports
 from torchq_compat.port.source.moved_tables import Moved
 from torchq_compat.port.source.parsed import ParsedSource, dotted, imported_module
 
@@ -65,14 +58,14 @@ class MovedNames:
             return
         plans = [plan for alias in node.names if (plan := self._plan(source, node, alias))]
         movable = [plan for plan in plans if plan.new]
-        edits = statement_edits(source, node, [plan.new for plan in movable if plan.new])
+        edits = imports.statement_edits(source, node, [plan.new for plan in movable if plan.new])
         uses = tuple(edit for plan in movable for edit in plan.use_edits)
         for plan in plans:
             site = Site(self.code, source.start(plan.alias), plan.what, refusal=plan.refusal)
             if plan.new and edits:
                 site = replace(site, edits=(*edits, *uses))
             elif plan.new:
-                site = replace(site, refusal=COMMENTS_BETWEEN_NAMES)
+                site = replace(site, refusal=imports.COMMENTS_BETWEEN_NAMES)
             yield site, plan.uses
 
     def _star(self, source: ParsedSource, node: cst.ImportFrom) -> Site:
@@ -81,7 +74,7 @@ class MovedNames:
 
     def _plan(
         self, source: ParsedSource, node: cst.Import | cst.ImportFrom, alias: cst.ImportAlias
-    ) -> Plan | None:
+    ) -> imports.Plan | None:
         prefix = f"{imported_module(node)}." if isinstance(node, cst.ImportFrom) else ""
         written = prefix + dotted(alias.name)
         full = source.follow(written)
@@ -89,10 +82,10 @@ class MovedNames:
         for row in self.all_rows:
             if module == row.legacy and name in row.names and prefix:
                 if full != written:
-                    return Plan(alias, f"{name}, re-exported by another file")
-                return plan_name(source, node, alias, row, name)
+                    return imports.Plan(alias, f"{name}, re-exported by another file")
+                return imports.plan_name(source, node, alias, row, name)
             if full == row.legacy and row in self.rows:
-                return plan_module(source, node, alias, row) if full == written else None
+                return imports.plan_module(source, node, alias, row) if full == written else None
         return None
 
     # --- dotted uses ---
@@ -116,7 +109,7 @@ class MovedNames:
         if source.has_comment(node):
             return replace(site, refusal="there is a comment in the middle of the name")
         request = ImportRequest(row.replacement, offset=start)
-        if not is_free(source, request):
+        if not imports.is_free(source, request):
             return replace(
                 site, refusal=f"the name {request.module.partition('.')[0]} means something else in this file"
             )

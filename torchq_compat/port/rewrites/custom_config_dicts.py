@@ -8,15 +8,7 @@ from collections.abc import Iterator
 import libcst as cst
 
 from torchq_compat.port.constructs import Construct, ImportRequest, Site
-from torchq_compat.port.legacy_api.dict_forms import (
-    CannotRewriteError,
-    Converted,
-    DictForm,
-    Setter,
-    string_key,
-    tuples_of,
-    whole_value,
-)
+from torchq_compat.port.legacy_api import dict_forms
 from torchq_compat.port.rewrites.declaration import Rewrite
 from torchq_compat.port.rewrites.qconfig_dicts import QCONFIG_DICT
 from torchq_compat.port.source.parsed import ParsedSource
@@ -24,16 +16,16 @@ from torchq_compat.port.source.parsed import ParsedSource
 MODULE = "torchq_compat.custom_config"
 
 
-def class_pairs(method: str) -> Setter:
+def class_pairs(method: str) -> dict_forms.Setter:
     """Return a converter for ``{"static": {Float: Observed}}``: one call per pair."""
 
-    def convert(source: ParsedSource, value: cst.BaseExpression) -> Iterator[Converted]:
+    def convert(source: ParsedSource, value: cst.BaseExpression) -> Iterator[dict_forms.Converted]:
         for mode, classes in _pairs(source, value):
-            if string_key(mode) != "static":
-                raise CannotRewriteError(f"{source.code(mode)} is not the static mode")
+            if dict_forms.string_key(mode) != "static":
+                raise dict_forms.CannotRewriteError(f"{source.code(mode)} is not the static mode")
             for key, mapped in _pairs(source, classes):
                 arguments = f"{source.full_code(key)}, {source.full_code(mapped)}"
-                yield Converted(f".{method}({arguments})", key, (key, mapped))
+                yield dict_forms.Converted(f".{method}({arguments})", key, (key, mapped))
 
     return convert
 
@@ -42,44 +34,48 @@ def _pairs(
     source: ParsedSource, node: cst.BaseExpression
 ) -> Iterator[tuple[cst.BaseExpression, cst.BaseExpression]]:
     if not isinstance(node, cst.Dict):
-        raise CannotRewriteError(f"{source.code(node)} is not spelled out")
+        raise dict_forms.CannotRewriteError(f"{source.code(node)} is not spelled out")
     for element in node.elements:
         if not isinstance(element, cst.DictElement):
-            raise CannotRewriteError("the dict includes another dict with **")
+            raise dict_forms.CannotRewriteError("the dict includes another dict with **")
         yield element.key, element.value
 
 
-def standalone_modules(method: str) -> Setter:
+def standalone_modules(method: str) -> dict_forms.Setter:
     """Return a converter for a list of tuples ``(module, qconfig_dict, example_inputs,
     prepare_custom_config_dict, backend_config_dict)``."""
 
-    def convert(source: ParsedSource, value: cst.BaseExpression) -> Iterator[Converted]:
-        for entry, (module, qconfigs, inputs, prepare, backend) in tuples_of(source, value, 5):
+    def convert(source: ParsedSource, value: cst.BaseExpression) -> Iterator[dict_forms.Converted]:
+        for entry, (module, qconfigs, inputs, prepare, backend) in dict_forms.tuples_of(source, value, 5):
             if source.has_comment(entry):
-                raise CannotRewriteError("a standalone module has comments in its entry")
+                raise dict_forms.CannotRewriteError("a standalone module has comments in its entry")
             mapping, mapping_imports = _nested(source, qconfigs, QCONFIG_DICT)
             config, config_imports = _nested(source, prepare, PREPARE)
             if isinstance(backend, cst.Dict):
-                raise CannotRewriteError("a backend config as a dict: build the BackendConfig object")
+                raise dict_forms.CannotRewriteError(
+                    "a backend config as a dict: build the BackendConfig object"
+                )
             parts = (source.full_code(module), mapping, source.full_code(inputs), config)
             arguments = ", ".join((*parts, source.full_code(backend)))
-            yield Converted(f".{method}({arguments})", entry, (entry,), (*mapping_imports, *config_imports))
+            yield dict_forms.Converted(
+                f".{method}({arguments})", entry, (entry,), (*mapping_imports, *config_imports)
+            )
 
     return convert
 
 
 def _nested(
-    source: ParsedSource, node: cst.BaseExpression, form: DictForm
+    source: ParsedSource, node: cst.BaseExpression, form: dict_forms.DictForm
 ) -> tuple[str, tuple[ImportRequest, ...]]:
     """Convert an inner config: a dict becomes an object; None and the result of a call are kept."""
     if isinstance(node, cst.Dict):
         return form.convert(source, node)
     if isinstance(node, cst.Call) or (isinstance(node, cst.Name) and node.value == "None"):
         return source.full_code(node), ()
-    raise CannotRewriteError(f"{source.code(node)} may be a dict or an object")
+    raise dict_forms.CannotRewriteError(f"{source.code(node)} may be a dict or an object")
 
 
-PREPARE = DictForm(
+PREPARE = dict_forms.DictForm(
     code="TQ106",
     module=MODULE,
     class_name="PrepareCustomConfig",
@@ -88,29 +84,29 @@ PREPARE = DictForm(
         "standalone_module_name": standalone_modules("set_standalone_module_name"),
         "standalone_module_class": standalone_modules("set_standalone_module_class"),
         "float_to_observed_custom_module_class": class_pairs("set_float_to_observed_mapping"),
-        "non_traceable_module_name": whole_value("set_non_traceable_module_names"),
-        "non_traceable_module_class": whole_value("set_non_traceable_module_classes"),
-        "input_quantized_idxs": whole_value("set_input_quantized_indexes"),
-        "output_quantized_idxs": whole_value("set_output_quantized_indexes"),
-        "preserved_attributes": whole_value("set_preserved_attributes"),
+        "non_traceable_module_name": dict_forms.whole_value("set_non_traceable_module_names"),
+        "non_traceable_module_class": dict_forms.whole_value("set_non_traceable_module_classes"),
+        "input_quantized_idxs": dict_forms.whole_value("set_input_quantized_indexes"),
+        "output_quantized_idxs": dict_forms.whole_value("set_output_quantized_indexes"),
+        "preserved_attributes": dict_forms.whole_value("set_preserved_attributes"),
     },
 )
-CONVERT = DictForm(
+CONVERT = dict_forms.DictForm(
     code="TQ106",
     module=MODULE,
     class_name="ConvertCustomConfig",
     parameter="convert_custom_config",
     setters={
         "observed_to_quantized_custom_module_class": class_pairs("set_observed_to_quantized_mapping"),
-        "preserved_attributes": whole_value("set_preserved_attributes"),
+        "preserved_attributes": dict_forms.whole_value("set_preserved_attributes"),
     },
 )
-FUSE = DictForm(
+FUSE = dict_forms.DictForm(
     code="TQ106",
     module=MODULE,
     class_name="FuseCustomConfig",
     parameter="fuse_custom_config",
-    setters={"preserved_attributes": whole_value("set_preserved_attributes")},
+    setters={"preserved_attributes": dict_forms.whole_value("set_preserved_attributes")},
 )
 
 

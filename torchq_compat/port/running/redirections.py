@@ -15,13 +15,7 @@ from typing import Any
 from torchq_compat import pt2e
 from torchq_compat.model.graph_module import record_of
 from torchq_compat.model.other_tools import StateOfCaptured, suite_error
-from torchq_compat.port.legacy_api.names import (
-    CONVERTING,
-    EAGER_FLOW,
-    EAGER_FUNCTIONS,
-    MOVED_PT2E,
-    PT2E_FUNCTIONS,
-)
+from torchq_compat.port.legacy_api import names
 from torchq_compat.port.running.removed_imports import legacy_module, put_stand_in
 from torchq_compat.port.source.moved_tables import MOVED_FUNCTIONS, Moved, unchanged
 from torchq_compat.support.torch_ao import QConfigMapping
@@ -52,8 +46,10 @@ PRIVATE_FUNCTIONS = (
         {"_prepare_fx": "prepare_fx", "_convert_fx": "convert_fx", "_fuse_fx": "fuse_fx"},
     ),
 )
-EAGER_MODE = Moved("torch.ao.quantization.quantize", "torchq_compat.quantize_eager", unchanged(*EAGER_FLOW))
-REDIRECTIONS = (*MOVED_FUNCTIONS, *EAGER_FUNCTIONS, *PRIVATE_FUNCTIONS, BATCH_NORM_SWITCHES, EAGER_MODE)
+EAGER_MODE = Moved(
+    "torch.ao.quantization.quantize", "torchq_compat.quantize_eager", unchanged(*names.EAGER_FLOW)
+)
+REDIRECTIONS = (*MOVED_FUNCTIONS, *names.EAGER_FUNCTIONS, *PRIVATE_FUNCTIONS, BATCH_NORM_SWITCHES, EAGER_MODE)
 
 
 def redirect(
@@ -110,8 +106,8 @@ def redirect_pt2e(told: Callable[[str], None]) -> None:
     Args:
         told: is given one line for each model, for the summary.
     """
-    flow, replacements = importlib.import_module(MOVED_PT2E[0].legacy), dict[int, Function]()
-    for name, new in PT2E_FUNCTIONS.items():
+    flow, replacements = importlib.import_module(names.MOVED_PT2E[0].legacy), dict[int, Function]()
+    for name, new in names.PT2E_FUNCTIONS.items():
         original = getattr(flow, new)
         ours = replacements.setdefault(id(original), _of_mappings(getattr(pt2e, new), original, told))
         if name != new:
@@ -163,7 +159,7 @@ def calling_fx() -> Iterator[None]:
 
 def converting_as_fx(function: Function) -> Function:
     """Return ``function``; if it converts, with ``observer_qparams=True`` unless the script gives it."""
-    if function.__name__ not in CONVERTING:
+    if function.__name__ not in names.CONVERTING:
         return function
 
     @functools.wraps(function)

@@ -15,14 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchq_compat.port.legacy_api.names import (
-    MOVED_OF_EXPORTED,
-    NAMES_ELSEWHERE,
-    REMOVED,
-    REMOVED_CAPTURES,
-    RemovedCapture,
-    new_module,
-)
+from torchq_compat.port.legacy_api import names
 from torchq_compat.port.source.moved_tables import MOVED_FUNCTIONS
 from torchq_compat.support import torch_ao
 
@@ -36,11 +29,11 @@ class _Redirected(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        new = new_module(fullname)
+        new = names.new_module(fullname)
         return None if new is None else ModuleSpec(fullname, self, origin=new, is_package=True)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        new = new_module(spec.name)
+        new = names.new_module(spec.name)
         assert new is not None
         module = importlib.import_module(new)
         vars(module).setdefault("__getattr__", partial(_elsewhere, new))
@@ -56,15 +49,15 @@ class _Redirected(MetaPathFinder, Loader):
 
 def _elsewhere(module: str, name: str) -> Any:
     """Return what ``module`` had by ``name`` in its time in torch, from where it is now."""
-    if name not in NAMES_ELSEWHERE:
+    if name not in names.NAMES_ELSEWHERE:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
-    home, now = NAMES_ELSEWHERE[name]
+    home, now = names.NAMES_ELSEWHERE[name]
     return getattr(importlib.import_module(home), now)
 
 
 def redirect_removed_imports() -> None:
     """Let imports of removed modules find the new ones, if torch has removed them."""
-    if any(_is_there(name) for name in REMOVED):
+    if any(_is_there(name) for name in names.REMOVED):
         return
     if not any(isinstance(finder, _Redirected) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Redirected())
@@ -80,13 +73,13 @@ def _is_there(name: str) -> bool:
 def restore_removed_captures() -> None:
     """Give modules that have lost one of PT2E's first functions an equivalent one; ``torch._dynamo.export``
     captures what PT2E takes today where it is asked for aten."""
-    for removed in REMOVED_CAPTURES.values():
+    for removed in names.REMOVED_CAPTURES.values():
         module = importlib.import_module(removed.module)
         if not hasattr(module, removed.name):
             setattr(module, removed.name, _capture(removed))
         if not hasattr(module, "dynamic_dim"):
             module.dynamic_dim = _FreeSize  # type: ignore[attr-defined]
-    for moved in MOVED_OF_EXPORTED:
+    for moved in names.MOVED_OF_EXPORTED:
         old, new = importlib.import_module(moved.legacy), importlib.import_module(moved.replacement)
         for name in moved.names:
             if not hasattr(old, name):
@@ -112,7 +105,7 @@ def _shapes(args: tuple[Any, ...], constraints: Sequence[_FreeSize]) -> Any:
     return tuple(dims or None for dims in free)
 
 
-def _capture(removed: RemovedCapture) -> Callable[..., Any]:
+def _capture(removed: names.RemovedCapture) -> Callable[..., Any]:
     def capture(
         model: nn.Module,
         args: tuple[Any, ...],
@@ -204,7 +197,7 @@ def _empty_stand_in(name: str) -> ModuleType:
     module = ModuleType(name, f"Stands for {name}, which this torch does not have.")
 
     def passed_on(attribute: str) -> Any:
-        if attribute in torch_ao.__all__:
+        if not attribute.startswith("_") and hasattr(torch_ao, attribute):
             return getattr(torch_ao, attribute)
         raise AttributeError(
             f"module {name!r} has no attribute {attribute!r}: torch has removed the module, and "

@@ -18,15 +18,7 @@ from torchq_compat.annotate.observed_graph import observed_places
 from torchq_compat.errors import ArgumentError, ConvertError, InputError, TorchQCompatError
 from torchq_compat.model.graph_module import Stage, record_of
 from torchq_compat.modules.user_modules import OpaqueUserModule
-from torchq_compat.quantize.distributed.merge_rules import (
-    ATTRIBUTES,
-    LOADED,
-    METHOD,
-    State,
-    has_seen,
-    merge_states,
-    state_of,
-)
+from torchq_compat.quantize.distributed import merge_rules
 from torchq_compat.quantize.distributed.wrappers import is_sharded, unwrapped
 from torchq_compat.read.observers import is_of_torch_ao
 from torchq_compat.support.upstream import BatchNormBase, is_activation_post_process
@@ -101,7 +93,7 @@ def observers_of(model: nn.Module) -> dict[str, nn.Module]:
     for path, module in model.named_modules():
         is_observer = is_activation_post_process(module) or is_of_torch_ao(module)
         inside = any(path.startswith(f"{outer}.") for outer in units)
-        if (is_observer or hasattr(type(module), METHOD)) and not inside:
+        if (is_observer or hasattr(type(module), merge_rules.METHOD)) and not inside:
             units[path] = module
     return units
 
@@ -116,14 +108,14 @@ def digest(values: Mapping[str, Any]) -> int:
             plain = value.detach().cpu().contiguous()
             total = zlib.crc32(str((tuple(plain.shape), plain.dtype)).encode(), total)
             total = zlib.crc32(plain.reshape(-1).view(torch.uint8).numpy().tobytes(), total)
-        elif name.rpartition(".")[2] not in ATTRIBUTES:
+        elif name.rpartition(".")[2] not in merge_rules.ATTRIBUTES:
             total = zlib.crc32(repr(value).encode(), total)
     return total
 
 
 def is_merged(module: nn.Module, ranks: int) -> bool:
     """Return whether ``module`` was merged over ``ranks`` ranks, and has observed nothing since."""
-    return vars(module).get(MERGED) == (digest(state_of(module)), ranks)
+    return vars(module).get(MERGED) == (digest(merge_rules.state_of(module)), ranks)
 
 
 def _prepared_model(prepared: nn.Module) -> GraphModule:
@@ -162,7 +154,7 @@ def _merge_ranks(prepared: nn.Module, group: dist.ProcessGroup | None) -> None:
         report: Any = (
             {path: type(unit).__qualname__ for path, unit in units.items()},
             {
-                path: (state_of(unit), is_merged(unit, ranks), vars(unit).get(MERGED))
+                path: (merge_rules.state_of(unit), is_merged(unit, ranks), vars(unit).get(MERGED))
                 for path, unit in units.items()
             },
             {name: digest({name: tensor}) for name, tensor in tensors.items()},
@@ -188,7 +180,7 @@ def _merge_ranks(prepared: nn.Module, group: dist.ProcessGroup | None) -> None:
     states = {path: [report[1][path][0] for report in reports] for path in units if path not in unchanged}
     _merge({path: units[path] for path in states}, states)
     for path in states:
-        vars(units[path])[MERGED] = (digest(state_of(units[path])), ranks)
+        vars(units[path])[MERGED] = (digest(merge_rules.state_of(units[path])), ranks)
     if differing:
         _send_from_first(tensors, differing, group)
     if again:
@@ -226,8 +218,8 @@ def _check_may_differ(model: GraphModule, names: Sequence[str]) -> None:
             raise ConvertError(
                 f"merge_observers: the buffer {name!r} of your {type(owner).__qualname__} differs between "
                 "ranks.",
-                hint=f"give the class a method {METHOD}(self, states), called with its state_dict() of every "
-                "rank, that sets the merged state.",
+                hint=f"give the class a method {merge_rules.METHOD}(self, states), called with its "
+                "state_dict() of every rank, that sets the merged state.",
             )
 
 
@@ -249,12 +241,12 @@ def _send_from_first(
             tensors[name].copy_(value)
 
 
-def _merge(units: Mapping[str, nn.Module], states: Mapping[str, Sequence[State]]) -> None:
+def _merge(units: Mapping[str, nn.Module], states: Mapping[str, Sequence[merge_rules.State]]) -> None:
     """Merge on copies first: an observer that fails leaves all of them as they were."""
     for path, unit in units.items():
-        merge_states(copy.deepcopy(unit), states[path], path)
+        merge_rules.merge_states(copy.deepcopy(unit), states[path], path)
     for path, unit in units.items():
-        merge_states(unit, states[path], path)
+        merge_rules.merge_states(unit, states[path], path)
 
 
 def _merge_given(model: GraphModule, given: Any) -> None:
@@ -264,8 +256,8 @@ def _merge_given(model: GraphModule, given: Any) -> None:
             hint="give what get_observer_state_dict(prepared) returned in each process, or paths of files.",
         )
     units = observers_of(model)
-    own = {path: state_of(unit) for path, unit in units.items()}
-    names = {*model.state_dict(), *(f"{path}.{name}" for path in units for name in LOADED)}
+    own = {path: merge_rules.state_of(unit) for path, unit in units.items()}
+    names = {*model.state_dict(), *(f"{path}.{name}" for path in units for name in merge_rules.LOADED)}
     read = [_read(state, position, names) for position, state in enumerate(given)]
     states = {
         path: [_state_at(path, state, own[path], position) for position, state in enumerate(read)]
@@ -275,7 +267,7 @@ def _merge_given(model: GraphModule, given: Any) -> None:
         path
         for path, state in own.items()
         if any(name.endswith("min_val") for name in state)
-        and has_seen(state)
+        and merge_rules.has_seen(state)
         and digest(state) not in {digest(other) for other in states[path]}
         and not _is_of_weight(model, path)
     ]
@@ -322,14 +314,19 @@ def _read(given: Any, position: int, names: set[str]) -> Mapping[str, Any]:
     return given
 
 
-def _state_at(path: str, state: Mapping[str, Any], own: State, position: int) -> State:
+def _state_at(
+    path: str, state: Mapping[str, Any], own: merge_rules.State, position: int
+) -> merge_rules.State:
     found = {
         name.removeprefix(f"{path}."): value.detach().cpu() if isinstance(value, Tensor) else value
         for name, value in state.items()
         if name.startswith(f"{path}.")
     }
     for name in own:
-        if name not in found and name.rpartition(".")[2] not in {*LOADED, *ATTRIBUTES}:
+        if name not in found and name.rpartition(".")[2] not in {
+            *merge_rules.LOADED,
+            *merge_rules.ATTRIBUTES,
+        }:
             raise InputError(
                 f"merge_observers: states[{position}] has no {path}.{name}.",
                 hint="give what get_observer_state_dict(prepared) returned, or prepared.state_dict() if "

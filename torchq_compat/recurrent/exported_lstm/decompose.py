@@ -17,6 +17,7 @@ from torchq_compat.annotate.sharing import Output, canonical
 from torchq_compat.capture.checked import capture_by_structure
 from torchq_compat.errors import AnnotationError
 from torchq_compat.recurrent.cell_graph import CellGraphModule
+from torchq_compat.recurrent.exported_lstm import shapes
 from torchq_compat.recurrent.exported_lstm.aten_recurrent import (
     LSTM_OP,
     RECURRENT_OPS,
@@ -25,15 +26,6 @@ from torchq_compat.recurrent.exported_lstm.aten_recurrent import (
     NodeWriter,
     aten_recurrents,
     refuse_packed,
-)
-from torchq_compat.recurrent.exported_lstm.shapes import (
-    OpaqueRecurrent,
-    SharedStepsQuantizer,
-    hoist_weights,
-    quantize_boundary,
-    write_opaque,
-    write_rolled,
-    write_unrolled,
 )
 from torchq_compat.recurrent.over_time import LoopShape
 from torchq_compat.support import metadata
@@ -51,9 +43,9 @@ GUARDS = "_guards_fn"
 
 Write = Callable[[NodeWriter, AtenRecurrent, dict[str, GraphModule]], tuple[Node, ...]]
 WRITE: dict[LoopShape, Write] = {
-    LoopShape.ROLLED: write_rolled,
-    LoopShape.UNROLLED: write_unrolled,
-    LoopShape.OPAQUE: write_opaque,
+    LoopShape.ROLLED: shapes.write_rolled,
+    LoopShape.UNROLLED: shapes.write_unrolled,
+    LoopShape.OPAQUE: shapes.write_opaque,
 }
 
 
@@ -232,7 +224,7 @@ def prepare_decomposed_lstm(model: GraphModule, quantizer: Quantizer) -> GraphMo
         >>> prepared(x)[0].shape
         torch.Size([5, 2, 8])
     """
-    prepared: GraphModule = prepare_pt2e(copy.deepcopy(model), SharedStepsQuantizer(quantizer))
+    prepared: GraphModule = prepare_pt2e(copy.deepcopy(model), shapes.SharedStepsQuantizer(quantizer))
     for _, module in _opaque_modules(prepared):
         for direction in module.directions():
             direction.cell = CellGraphModule.wrap(prepare_pt2e(direction.cell, quantizer))
@@ -275,9 +267,9 @@ def convert_decomposed_lstm(prepared: GraphModule) -> GraphModule:
                 )
             direction.cell = CellGraphModule.wrap(convert_pt2e(direction.cell))
     converted: GraphModule = convert_pt2e(copied)
-    hoist_weights(converted)
+    shapes.hoist_weights(converted)
     for path, module in _opaque_modules(converted):
-        quantize_boundary(converted, path, module)
+        shapes.quantize_boundary(converted, path, module)
     # torchao does not delete the float weights at nested paths; a new module has only what the graph reads.
     whole = GraphModule(converted, converted.graph)
     whole.meta.update(converted.meta)
@@ -285,5 +277,5 @@ def convert_decomposed_lstm(prepared: GraphModule) -> GraphModule:
     return whole
 
 
-def _opaque_modules(graph_module: nn.Module) -> list[tuple[str, OpaqueRecurrent]]:
-    return [(path, m) for path, m in graph_module.named_modules() if isinstance(m, OpaqueRecurrent)]
+def _opaque_modules(graph_module: nn.Module) -> list[tuple[str, shapes.OpaqueRecurrent]]:
+    return [(path, m) for path, m in graph_module.named_modules() if isinstance(m, shapes.OpaqueRecurrent)]

@@ -22,13 +22,7 @@ from torchq_compat.annotate.sharing import Output
 from torchq_compat.capture.torch_export import SOURCE_FUNCTIONS
 from torchq_compat.modules.registry import WriteOps
 from torchq_compat.recurrent.contract import RecurrentStructure, bound_arguments
-from torchq_compat.recurrent.exported_lstm.aten_recurrent import (
-    LSTM_OP,
-    RECURRENT_OPS,
-    AtenRecurrent,
-    aten_recurrents,
-    refuse_packed,
-)
+from torchq_compat.recurrent.exported_lstm import aten_recurrent
 from torchq_compat.support.argument_checks import FLAG, checked_arguments, instance_of, optional
 from torchq_compat.support.user_warnings import warn_user
 
@@ -134,7 +128,7 @@ def whole_op_recurrent_quantizer(
 class WholeOpRecurrentQuantizer(Quantizer):  # type: ignore[misc]
     """The Quantizer of ``whole_op_recurrent_quantizer``. It skips nodes that are already annotated."""
 
-    operators: tuple[Any, ...] = RECURRENT_OPS
+    operators: tuple[Any, ...] = aten_recurrent.RECURRENT_OPS
 
     def __init__(
         self,
@@ -156,8 +150,8 @@ class WholeOpRecurrentQuantizer(Quantizer):  # type: ignore[misc]
         Raises:
             AnnotationError: if the model has an operator of a PackedSequence.
         """
-        refuse_packed(model)
-        for recurrent in aten_recurrents(model, self.operators):
+        aten_recurrent.refuse_packed(model)
+        for recurrent in aten_recurrent.aten_recurrents(model, self.operators):
             annotation = recurrent.node.meta.get(Q_ANNOTATION_KEY)
             if annotation is None or not annotation._annotated:
                 specs = self._input_specs(recurrent)
@@ -166,7 +160,7 @@ class WholeOpRecurrentQuantizer(Quantizer):  # type: ignore[misc]
         return model
 
     def _tell_others(self, model: GraphModule) -> None:
-        present = {node.target for node in model.graph.nodes if node.target in RECURRENT_OPS}
+        present = {node.target for node in model.graph.nodes if node.target in aten_recurrent.RECURRENT_OPS}
         if present and not present.intersection(self.operators):
             names = ", ".join(sorted(map(str, present)))
             warn_user(
@@ -183,7 +177,7 @@ class WholeOpRecurrentQuantizer(Quantizer):  # type: ignore[misc]
         """
         check_annotations(model)
 
-    def _input_specs(self, recurrent: AtenRecurrent) -> EdgeSpecs:
+    def _input_specs(self, recurrent: aten_recurrent.AtenRecurrent) -> EdgeSpecs:
         observed = (recurrent.x, *recurrent.states) if self.states else (recurrent.x,)
         specs: EdgeSpecs = dict.fromkeys(observed, self.activation)
         # Without an observer of the state, there are no qparams for the biases of what it is multiplied with.
@@ -200,7 +194,7 @@ class WholeOpRecurrentQuantizer(Quantizer):  # type: ignore[misc]
                         specs[parameter] = self._bias_spec(*edges)
         return specs
 
-    def _output_specs(self, recurrent: AtenRecurrent) -> list[Any]:
+    def _output_specs(self, recurrent: aten_recurrent.AtenRecurrent) -> list[Any]:
         if not self.states:
             return [self.activation, *(None for _ in recurrent.states)]
         states = [SharedQuantizationSpec((state, recurrent.node)) for state in recurrent.states]
@@ -223,7 +217,7 @@ class WholeOpRecurrentQuantizer(Quantizer):  # type: ignore[misc]
 class WholeOpLSTMQuantizer(WholeOpRecurrentQuantizer):
     """The Quantizer of ``whole_op_lstm_quantizer``."""
 
-    operators = (LSTM_OP,)
+    operators = (aten_recurrent.LSTM_OP,)
 
 
 def product_of_scales(observers: list[Any]) -> tuple[Tensor, Tensor]:

@@ -10,12 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchq_compat.recurrent.kernel.module_numbers import (
-    CellNumbers,
-    ModuleNumbers,
-    floats_around,
-    weight_mask,
-)
+from torchq_compat.recurrent.kernel import module_numbers
 from torchq_compat.recurrent.kernel.op import NO_SIZES, drop_forgotten, forget, recurrent
 from torchq_compat.recurrent.kernel.program import CellProgram, ColumnQParams, as_numbers
 from torchq_compat.support.process_state import is_compiling
@@ -52,7 +47,7 @@ class BoundDirection:
         self.current = current
         self.owner = owned.owner
         weights = owned.program.weights
-        self.masks = tuple(weight_mask(names[1:]) for names in weights)
+        self.masks = tuple(module_numbers.weight_mask(names[1:]) for names in weights)
         self.names = [name for names in weights for name in names if name is not None]
 
 
@@ -83,10 +78,10 @@ class BoundModule:
         self.directions = len(layers[0])
         self.states = len(self.bound[0].program.results)
         segments = [(), *(tuple(as_numbers(each)) for each in columns)]
-        self.program = ModuleNumbers(
+        self.program = module_numbers.ModuleNumbers(
             tuple(
                 tuple(
-                    CellNumbers(
+                    module_numbers.CellNumbers(
                         direction.program.table, direction.program.constants, direction.masks, own, index == 1
                     )
                     for index, direction in enumerate(layer)
@@ -130,7 +125,7 @@ class BoundModule:
         batch_sizes: Sequence[int] = (),
     ) -> list[Tensor]:
         """Run ``op.recurrent`` on x (T, B, I), or packed rows, or (B, I) for a cell."""
-        boundary = floats_around(as_numbers(columns), self.states)
+        boundary = module_numbers.floats_around(as_numbers(columns), self.states)
         return recurrent(
             x,
             states,
@@ -155,7 +150,7 @@ class BoundModule:
             states,
             self.weights(),
             self.program if program is None else program,
-            floats_around(as_numbers(columns), self.states),
+            module_numbers.floats_around(as_numbers(columns), self.states),
             batch_sizes=NO_SIZES,
             directions=self.directions,
         )
@@ -193,14 +188,14 @@ def run_native_direction(
     It is for modules of which some directions run in Python, and binds nothing.
     """
     program = owned.program
-    masks = tuple(weight_mask(names[1:]) for names in program.weights)
-    numbers = CellNumbers(program.table, program.constants, masks, backward=backward)
+    masks = tuple(module_numbers.weight_mask(names[1:]) for names in program.weights)
+    numbers = module_numbers.CellNumbers(program.table, program.constants, masks, backward=backward)
     output, *last = recurrent(
         x,
         [each[None] for each in state],
         [_attribute(owned.owner, name) for names in program.weights for name in names if name is not None],
-        ModuleNumbers(((numbers,),)).tensor(),
-        floats_around(as_numbers(columns), len(state)),
+        module_numbers.ModuleNumbers(((numbers,),)).tensor(),
+        module_numbers.floats_around(as_numbers(columns), len(state)),
         batch_sizes=batch_sizes,
     )
     return output, tuple(each[0] for each in last)

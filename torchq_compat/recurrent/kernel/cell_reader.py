@@ -15,14 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from torchq_compat.read.qdq import (
-    CHOOSE_QPARAMS,
-    DEQUANTIZE,
-    DEQUANTIZE_DYNAMIC,
-    DEQUANTIZES,
-    QUANTIZE,
-    QUANTIZE_DYNAMIC,
-)
+from torchq_compat.read import qdq
 from torchq_compat.read.qparams import PerTensorQParams
 from torchq_compat.recurrent.kernel.program import (
     CellProgram,
@@ -145,17 +138,17 @@ class _Reader:
             return self._slices(node)
         if target is operator.getitem:
             return self.values[args[0]][args[1]]
-        if target is QUANTIZE:
+        if target is qdq.QUANTIZE:
             return self._quantized(node)
-        if target is DEQUANTIZE and args[0] in self.values:
+        if target is qdq.DEQUANTIZE and args[0] in self.values:
             return self.values[args[0]]
-        if target in DEQUANTIZES:
+        if target in qdq.DEQUANTIZES:
             return self._weight(node)
-        if target is CHOOSE_QPARAMS:
+        if target is qdq.CHOOSE_QPARAMS:
             return args, args
-        if target is QUANTIZE_DYNAMIC:
+        if target is qdq.QUANTIZE_DYNAMIC:
             return self._quantized_dynamically(node)
-        if target is DEQUANTIZE_DYNAMIC:
+        if target is qdq.DEQUANTIZE_DYNAMIC:
             return self.values[args[0]]
         raise UnsupportedCellError(f"there is no instruction for {target}")
 
@@ -186,7 +179,7 @@ class _Reader:
         if tensor.dtype is not torch.int8 or tensor.dim() != 2:
             raise UnsupportedCellError(f"a weight is {tensor.dtype}")
         names = WeightNames(f"{self.prefix}{values.target}", None, None, None)
-        if node.target is DEQUANTIZE:
+        if node.target is qdq.DEQUANTIZE:
             scale, zero_point = qparams
             return _Weight(names, tensor.shape, (float(scale), int(zero_point)))
         if node.args[3] != 0:
@@ -225,7 +218,7 @@ class _Reader:
         chosen: Any = self.values.get(scale)
         if chosen is None or chosen[:2] != (source, quant_min):
             raise UnsupportedCellError("dynamic qparams are not chosen from the values quantized with them")
-        if any(user.target is not DEQUANTIZE_DYNAMIC for user in node.users) or any(
+        if any(user.target is not qdq.DEQUANTIZE_DYNAMIC for user in node.users) or any(
             reader.target is not ATEN.linear.default for user in node.users for reader in user.users
         ):
             raise UnsupportedCellError("an op other than a linear reads values with dynamic qparams")

@@ -13,15 +13,10 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from torchq_compat.recurrent.kernel.program import (
-    INSTRUCTION_COLUMNS,
-    QPARAMS_COLUMNS,
-    SLOT_COLUMNS,
-    QParamsRow,
-)
+from torchq_compat.recurrent.kernel import program
 
-CONSTANT_COLUMNS = 2 * QPARAMS_COLUMNS + 2
-SEGMENT_COLUMNS = 1 + QPARAMS_COLUMNS
+CONSTANT_COLUMNS = 2 * program.QPARAMS_COLUMNS + 2
+SEGMENT_COLUMNS = 1 + program.QPARAMS_COLUMNS
 
 
 @dataclass(frozen=True)
@@ -83,8 +78,8 @@ class Boundary:
     """
 
     columns: tuple[float, ...]
-    states: tuple[tuple[QParamsRow, ...], ...]
-    results: tuple[QParamsRow | None, ...]
+    states: tuple[tuple[program.QParamsRow, ...], ...]
+    results: tuple[program.QParamsRow | None, ...]
 
     def numbers(self) -> list[float]:
         numbers: list[float] = [len(self.columns) // SEGMENT_COLUMNS, *self.columns]
@@ -98,7 +93,7 @@ class Boundary:
         left = _Numbers(numbers)
         columns = left.take(left.integers(1)[0] * SEGMENT_COLUMNS)
         rows = [
-            tuple(QParamsRow(*left.take(QPARAMS_COLUMNS)) for _ in range(left.integers(1)[0]))
+            tuple(program.QParamsRow(*left.take(program.QPARAMS_COLUMNS)) for _ in range(left.integers(1)[0]))
             for _ in range(1 + 2 * states)
         ]
         results = tuple(each[0] if each else None for each in rows[states:])
@@ -137,7 +132,9 @@ class _Numbers:
 
 def _read_cell(numbers: _Numbers, states: int) -> CellNumbers:
     backward, instructions, slots = numbers.integers(3)
-    rows = numbers.integers(instructions * INSTRUCTION_COLUMNS + slots * SLOT_COLUMNS + states)
+    rows = numbers.integers(
+        instructions * program.INSTRUCTION_COLUMNS + slots * program.SLOT_COLUMNS + states
+    )
     constants = torch.tensor(numbers.take(instructions * CONSTANT_COLUMNS), dtype=torch.float64)
     masks = numbers.integers(numbers.integers(1)[0])
     segments = numbers.take(numbers.integers(1)[0] * SEGMENT_COLUMNS)

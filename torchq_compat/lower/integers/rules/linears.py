@@ -14,13 +14,7 @@ from torchq_compat.lower.integers.lowered_graph import Family, Kernel, LoweredGr
 from torchq_compat.lower.integers.operators import LINEAR
 from torchq_compat.lower.integers.qdq_graph import Site, constant_of, integers_at, rank_of
 from torchq_compat.lower.integers.rules.convolutions import Weight, bias_fault, ends, weight_of
-from torchq_compat.read.qdq import (
-    CONVERT_DTYPE,
-    DEQUANTIZE,
-    DEQUANTIZE_DYNAMIC,
-    DEQUANTIZE_PER_CHANNEL,
-    is_dequantize,
-)
+from torchq_compat.read import qdq
 from torchq_compat.read.qparams import PerTensorQParams
 from torchq_compat.recurrent.kernel.linear_calls import LINEAR_OPERATOR, LinearCall, LinearWeight, linear_call
 from torchq_compat.recurrent.kernel.program import ColumnQParams, DynamicQParams
@@ -80,7 +74,7 @@ def _own_product(site: Site) -> Kernel | Refusal | None:
         return half
     columns: ColumnQParams | None = None
     source, dynamic = next(iter(dequantize.args), None), None
-    if dequantize.target is DEQUANTIZE_DYNAMIC:
+    if dequantize.target is qdq.DEQUANTIZE_DYNAMIC:
         assert isinstance(source, Node)
         dynamic = _dynamic(source)
         columns = ((weight.tensors.values.shape[1], None),)
@@ -101,7 +95,7 @@ def _own_product(site: Site) -> Kernel | Refusal | None:
 def _weight(site: Site) -> _Weight | None:
     """Return an int8 weight and its bias, if both are constants."""
     dequantize, bias_node = site.arguments["weight"], site.arguments["bias"]
-    if not is_dequantize(dequantize) or rank_of(site.op) is None:
+    if not qdq.is_dequantize(dequantize) or rank_of(site.op) is None:
         return None
     values, bias = (constant_of(site.graph_module, each) for each in (dequantize.args[0], bias_node))
     if values is None or values.dtype is not torch.int8 or (bias is None) != (bias_node is None):
@@ -109,7 +103,7 @@ def _weight(site: Site) -> _Weight | None:
     if bias is not None and bias.dtype is not torch.float32:
         return None
     behind = () if bias is None else (bias_node,)
-    if dequantize.target is DEQUANTIZE:
+    if dequantize.target is qdq.DEQUANTIZE:
         scale, zero_point = dequantize.args[1:3]
         tensors = LinearWeight(values, None, None, bias, (float(scale), int(zero_point)))
         return _Weight(tensors, (dequantize.args[0], *behind))
@@ -130,7 +124,7 @@ def _columns(site: Site, dequantize: Node, width: int) -> ColumnQParams | None:
     source = integers_at(dequantize)
     if source is not None:
         return ((width, source.qparams),)
-    if dequantize.target is not DEQUANTIZE_PER_CHANNEL:
+    if dequantize.target is not qdq.DEQUANTIZE_PER_CHANNEL:
         return None
     _, scales_node, zero_points_node, axis, low, high, dtype = dequantize.args
     scales, zero_points = (constant_of(site.graph_module, each) for each in (scales_node, zero_points_node))
@@ -183,7 +177,7 @@ def _half_linear(site: Site) -> Kernel | None:
 def _before_half(node: Any) -> Node | None:
     """Return the value that ``node`` rounds to float16; None if ``node`` does no such rounding."""
     for dtype in (torch.float32, torch.float16):
-        if not isinstance(node, Node) or node.target is not CONVERT_DTYPE or node.args[1] is not dtype:
+        if not isinstance(node, Node) or node.target is not qdq.CONVERT_DTYPE or node.args[1] is not dtype:
             return None
         node = node.args[0]
     return node if isinstance(node, Node) else None

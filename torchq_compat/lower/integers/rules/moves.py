@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from torchq_compat.lower.integers import qdq_graph
 from torchq_compat.lower.integers.lowered_graph import (
     Family,
     Kernel,
@@ -20,16 +21,6 @@ from torchq_compat.lower.integers.lowered_graph import (
     numbers_of,
 )
 from torchq_compat.lower.integers.operators import ARITHMETIC, MAX_POOL, MEAN
-from torchq_compat.lower.integers.qdq_graph import (
-    CLAMPS,
-    SCALARS,
-    Integers,
-    Site,
-    arguments_of,
-    example_value,
-    integers_at,
-    within,
-)
 from torchq_compat.lower.integers.rules.tables import requantize
 from torchq_compat.ops import preserves_values
 from torchq_compat.read.qparams import PerTensorQParams
@@ -50,8 +41,8 @@ def moved_qparams(node: Node) -> PerTensorQParams | None:
     """Return the qparams of all values that ``node`` moves; None if it computes, or moves others as well."""
     if not (preserves_values(node) or node.target in NEAREST or node.target is PAD):
         return None
-    given = [each for each in node.all_input_nodes if _is_float(example_value(each))]
-    found = {source.qparams if (source := integers_at(each)) else None for each in given}
+    given = [each for each in node.all_input_nodes if _is_float(qdq_graph.example_value(each))]
+    found = {source.qparams if (source := qdq_graph.integers_at(each)) else None for each in given}
     qparams = found.pop() if len(found) == 1 else None
     if qparams is not None and node.target is PAD and _filled_with(node, qparams) is None:
         return None
@@ -63,12 +54,12 @@ def _is_float(value: Any) -> bool:
     first = value[0] if isinstance(value, (list, tuple)) and value else value
     if isinstance(first, Tensor):
         return first.dtype.is_floating_point
-    return not isinstance(first, SCALARS)
+    return not isinstance(first, qdq_graph.SCALARS)
 
 
 def _filled_with(pad: Node, qparams: PerTensorQParams) -> int | None:
     """Return the integer of the value that ``pad`` writes around; None if it lies between two."""
-    value = torch.tensor(float(arguments_of(pad)["value"] or 0.0))
+    value = torch.tensor(float(qdq_graph.arguments_of(pad)["value"] or 0.0))
     integer = qparams.quantize(value)
     return int(integer) if torch.equal(qparams.dequantize(integer), value) else None
 
@@ -77,17 +68,17 @@ def write_move(lowered: LoweredGraph, node: Node, qparams: PerTensorQParams) -> 
     """Write ``node`` on integers before it."""
 
     def integers(each: Node) -> Node:
-        source = integers_at(each)
+        source = qdq_graph.integers_at(each)
         return each if source is None else source.node
 
-    arguments = arguments_of(node) if isinstance(node.target, OpOverload) else {}
+    arguments = qdq_graph.arguments_of(node) if isinstance(node.target, OpOverload) else {}
     source = integers(node.all_input_nodes[0])
     if node.target is DROPOUT:
         return source
     if node.target in POOLS:
         return _max_pool(lowered, source, arguments)
-    if node.target in CLAMPS:
-        return clamp(lowered, Integers(source, qparams), *CLAMPS[node.target](arguments))
+    if node.target in qdq_graph.CLAMPS:
+        return clamp(lowered, qdq_graph.Integers(source, qparams), *qdq_graph.CLAMPS[node.target](arguments))
     args, kwargs = map_arg(node.args, integers), map_arg(node.kwargs, integers)
     if node.target is PAD:
         value = _filled_with(node, qparams) if arguments["mode"] == "constant" else None
@@ -108,9 +99,9 @@ def _max_pool(lowered: LoweredGraph, source: Node, arguments: dict[str, Any]) ->
     return lowered.call(MAX_POOL, source, *windows, arguments["ceil_mode"])
 
 
-def clamp(lowered: LoweredGraph, source: Integers, low: float | None, high: float | None) -> Node:
+def clamp(lowered: LoweredGraph, source: qdq_graph.Integers, low: float | None, high: float | None) -> Node:
     """Write the integers of ``source`` between those of ``low`` and ``high``."""
-    narrow = within(source.qparams, low, high)
+    narrow = qdq_graph.within(source.qparams, low, high)
     return lowered.call(ATEN.clamp.default, source.node, narrow.quant_min, narrow.quant_max)
 
 
@@ -121,14 +112,14 @@ NOT_QUANTIZED = Refusal("its result is not quantized to 8 bits")
 
 
 def _pair_rule(operation: str) -> Rule:
-    def rule(site: Site) -> Kernel | Refusal | None:
+    def rule(site: qdq_graph.Site) -> Kernel | Refusal | None:
         given = site.op.args[:2]
         if (
             not all(isinstance(each, Node) and each.op != "get_attr" for each in given)
             or given[0] is given[1]
         ):
             return None  # Of one tensor: a table.
-        left, right = map(integers_at, given)
+        left, right = map(qdq_graph.integers_at, given)
         if left is None or right is None:
             return Refusal("its inputs are not both quantized per tensor to 8 bits")
         if site.arguments.get("alpha", 1) != 1:
@@ -146,9 +137,9 @@ def _pair_rule(operation: str) -> Rule:
     return rule
 
 
-def _cat(site: Site) -> Kernel | Refusal | None:
+def _cat(site: qdq_graph.Site) -> Kernel | Refusal | None:
     given = site.arguments["tensors"]
-    pieces = [integers_at(each) for each in given] if isinstance(given, (list, tuple)) else [None]
+    pieces = [qdq_graph.integers_at(each) for each in given] if isinstance(given, (list, tuple)) else [None]
     qparams = site.result.qparams
     if any(piece is None for piece in pieces):
         return Refusal("its inputs are not all quantized per tensor to 8 bits")
@@ -179,8 +170,8 @@ PAIRS = Family(RULES)
 
 
 def _mean_rule(dims_of: Callable[[dict[str, Any]], Sequence[int] | None]) -> Rule:
-    def rule(site: Site) -> Kernel | Refusal | None:
-        source, qparams = integers_at(site.arguments["self"]), site.result.qparams
+    def rule(site: qdq_graph.Site) -> Kernel | Refusal | None:
+        source, qparams = qdq_graph.integers_at(site.arguments["self"]), site.result.qparams
         if source is None or qparams is None or site.arguments.get("dtype") is not None:
             return Refusal("its input and its result are not both quantized per tensor to 8 bits")
         dims = dims_of(site.arguments)

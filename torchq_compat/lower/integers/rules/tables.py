@@ -11,25 +11,8 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from torchq_compat.lower.integers.lowered_graph import (
-    Family,
-    Kernel,
-    LoweredGraph,
-    Refusal,
-    is_signed,
-    numbers_of,
-)
+from torchq_compat.lower.integers import lowered_graph, qdq_graph
 from torchq_compat.lower.integers.operators import AFFINE, LOOKUP
-from torchq_compat.lower.integers.qdq_graph import (
-    Integers,
-    Site,
-    arguments_of,
-    constant_of,
-    example_value,
-    integers_at,
-    only_reader,
-    rank_of,
-)
 from torchq_compat.read.qdq import QUANTIZE
 from torchq_compat.read.qparams import PerTensorQParams
 from torchq_compat.support.dtypes import KERNEL_DTYPES
@@ -63,7 +46,7 @@ class _Chain:
         axis: the dimension along which constants differ; None: they do not.
     """
 
-    source: Integers
+    source: qdq_graph.Integers
     value: Node
     ops: tuple[Node, ...]
     axis: int | None
@@ -74,40 +57,40 @@ def is_by_value(op: Node) -> bool:
     if not isinstance(op.target, OpOverload) or op.target._schema.is_mutable:
         return False
     if op.target is BATCH_NORM:
-        return not arguments_of(op)["training"]
+        return not qdq_graph.arguments_of(op)["training"]
     is_random = torch.Tag.nondeterministic_seeded in op.target.tags
     return op.target in UNTAGGED or (torch.Tag.pointwise in op.target.tags and not is_random)
 
 
-def table_of_chain(site: Site) -> Kernel | Refusal | None:
+def table_of_chain(site: qdq_graph.Site) -> lowered_graph.Kernel | lowered_graph.Refusal | None:
     """Return the table of the longest chain that begins at the op of ``site`` and ends in a quantize."""
     op = site.op
     inputs = [each for each in op.all_input_nodes if each.op != "get_attr"]
-    source = integers_at(inputs[0]) if len(inputs) == 1 and is_by_value(op) else None
+    source = qdq_graph.integers_at(inputs[0]) if len(inputs) == 1 and is_by_value(op) else None
     if source is None:
         return None
     ops, end = _ops_from(op)
     if end is None:
-        return Refusal("its result is not quantized to 8 bits")
+        return lowered_graph.Refusal("its result is not quantized to 8 bits")
     if _same_shape(inputs[0], ops[-1]) is False:
-        return Refusal("its result has another shape than its quantized input")
+        return lowered_graph.Refusal("its result has another shape than its quantized input")
     axes = {axis for each in ops for axis in _axes(site, each)}
-    if None in axes or len(axes) > 1 or (axes and (rank_of(ops[-1]) or 0) < 2):
-        return Refusal("a constant that it reads differs from place to place")
+    if None in axes or len(axes) > 1 or (axes and (qdq_graph.rank_of(ops[-1]) or 0) < 2):
+        return lowered_graph.Refusal("a constant that it reads differs from place to place")
     chain = _Chain(source, inputs[0], ops, next(iter(axes), None))
     table = _table(site, chain, PerTensorQParams.of_node(end))
 
-    def write(lowered: LoweredGraph) -> Node:
+    def write(lowered: lowered_graph.LoweredGraph) -> Node:
         return lowered.call(LOOKUP, source.node, lowered.constant(table), chain.axis or 0)
 
-    return Kernel(str(LOOKUP), write, note="a table of its 256 results", value=end)
+    return lowered_graph.Kernel(str(LOOKUP), write, note="a table of its 256 results", value=end)
 
 
 def _ops_from(op: Node) -> tuple[tuple[Node, ...], Node | None]:
     """Return ``op`` and what alone reads it value by value, and the quantize at the end, if there is one."""
     ops: list[Node] = [op]
     while True:
-        reader = only_reader(ops[-1])
+        reader = qdq_graph.only_reader(ops[-1])
         if reader is None or reader.op != "call_function":
             return tuple(ops), None
         if reader.target is QUANTIZE:
@@ -120,20 +103,20 @@ def _ops_from(op: Node) -> tuple[tuple[Node, ...], Node | None]:
 
 
 def _same_shape(before: Node, after: Node) -> bool | None:
-    shapes = [getattr(example_value(node), "shape", None) for node in (before, after)]
+    shapes = [getattr(qdq_graph.example_value(node), "shape", None) for node in (before, after)]
     return None if None in shapes else shapes[0] == shapes[1]
 
 
-def _axes(site: Site, op: Node) -> Iterator[int | None]:
+def _axes(site: qdq_graph.Site, op: Node) -> Iterator[int | None]:
     """Yield the dimension along which each constant of ``op`` differs; None if it is not one dimension."""
     if op.target is BATCH_NORM:
         yield 1
         return
-    rank = rank_of(op)
+    rank = qdq_graph.rank_of(op)
     for each in op.all_input_nodes:
         if each.op != "get_attr":
             continue
-        constant = constant_of(site.graph_module, each)
+        constant = qdq_graph.constant_of(site.graph_module, each)
         if constant is None or rank is None:
             yield None
             continue
@@ -142,15 +125,15 @@ def _axes(site: Site, op: Node) -> Iterator[int | None]:
             yield rank + long[0] if len(long) == 1 else None
 
 
-def _table(site: Site, chain: _Chain, qparams: PerTensorQParams) -> Tensor:
+def _table(site: qdq_graph.Site, chain: _Chain, qparams: PerTensorQParams) -> Tensor:
     """Return the table: (256,), or a row for each index along the axis of the chain."""
-    shape = [1] * max(1, rank_of(chain.ops[-1]) or 1)
+    shape = [1] * max(1, qdq_graph.rank_of(chain.ops[-1]) or 1)
     # The 256 integers lie along another dimension than the channels.
     along = 0 if chain.axis != 0 else 1
     shape[along] = 256
     channels = 1
     if chain.axis is not None:
-        shape[chain.axis] = channels = int(example_value(chain.ops[-1]).shape[chain.axis])
+        shape[chain.axis] = channels = int(qdq_graph.example_value(chain.ops[-1]).shape[chain.axis])
     integers = BYTES[chain.source.qparams.dtype].reshape(
         [256 if d == along else 1 for d in range(len(shape))]
     )
@@ -159,12 +142,12 @@ def _table(site: Site, chain: _Chain, qparams: PerTensorQParams) -> Tensor:
     return rows[0].clone() if chain.axis is None else rows.contiguous()
 
 
-def _run(site: Site, chain: _Chain, x: Tensor) -> Tensor:
+def _run(site: qdq_graph.Site, chain: _Chain, x: Tensor) -> Tensor:
     values: dict[Node, Any] = {chain.value: x}
 
     def read(node: Node) -> Any:
         if node not in values:
-            values[node] = constant_of(site.graph_module, node)
+            values[node] = qdq_graph.constant_of(site.graph_module, node)
         return values[node]
 
     for op in chain.ops:
@@ -174,7 +157,9 @@ def _run(site: Site, chain: _Chain, x: Tensor) -> Tensor:
     return result
 
 
-def requantize(lowered: LoweredGraph, source: Integers, qparams: PerTensorQParams) -> Node:
+def requantize(
+    lowered: lowered_graph.LoweredGraph, source: qdq_graph.Integers, qparams: PerTensorQParams
+) -> Node:
     """Write the integers of ``source`` on other ``qparams``; nothing if they are the same."""
     if source.qparams == qparams:
         return source.node
@@ -185,26 +170,28 @@ def requantize(lowered: LoweredGraph, source: Integers, qparams: PerTensorQParam
 # Batch norms of a quantized tensor. Legacy: ``nnq.BatchNorm2d``, ``nniq.BNReLU2d`` and the 3d ones.
 
 
-def _batch_norm(site: Site) -> Kernel | Refusal | None:
-    source, qparams = integers_at(site.arguments["input"]), site.result.qparams
+def _batch_norm(site: qdq_graph.Site) -> lowered_graph.Kernel | lowered_graph.Refusal | None:
+    source, qparams = qdq_graph.integers_at(site.arguments["input"]), site.result.qparams
     if site.arguments["training"]:
-        return Refusal("it normalizes by the statistics of its input")
+        return lowered_graph.Refusal("it normalizes by the statistics of its input")
     if source is None or qparams is None:
-        return Refusal("its input and its result are not both quantized per tensor to 8 bits")
+        return lowered_graph.Refusal("its input and its result are not both quantized per tensor to 8 bits")
     weight, bias, mean, variance = map(site.constant, ("weight", "bias", "running_mean", "running_var"))
     if mean is None or variance is None:
-        return Refusal("its statistics are no constants")
+        return lowered_graph.Refusal("its statistics are no constants")
     # Formula: torch.nn.BatchNorm2d, as one factor and one offset for each channel.
     factor = torch.rsqrt(variance.double() + site.arguments["eps"])
     factor = factor if weight is None else factor * weight
     offset = -mean * factor if bias is None else bias - mean * factor
 
-    def write(lowered: LoweredGraph) -> Node:
+    def write(lowered: lowered_graph.LoweredGraph) -> Node:
         x = (source.node, source.qparams.scale, source.qparams.zero_point)
         numbers = (lowered.constant(each.to(torch.float32)) for each in (factor, offset))
-        return lowered.call(AFFINE, *x, *numbers, 1, *numbers_of(qparams), is_signed(qparams))
+        return lowered.call(
+            AFFINE, *x, *numbers, 1, *lowered_graph.numbers_of(qparams), lowered_graph.is_signed(qparams)
+        )
 
-    return Kernel(str(AFFINE), write)
+    return lowered_graph.Kernel(str(AFFINE), write)
 
 
-BATCH_NORMS = Family({torch.ops.aten.batch_norm.default: _batch_norm})
+BATCH_NORMS = lowered_graph.Family({torch.ops.aten.batch_norm.default: _batch_norm})
