@@ -12,7 +12,7 @@ from migration.generate.known_differences import guide_table
 from migration.generate.pictures import pictures
 from migration.generate.results_table import gallery_table, results_table
 from migration.generate.support_table import support_page
-from torchq_compat.port.scanner import CONSTRUCTS
+from torchq_compat.port.constructs import CONSTRUCTS
 from torchq_compat.quantize.passes import PASSES
 from torchq_compat.support.codes import CODES, DIFFERENCES, RANGES
 

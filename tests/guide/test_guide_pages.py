@@ -15,7 +15,7 @@ from migration.generate.known_differences import guide_table
 from migration.generate.pages import guide_pages, made_pages, with_block
 from migration.generate.pictures import pictures
 from migration.generate.results_table import results_table
-from torchq_compat.port.scanner import CONSTRUCTS
+from torchq_compat.port.constructs import CONSTRUCTS
 from torchq_compat.support.codes import DIFFERENCES as REGISTERED
 from torchq_compat.support.codes import KnownDifference
 

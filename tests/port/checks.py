@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from textwrap import dedent
 
-from torchq_compat.port.rewrites.declaration import Rewrite
+from torchq_compat.port.finders import Finder
 from torchq_compat.port.scanner import Origin, rewrite_text
 from torchq_compat.port.source.parsed import ParsedSource
 
@@ -15,21 +15,21 @@ from torchq_compat.quantize_fx import convert_fx, fuse_fx, prepare_fx, prepare_q
 """
 
 
-def check_noop(rewrite: Rewrite, code: str) -> None:
+def check_noop(rewrite: Finder, code: str) -> None:
     """Assert that there is nothing to rewrite and nothing to report."""
     code = dedent(code)
     assert rewrite_text(code, (rewrite,)) == code
     assert list(rewrite.find(ParsedSource(code))) == []
 
 
-def check_transformed(rewrite: Rewrite, before: str, after: str, origin: Origin | None = None) -> None:
+def check_transformed(rewrite: Finder, before: str, after: str, origin: Origin | None = None) -> None:
     """Assert that ``before`` becomes ``after``, which needs no further rewrite."""
     before, after = dedent(before), dedent(after)
     assert rewrite_text(before, (rewrite,), origin) == after
     assert rewrite_text(after, (rewrite,), origin) == after
 
 
-def check_left(rewrite: Rewrite, code: str, reason: str) -> None:
+def check_left(rewrite: Finder, code: str, reason: str) -> None:
     """Assert that there is one site, which is left unchanged for ``reason``."""
     code = dedent(code)
     assert rewrite_text(code, (rewrite,)) == code

@@ -27,7 +27,7 @@ import torchq_compat as tc
 from tests.helpers.package_trees import PACKAGE, package_trees
 from torchq_compat import errors
 from torchq_compat.capture.opaque_stub import OPAQUE_OP
-from torchq_compat.port.scanner import CONSTRUCTS, RETIRED
+from torchq_compat.port.constructs import CONSTRUCTS, RETIRED
 from torchq_compat.profiles import whole_range_dynamic
 from torchq_compat.recurrent.kernel import build
 from torchq_compat.support.codes import CODES, DIFFERENCES, RANGES

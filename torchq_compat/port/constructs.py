@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from torchq_compat.support.codes import REGISTER
+
 # A construct: one kind of legacy code, its code (TQ...), its replacement, and its section of the guide.
 
 
@@ -14,19 +16,26 @@ GUIDE = "migration/README.md"
 
 
 class Construct(NamedTuple):
-    """One kind of legacy code.
+    """One kind of legacy code, as ``codes.toml`` has it.
 
     Attributes:
         code: stable, for filters and tools. TQ1xx: handled by ``rewrite``; TQ2xx: for manual review.
         title: a short description.
         becomes: the replacement.
         guide: the text of the migration guide about it, in Markdown, without the heading.
+        name, summary: of the rewrite, for ``--only``, ``--skip`` and ``--list``.
+        order: rewrites with lower numbers run first.
+        retired: whether findings no longer have the code, but old logs may.
     """
 
     code: str
     title: str
     becomes: str
     guide: str
+    name: str = ""
+    summary: str = ""
+    order: int = 1000
+    retired: bool = False
 
     @property
     def anchor(self) -> str:
@@ -41,6 +50,11 @@ class Construct(NamedTuple):
     def section(self) -> str:
         """The section of the guide, with its heading."""
         return f"### {self.code} {self.title}\n\n{self.guide}"
+
+
+_ALL = {entry["code"]: Construct(**entry) for entry in REGISTER["construct"]}
+CONSTRUCTS = {code: construct for code, construct in _ALL.items() if not construct.retired}
+RETIRED = {code: construct for code, construct in _ALL.items() if construct.retired}
 
 
 # Edits of a text at byte offsets; bytes that are not edited are kept.

@@ -12,8 +12,7 @@ import sys
 import textwrap
 
 from torchq_compat.errors import ScriptError
-from torchq_compat.port.constructs import Construct
-from torchq_compat.port.scanner import CONSTRUCTS, RETIRED
+from torchq_compat.port.constructs import CONSTRUCTS, RETIRED, Construct
 from torchq_compat.quantize.passes import PASSES
 from torchq_compat.support.codes import CODES, DIFFERENCES, RANGES, Code
 

@@ -22,12 +22,11 @@ from torchq_compat.errors import PathError, ScriptError
 from torchq_compat.port import scanner
 from torchq_compat.port.process import add_limits, print_problems, progress, stopping_cleanly
 from torchq_compat.port.rewrites import REWRITES
-from torchq_compat.port.rewrites.declaration import Rewrite
 from torchq_compat.port.source.files import Document, Problem, UnreadableError, replace_file
 from torchq_compat.support.report import counted
 
 DONE, LEFT, PROBLEM = 0, 1, 2
-NAMES = tuple(rewrite.name for rewrite in REWRITES)
+NAMES = tuple(rewrite.construct.name for rewrite in REWRITES)
 COLOURS = {"+": "green", "-": "red", "@": "cyan"}
 EXAMPLES = """\
 examples:
@@ -94,7 +93,8 @@ def rewrite_command(args: argparse.Namespace) -> int:
     """
     if args.list:
         for rewrite in REWRITES:
-            print(f"{rewrite.name:<24}{rewrite.code}  {rewrite.summary}")
+            construct = rewrite.construct
+            print(f"{construct.name:<24}{construct.code}  {construct.summary}")
         return DONE
     if not args.paths:
         raise ScriptError(
@@ -117,13 +117,9 @@ def rewrite_command(args: argparse.Namespace) -> int:
     return LEFT if left else DONE
 
 
-def _chosen(args: argparse.Namespace) -> tuple[Rewrite, ...]:
-    only, skip = args.only or NAMES, args.skip or ()
-    return tuple(rewrite for rewrite in REWRITES if rewrite.name in only and rewrite.name not in skip)
-
-
 def _changes(scan: scanner.Scan, args: argparse.Namespace, problems: list[Problem]) -> Iterator[Change]:
-    names = tuple(rewrite.name for rewrite in _chosen(args))
+    only, skip = args.only or NAMES, args.skip or ()
+    names = tuple(name for name in NAMES if name in only and name not in skip)
     affected = {finding.path for finding in scan.findings if finding.by == "rewrite"}
     chosen = {document.path: (document, origin) for document, origin in scan.documents}
     documents = [document for path, (document, _) in chosen.items() if path in affected]
@@ -143,7 +139,7 @@ def _changed(
     origins: Mapping[Path, scanner.Origin], names: tuple[str, ...], seconds: float, document: Document
 ) -> tuple[str, str]:
     """Return the rewritten text of ``document``, or the problem."""
-    rewrites = tuple(rewrite for rewrite in REWRITES if rewrite.name in names)
+    rewrites = tuple(rewrite for rewrite in REWRITES if rewrite.construct.name in names)
     try:
         with scanner.time_limit(seconds):
             text = scanner.rewrite_text(document.text, rewrites, origins[document.path])

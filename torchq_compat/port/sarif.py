@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from torchq_compat.port.constructs import Construct
+from torchq_compat.port.constructs import CONSTRUCTS, Construct
 from torchq_compat.port.process import project_address
-from torchq_compat.port.scanner import CONSTRUCTS, Finding
+from torchq_compat.port.scanner import Finding
 from torchq_compat.port.source.files import Problem
 
 SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"

@@ -18,12 +18,12 @@ from typing import Any, Protocol, TypeVar
 
 import libcst as cst
 
-from torchq_compat.port.constructs import Construct, Edit, Site, apply_edits, overlap
+from torchq_compat.port.constructs import CONSTRUCTS, Construct, Edit, Site, apply_edits, overlap
+from torchq_compat.port.finders import Finder
 from torchq_compat.port.legacy_api.fx_calls import fx_calls
 from torchq_compat.port.legacy_api.names import DICT_GETTERS, ENGINE_INTERNALS
 from torchq_compat.port.reviews import MANUAL_REVIEWS
 from torchq_compat.port.rewrites import REWRITES
-from torchq_compat.port.rewrites.declaration import Rewrite
 from torchq_compat.port.source.files import (
     Document,
     Place,
@@ -81,14 +81,14 @@ class Origin:
         return ParsedSource(text, self.follow, self.taken_by_others)
 
 
-def find_sites(source: ParsedSource, rewrites: Iterable[Rewrite] = REWRITES) -> list[Site]:
+def find_sites(source: ParsedSource, rewrites: Iterable[Finder] = REWRITES) -> list[Site]:
     """Return all sites in text order, including those for manual review."""
     sites = [site for rewrite in rewrites for site in _found(source, rewrite)]
     sites += [site for review in MANUAL_REVIEWS for site in review.find(source)]
     return sorted(dict.fromkeys(sites), key=lambda site: (site.offset, site.code))
 
 
-def rewrite_text(text: str, rewrites: Iterable[Rewrite] = REWRITES, origin: Origin | None = None) -> str:
+def rewrite_text(text: str, rewrites: Iterable[Finder] = REWRITES, origin: Origin | None = None) -> str:
     """Return ``text`` with every site rewritten that a rewrite can handle.
 
     Raises:
@@ -107,7 +107,7 @@ def rewrite_text(text: str, rewrites: Iterable[Rewrite] = REWRITES, origin: Orig
     return source.text
 
 
-def _settle(source: ParsedSource, rewrite: Rewrite, origin: Origin) -> ParsedSource:
+def _settle(source: ParsedSource, rewrite: Finder, origin: Origin) -> ParsedSource:
     for _ in range(MAX_ROUNDS):
         sites = list(_compatible(site for site in _found(source, rewrite) if site.edits))
         if not sites:
@@ -116,7 +116,7 @@ def _settle(source: ParsedSource, rewrite: Rewrite, origin: Origin) -> ParsedSou
     return source
 
 
-def _found(source: ParsedSource, rewrite: Rewrite) -> Iterator[Site]:
+def _found(source: ParsedSource, rewrite: Finder) -> Iterator[Site]:
     """Yield the sites of ``rewrite``; those whose imports the installed packages do not have are refused."""
     stays = stays_with_fx(source) if rewrite.code in MOVING else ""
     for site in rewrite.find(source):
@@ -186,44 +186,6 @@ def _apply(source: ParsedSource, sites: list[Site], origin: Origin) -> ParsedSou
         raise InvalidResultError(f"rewriting would break it: {error.message}") from error
 
 
-# All constructs that ``scan`` finds, by code: those of the rewrites, then those for manual review.
-
-
-def _by_code(constructs: Iterable[Construct]) -> dict[str, Construct]:
-    codes: dict[str, Construct] = {}
-    for construct in sorted(constructs):
-        if construct.code in codes:
-            raise ValueError(f"two declarations have the code {construct.code}")
-        codes[construct.code] = construct
-    return codes
-
-
-#: What is found in no text, but of a file.
-TOO_LONG = Construct(
-    "TQ214",
-    "a file that takes too long",
-    "nothing: it was left out",
-    "LibCST takes seconds for each ten thousand lines. A file that takes longer than `--timeout` is left\n"
-    "out, and the others are dealt with; give it alone, with a larger `--timeout`.\n",
-)
-CONSTRUCTS = _by_code(
-    [*(r.construct for r in REWRITES), *(review.construct for review in MANUAL_REVIEWS), TOO_LONG]
-)
-
-#: Codes that findings no longer have, but that occur in old logs.
-RETIRED = _by_code(
-    [
-        Construct(
-            "TQ110",
-            "TorchScript",
-            "nothing: it stays as it is",
-            "`torch.jit.script` and `torch.jit.trace` take what `convert_fx` returns, and `torch.jit.save` "
-            "writes it;\n`torch.export` is the way that PyTorch goes on with.",
-        )
-    ]
-)
-
-
 # Scan a whole tree: find the files that use FX, and the sites in them.
 #
 # Every file is read once and searched as text. It is parsed in full only if it contains a legacy name, or a
@@ -233,6 +195,8 @@ RETIRED = _by_code(
 #: Constructs whose rewriting depends on which other files use a name of the file.
 RENAMING = ("TQ102", "TQ105", "TQ106", "TQ109")
 TOO_DEEP = (RecursionError, MemoryError)
+#: The code of what is found in no text, but of a file.
+TOO_LONG = "TQ214"
 
 
 def _words() -> Iterator[str]:
@@ -242,10 +206,8 @@ def _words() -> Iterator[str]:
     yield from KEYWORDS
     yield from ("quantize_fx", "lstm_utils", "_numeric_suite", "_numeric_suite_fx", "quantize_dynamic")
     yield "quantize_pt2e"
-    for rewrite in REWRITES:
-        yield from rewrite.words
-    for review in MANUAL_REVIEWS:
-        yield from review.words
+    for finder in (*REWRITES, *MANUAL_REVIEWS):
+        yield from finder.words
 
 
 FX_MODULES = "|".join(re.escape(name.rpartition(".")[2]) for name in ENGINE_INTERNALS if ".fx." in name)
@@ -505,7 +467,7 @@ def _sites(document: Document, origin: Origin, problems: list[Problem], seconds:
             source = origin.parse(document.text)
             sites = find_sites(source)
     except TooLongError as error:
-        site = Site(TOO_LONG.code, 0, document.path.name, refusal=str(error))
+        site = Site(TOO_LONG, 0, document.path.name, refusal=str(error))
         return [Finding(document.path, Place(1), site)]
     except cst.ParserSyntaxError as error:
         problems.append(Problem(document.path, f"line {error.raw_line}: {error.message}"))

@@ -1,4 +1,4 @@
-"""The register of codes: what ``codes.toml`` says of every warning, decision and error. Imports no torch."""
+"""The register of codes, ``codes.toml``, and its warnings, decisions and errors. Imports no torch."""
 
 from __future__ import annotations
 
@@ -70,6 +70,6 @@ class KnownDifference(NamedTuple):
     anchor: str = ""
 
 
-_REGISTER = tomllib.loads(FILE.read_text())
-CODES = {entry["code"]: Code(**entry) for entry in _REGISTER["code"]}
-DIFFERENCES = {entry["code"]: KnownDifference(**entry) for entry in _REGISTER["known"]}
+REGISTER = tomllib.loads(FILE.read_text())
+CODES = {entry["code"]: Code(**entry) for entry in REGISTER["code"]}
+DIFFERENCES = {entry["code"]: KnownDifference(**entry) for entry in REGISTER["known"]}

@@ -1,4 +1,4 @@
-"""A new rewrite or finding for manual review takes one file: it is found, run, listed and in the guide."""
+"""A new rewrite or finding for manual review takes one file, and its texts one entry of the register."""
 
 from __future__ import annotations
 
@@ -8,19 +8,17 @@ import pytest
 
 from torchq_compat.port import reviews as manual_review
 from torchq_compat.port import rewrites, scanner
-from torchq_compat.port.reviews.review import ManualReview
-from torchq_compat.port.rewrites.declaration import Rewrite
-from torchq_compat.port.scanner import CONSTRUCTS, rewrite_text
+from torchq_compat.port.constructs import CONSTRUCTS, Construct
+from torchq_compat.port.finders import Finder
+from torchq_compat.port.scanner import rewrite_text
 from torchq_compat.port.source.parsed import ParsedSource
 from torchq_compat.support.discovery import declared
 
 REWRITE = """
 import libcst as cst
 
-from torchq_compat.port.constructs import Construct
-from torchq_compat.port.rewrites.declaration import Rewrite
-from torchq_compat.port.constructs import Site
-from torchq_compat.port.constructs import Edit
+from torchq_compat.port.constructs import Edit, Site
+from torchq_compat.port.finders import Finder
 
 
 def find(source):
@@ -30,27 +28,15 @@ def find(source):
             yield Site("TQ199", start, name.value, (Edit(start, source.end(name), "prepare_fx"),))
 
 
-REWRITE = Rewrite(
-    name="old-name",
-    construct=Construct("TQ199", "an old name", "prepare_fx", "A made-up name.\\n"),
-    summary="prepare_old_fx becomes prepare_fx",
-    find=find,
-)
+REWRITE = Finder("TQ199", find)
 """
 MOVED_NAME = """
-from torchq_compat.port.constructs import Construct
+from torchq_compat.port.finders import Finder
 from torchq_compat.port.legacy_api.names import Moved
 from torchq_compat.port.legacy_api.moved_names import MovedNames
-from torchq_compat.port.rewrites.declaration import Rewrite
 
 ROWS = (Moved("torch.ao.quantization.made_up", "torchq_compat.made_up", {"old_sum": "new_sum"}),)
-REWRITE = Rewrite(
-    name="made-up",
-    construct=Construct("TQ198", "a moved name", "new_sum", "A made-up module.\\n"),
-    summary="old_sum becomes new_sum",
-    find=MovedNames("TQ198", ROWS).find,
-    words=("old_sum", "made_up"),
-)
+REWRITE = Finder("TQ198", MovedNames("TQ198", ROWS).find, words=("old_sum", "made_up"))
 """
 MOVED_USES = """\
 from torch.ao.quantization import made_up as m
@@ -61,9 +47,8 @@ print(old_sum(1), m.old_sum(2))
 REVIEW = """
 import libcst as cst
 
-from torchq_compat.port.constructs import Construct
-from torchq_compat.port.reviews.review import ManualReview
 from torchq_compat.port.constructs import Site
+from torchq_compat.port.finders import Finder
 
 
 def find(source):
@@ -72,7 +57,7 @@ def find(source):
             yield Site("TQ299", source.start(name), name.value, refusal="it is lost")
 
 
-REVIEW = ManualReview(Construct("TQ299", "a lost name", "nothing", "A made-up name.\\n"), find)
+REVIEW = Finder("TQ299", find)
 """
 
 
@@ -85,9 +70,9 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_rewrite_is_one_file(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (package / "old_name.py").write_text(REWRITE)
     monkeypatch.setattr(rewrites, "__path__", [*rewrites.__path__, str(package)])
-    (rewrite,) = set(declared(rewrites, Rewrite)) - set(rewrites.REWRITES)
-    assert rewrite.name == "old-name"
-    assert rewrite.code == "TQ199"
+    (rewrite,) = set(declared(rewrites, Finder)) - set(rewrites.REWRITES)
+    entry = Construct("TQ199", "an old name", "prepare_fx", "A made-up name.\n", "old-name")
+    monkeypatch.setitem(CONSTRUCTS, rewrite.code, entry)
     assert rewrite_text("prepare_old_fx(m)\n", (rewrite,)) == "prepare_fx(m)\n"
     assert rewrite.construct.section == "### TQ199 an old name\n\nA made-up name.\n"
     assert rewrite.construct.link.endswith("#tq199-an-old-name")
@@ -98,7 +83,7 @@ def test_a_rewrite_of_a_name_of_a_module_that_no_table_has(
 ) -> None:
     (package / "moved_name.py").write_text(MOVED_NAME)
     monkeypatch.setattr(rewrites, "__path__", [*rewrites.__path__, str(package)])
-    (rewrite,) = set(declared(rewrites, Rewrite)) - set(rewrites.REWRITES)
+    (rewrite,) = set(declared(rewrites, Finder)) - set(rewrites.REWRITES)
     assert rewrite_text(MOVED_USES, (rewrite,)) == (
         "from torchq_compat import made_up as m\n"
         "from torchq_compat.made_up import new_sum\n\n"
@@ -112,7 +97,7 @@ def test_a_rewrite_of_a_name_of_a_module_that_no_table_has(
 def test_a_finding_is_one_file(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (package / "lost_name.py").write_text(REVIEW)
     monkeypatch.setattr(manual_review, "__path__", [*manual_review.__path__, str(package)])
-    (review,) = set(declared(manual_review, ManualReview)) - set(manual_review.MANUAL_REVIEWS)
+    (review,) = set(declared(manual_review, Finder)) - set(manual_review.MANUAL_REVIEWS)
     (site,) = review.find(ParsedSource("lost_in_fx(m)\n"))
     assert (site.code, site.what, site.refusal) == ("TQ299", "lost_in_fx", "it is lost")
 
@@ -120,5 +105,5 @@ def test_a_finding_is_one_file(package: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_every_code_is_declared_once() -> None:
     # One is of files, TQ214.
     assert len(CONSTRUCTS) == len(rewrites.REWRITES) + len(manual_review.MANUAL_REVIEWS) + 1
-    orders = [rewrite.order for rewrite in rewrites.REWRITES]
+    orders = [rewrite.construct.order for rewrite in rewrites.REWRITES]
     assert orders == sorted(set(orders))

@@ -10,8 +10,8 @@ from importlib.metadata import version
 import pytest
 
 from torchq_compat.cli import main
+from torchq_compat.port.constructs import CONSTRUCTS, RETIRED
 from torchq_compat.port.explain_command import explained
-from torchq_compat.port.scanner import CONSTRUCTS, RETIRED
 from torchq_compat.support.codes import CODES, DIFFERENCES
 
 Capture = pytest.CaptureFixture[str]

@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 
 from torchq_compat.cli import main
-from torchq_compat.port.scanner import CONSTRUCTS
+from torchq_compat.port.constructs import CONSTRUCTS
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 

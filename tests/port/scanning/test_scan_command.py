@@ -15,7 +15,8 @@ import pytest
 import torchq_compat
 from torchq_compat.cli import main
 from torchq_compat.port import scanner
-from torchq_compat.port.scanner import CONSTRUCTS, scan_paths
+from torchq_compat.port.constructs import CONSTRUCTS
+from torchq_compat.port.scanner import scan_paths
 from torchq_compat.port.source import files as source_files
 
 ROOT = Path(torchq_compat.__file__).parents[1]

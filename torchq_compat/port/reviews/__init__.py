@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from torchq_compat.port.reviews.review import ManualReview
+from torchq_compat.port.finders import Finder
 from torchq_compat.support.discovery import declared
 
-MANUAL_REVIEWS = tuple(sorted(declared(sys.modules[__name__], ManualReview), key=lambda review: review.code))
+MANUAL_REVIEWS = tuple(sorted(declared(sys.modules[__name__], Finder), key=lambda review: review.code))

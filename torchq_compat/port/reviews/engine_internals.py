@@ -1,46 +1,53 @@
-"""Find imports and dotted uses of FX's own engine."""
+"""Find imports and dotted uses of FX's own engine, and of the Numeric Suite, eager and FX."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import libcst as cst
 
-from torchq_compat.port.constructs import Construct, Site
-from torchq_compat.port.legacy_api.names import ENGINE_INTERNALS
-from torchq_compat.port.reviews.review import ManualReview
+from torchq_compat.port.constructs import Site
+from torchq_compat.port.finders import Finder
+from torchq_compat.port.legacy_api.names import ENGINE_INTERNALS, NUMERIC_SUITE
 from torchq_compat.port.source.parsed import ParsedSource, names_in_import
 
+#: Functions of two tensors in the Numeric Suite, which any code may call.
+METRICS = (
+    "compute_cosine_similarity",
+    "compute_error",
+    "compute_normalized_l2_error",
+    "compute_sqnr",
+)
+#: Code -> the modules and functions that it is about, and why they are left.
+LEFT = {
+    "TQ203": (ENGINE_INTERNALS, "it is part of FX's own engine"),
+    "TQ206": (
+        NUMERIC_SUITE,
+        "it finds nothing in a captured graph; torchq_compat.compare and suggest measure every place",
+    ),
+}
 
-def find(source: ParsedSource) -> Iterator[Site]:
+
+def find(code: str, source: ParsedSource) -> Iterator[Site]:
     """Yield imports and dotted uses; uses of an imported name are not listed again."""
-    refusal = "it is part of FX's own engine"
+    prefixes, refusal = LEFT[code]
+
+    def is_left(name: str) -> bool:
+        is_metric = code == "TQ206" and name.rpartition(".")[2] in METRICS
+        return not is_metric and any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)
+
+    def names_left(names: frozenset[str]) -> bool:
+        return bool(names) and all(map(is_left, names))
+
     for node in source.imports():
         for name in names_in_import(node):
-            if _is_internal(source.follow(name)):
-                yield Site("TQ203", source.start(node), name, refusal=refusal)
+            if is_left(source.follow(name)):
+                yield Site(code, source.start(node), name, refusal=refusal)
     for attribute in source.nodes(cst.Attribute):
-        if _names_internal(source, attribute) and not _names_internal(source, attribute.value):
-            yield Site("TQ203", source.start(attribute), source.code(attribute), refusal=refusal)
+        if names_left(source.names(attribute)) and not names_left(source.names(attribute.value)):
+            yield Site(code, source.start(attribute), source.code(attribute), refusal=refusal)
 
 
-def _names_internal(source: ParsedSource, node: cst.CSTNode) -> bool:
-    names = source.names(node)
-    return bool(names) and all(map(_is_internal, names))
-
-
-def _is_internal(name: str) -> bool:
-    return any(name == prefix or name.startswith(f"{prefix}.") for prefix in ENGINE_INTERNALS)
-
-
-CONSTRUCT = Construct(
-    code="TQ203",
-    title="FX engine internals",
-    becomes="nothing with the same shape; see the guide",
-    guide="""\
-Tracers, pattern matchers, graph passes, private functions and the model report are FX's own engine. For
-what was quantized and why, use `explain`; to change what is quantized, use the configuration classes.
-""",
-)
-
-REVIEW = ManualReview(CONSTRUCT, find)
+ENGINE = Finder("TQ203", partial(find, "TQ203"))
+SUITE = Finder("TQ206", partial(find, "TQ206"))

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from torchq_compat.port.constructs import Construct, Site
+from torchq_compat.port.constructs import Site
+from torchq_compat.port.finders import Finder
 from torchq_compat.port.legacy_api.fx_calls import fx_calls, last_value, only_value
 from torchq_compat.port.legacy_api.names import PREPARING
-from torchq_compat.port.reviews.review import ManualReview
 from torchq_compat.port.source.parsed import ParsedSource
 
 MISSING = "torch.export captures the model by running it once"
@@ -90,16 +90,4 @@ def _is_config(value: cst.Dict) -> bool:
     return not names or all(name in OLD_KEYS for name in names)
 
 
-CONSTRUCT = Construct(
-    code="TQ201",
-    title="missing example_inputs",
-    becomes="a tuple with one example of every argument",
-    guide="""\
-FX asks for `example_inputs` since torch 1.13; torch.export captures the model by running it. Give a tuple
-with one example of every argument. The first batch of the calibration loader will do, without its
-targets. FX does not look at them: scripts give a shape, a list of numbers or a whole batch, and have to give
-tensors. A custom config dict in third place is of the older signature: pass it as `prepare_custom_config`.
-""",
-)
-
-REVIEW = ManualReview(CONSTRUCT, find)
+REVIEW = Finder("TQ201", find)

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from torchq_compat.port.constructs import Construct, Site
-from torchq_compat.port.reviews.review import ManualReview
+from torchq_compat.port.constructs import Site
+from torchq_compat.port.finders import Finder
 from torchq_compat.port.source.moved_tables import MOVED
 from torchq_compat.port.source.parsed import ParsedSource
 
@@ -23,14 +23,4 @@ def find(source: ParsedSource) -> Iterator[Site]:
             yield Site("TQ204", source.start(string), source.code(string), refusal=refusal)
 
 
-CONSTRUCT = Construct(
-    code="TQ204",
-    title="legacy names in strings",
-    becomes="the new name, if the string is used as one",
-    guide="""\
-`importlib.import_module("torch.ao.quantization.quantize_fx")`, a mock's target, a registry key: only the
-code that uses the text knows whether to change it.
-""",
-)
-
-REVIEW = ManualReview(CONSTRUCT, find)
+REVIEW = Finder("TQ204", find)

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from torchq_compat.port.constructs import Construct, Site
-from torchq_compat.port.reviews.review import ManualReview
+from torchq_compat.port.constructs import Site
+from torchq_compat.port.finders import Finder
 from torchq_compat.port.source.parsed import ParsedSource
 
 MODULES = ("torch.ao.nn.quantized.", "torch.nn.quantized.", "torch.ao.nn.intrinsic.quantized.")
@@ -32,16 +32,4 @@ def _is_by_hand(name: str) -> bool:
     return prefix is not None and name.removeprefix(prefix).split(".")[0] not in OTHERS
 
 
-CONSTRUCT = Construct(
-    code="TQ209",
-    title="quantized modules and kernels called by hand",
-    becomes="the float module with a qconfig, or a FloatFunctional",
-    guide="""\
-`torch.ao.nn.quantized.Conv2d(...)`, `...Linear.from_float(m)` or `torch.ops.quantized.add(...)` in a script
-work on quantized tensors, which PT2E does not have and torch removes. Inside a model that
-`quantize_eager.convert` returned they still run, with a warning (TQ427), and cannot be exported. Write the
-float module with a qconfig and let `convert` replace it; for sums and products use a `FloatFunctional`.
-""",
-)
-
-REVIEW = ManualReview(CONSTRUCT, find, words=("quantized",))
+REVIEW = Finder("TQ209", find, ("quantized",))

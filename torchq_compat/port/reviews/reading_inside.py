@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from torchq_compat.port.constructs import Construct, Site
+from torchq_compat.port.constructs import Site
+from torchq_compat.port.finders import Finder
 from torchq_compat.port.legacy_api.fx_calls import fx_call, fx_calls, last_value, only_value
 from torchq_compat.port.legacy_api.names import CONVERTING, PREPARING, PT2E_FUNCTIONS
-from torchq_compat.port.reviews.review import ManualReview
 from torchq_compat.port.source.parsed import ParsedSource
 
 CODE = "TQ208"
@@ -154,20 +154,4 @@ def _is_quantized_class(source: ParsedSource, node: cst.BaseExpression) -> bool:
     )
 
 
-CONSTRUCT = Construct(
-    code=CODE,
-    title="reading inside converted models",
-    becomes="the views at the modules' paths, explain, and the state_dict",
-    guide="""\
-A converted model is one captured graph. Where a module of the float model stood there is a view:
-`q.conv1.weight()`, `q.conv1.scale`, `q.conv1.zero_point` and `print(q)` answer as FX's do. What goes through
-`modules()`, registers backward hooks at them (forward hooks are called), tests for classes of
-`torch.ao.nn.quantized` or for that name in `type(m).__module__`, looks for `call_module` nodes, or reads keys
-of the `state_dict` finds something else here; `torchq_compat.explain(q)` says what was quantized, module by
-module. The graph of a prepared model has operators for layers too. Its observers may be replaced, by
-torch.ao's or one's own, and removed; their numbers are not FX's, and those of weights are among them: what a
-script puts in place of those is not used after calibration, as FX has none there.
-""",
-)
-
-REVIEW = ManualReview(CONSTRUCT, find)
+REVIEW = Finder(CODE, find)

@@ -1,4 +1,4 @@
-"""Find quantized models that are pickled whole."""
+"""Find quantized models that are pickled whole, or exported to ONNX through TorchScript."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from torchq_compat.port.constructs import Construct, Site
+from torchq_compat.port.constructs import Site
+from torchq_compat.port.finders import Finder
 from torchq_compat.port.legacy_api.fx_calls import fx_call, last_value
-from torchq_compat.port.reviews.review import ManualReview
 from torchq_compat.port.source.parsed import ParsedSource
 
+OLD_EXPORTER = "torch.onnx.utils.export"
+EXPORTERS = {"torch.onnx.export", OLD_EXPORTER}
 
-def find(source: ParsedSource) -> Iterator[Site]:
+
+def find_saved(source: ParsedSource) -> Iterator[Site]:
     """Yield ``torch.save(model)`` and ``torch.save({"model": model})`` of a prepared or converted model."""
     for call in source.nodes(cst.Call):
         if source.names(call.func) != {"torch.save"} or not call.args:
@@ -24,20 +27,32 @@ def find(source: ParsedSource) -> Iterator[Site]:
             yield Site("TQ205", source.start(call), source.code(call), refusal=refusal)
 
 
+def find_exported(source: ParsedSource) -> Iterator[Site]:
+    for call in source.nodes(cst.Call):
+        names = source.names(call.func)
+        is_exporter = bool(names) and names <= EXPORTERS and bool(call.args) and _is_old(call, names)
+        if is_exporter and _is_made(source, call.args[0].value, call):
+            refusal = (
+                "the exporter on TorchScript has no ops for it; give dynamo=True and the reference conversion"
+            )
+            yield Site("TQ207", source.start(call), source.code(call.func), refusal=refusal)
+
+
+def _is_old(call: cst.Call, names: frozenset[str]) -> bool:
+    """Return whether ``call`` exports through TorchScript; ``dynamo`` is True by default."""
+    return names <= {OLD_EXPORTER} or any(
+        arg.keyword is not None
+        and arg.keyword.value == "dynamo"
+        and isinstance(arg.value, cst.Name)
+        and arg.value.value == "False"
+        for arg in call.args
+    )
+
+
 def _is_made(source: ParsedSource, model: cst.BaseExpression, at: cst.CSTNode) -> bool:
-    value = last_value(source, model, at) if isinstance(model, cst.Name) else model
-    made = fx_call(source, value)
+    made = fx_call(source, last_value(source, model, at) if isinstance(model, cst.Name) else model)
     return made is not None and made.function != "fuse_fx"
 
 
-CONSTRUCT = Construct(
-    code="TQ205",
-    title="saving whole models",
-    becomes="model.state_dict(), or torch.export.save",
-    guide="""\
-`torch.save(model)` of a prepared or converted model raises here. Save `model.state_dict()`, or
-`torch.export.save` an exported program, and change what loads it.
-""",
-)
-
-REVIEW = ManualReview(CONSTRUCT, find)
+SAVED = Finder("TQ205", find_saved)
+EXPORTED = Finder("TQ207", find_exported)

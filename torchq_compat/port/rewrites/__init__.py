@@ -1,4 +1,4 @@
-"""The rewrites, one module each; every module here that declares a ``Rewrite`` is found without a list.
+"""The rewrites, one module each; every module here that declares a ``Finder`` is found without a list.
 
 Every rewrite recognises the FX functions under their legacy and their new names, so the order affects only
 the look of the result: names that others import come first, so that imports are joined.
@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import sys
 
-from torchq_compat.port.rewrites.declaration import Rewrite
+from torchq_compat.port.finders import Finder
 from torchq_compat.support.discovery import declared
 
-REWRITES = tuple(
-    sorted(declared(sys.modules[__name__], Rewrite), key=lambda rewrite: (rewrite.order, rewrite.code))
-)
+REWRITES = tuple(sorted(declared(sys.modules[__name__], Finder), key=lambda rewrite: rewrite.construct.order))

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from torchq_compat.port.constructs import Construct, ImportRequest, Site
+from torchq_compat.port.constructs import ImportRequest, Site
+from torchq_compat.port.finders import Finder
 from torchq_compat.port.legacy_api import dict_forms
-from torchq_compat.port.rewrites.declaration import Rewrite
 from torchq_compat.port.rewrites.qconfig_dicts import QCONFIG_DICT
 from torchq_compat.port.source.parsed import ParsedSource
 
@@ -115,21 +115,4 @@ def find(source: ParsedSource) -> Iterator[Site]:
         yield from form.find(source)
 
 
-CONSTRUCT = Construct(
-    code="TQ106",
-    title="custom config dicts",
-    becomes="PrepareCustomConfig, ConvertCustomConfig, FuseCustomConfig",
-    guide="""\
-The same for `prepare_custom_config_dict`, `convert_custom_config_dict` and `fuse_custom_config_dict`. Left,
-besides: a mapping of another mode than `"static"`, and a standalone module whose inner config is a
-variable.
-""",
-)
-
-REWRITE = Rewrite(
-    name="custom-config-dicts",
-    construct=CONSTRUCT,
-    summary="dicts for prepare, convert and fuse become PrepareCustomConfig and related classes",
-    find=find,
-    order=40,
-)
+REWRITE = Finder("TQ106", find)

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from torchq_compat.port.constructs import Construct, Edit, Site
+from torchq_compat.port.constructs import Edit, Site
+from torchq_compat.port.finders import Finder
 from torchq_compat.port.legacy_api.fx_calls import fx_calls, only_value
 from torchq_compat.port.legacy_api.names import DICT_GETTERS
-from torchq_compat.port.rewrites.declaration import Rewrite
 from torchq_compat.port.source.parsed import ParsedSource, dotted, imported_module
 
 
@@ -68,20 +68,4 @@ def _refusal(source: ParsedSource, function: cst.CSTNode) -> str:
     return ""
 
 
-CONSTRUCT = Construct(
-    code="TQ109",
-    title="functions that return dicts",
-    becomes="the function that returns the object",
-    guide="""\
-`get_default_qconfig_dict` and `get_default_qat_qconfig_dict`: `get_default_qconfig_mapping` and
-`get_default_qat_qconfig_mapping`. Left where something else than `prepare_fx` uses the dict.
-""",
-)
-
-REWRITE = Rewrite(
-    name="dict-getters",
-    construct=CONSTRUCT,
-    summary="get_default_qconfig_dict and related functions return the object",
-    find=find,
-    order=50,
-)
+REWRITE = Finder("TQ109", find)

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from torchq_compat.port.constructs import Construct, Edit, Site
+from torchq_compat.port.constructs import Edit, Site
+from torchq_compat.port.finders import Finder
 from torchq_compat.port.legacy_api.fx_calls import FxCall, fx_calls, last_value
 from torchq_compat.port.legacy_api.names import PREPARING
-from torchq_compat.port.rewrites.declaration import Rewrite
 from torchq_compat.port.source.parsed import ParsedSource
 
 CODE = "TQ113"
@@ -103,21 +103,4 @@ def _is_first_of_batch(value: cst.Subscript) -> bool:
     )
 
 
-CONSTRUCT = Construct(
-    code=CODE,
-    title="example_inputs that are no tuple",
-    becomes="a tuple: (x,)",
-    guide="""\
-FX takes a bare tensor or a list without a look, the official tutorials among them; here it is taken with a
-warning. `prepare_fx(model, mapping, x)` becomes `prepare_fx(model, mapping, (x,))` where `x` is surely a
-tensor. A dict of keyword arguments is taken too; write a tuple in the order of forward's parameters.
-""",
-)
-
-REWRITE = Rewrite(
-    name="example-inputs",
-    construct=CONSTRUCT,
-    summary="bare example inputs become a tuple",
-    find=find,
-    order=65,
-)
+REWRITE = Finder(CODE, find)

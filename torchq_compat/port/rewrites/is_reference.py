@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from torchq_compat.port.constructs import Construct, Edit, ImportRequest, Site
+from torchq_compat.port.constructs import Edit, ImportRequest, Site
+from torchq_compat.port.finders import Finder
 from torchq_compat.port.legacy_api.fx_calls import FxCall, fx_calls
-from torchq_compat.port.rewrites.declaration import Rewrite
 from torchq_compat.port.source.imports import is_free
 from torchq_compat.port.source.parsed import ParsedSource
 
@@ -49,19 +49,4 @@ def _site(source: ParsedSource, call: FxCall, index: int) -> Site:
     return Site("TQ108", start, what, tuple(edits), imports)
 
 
-CONSTRUCT = Construct(
-    code="TQ108",
-    title="is_reference",
-    becomes="convert_to_reference_fx",
-    guide="""\
-`convert_fx(model, is_reference=True)` is `convert_to_reference_fx(model)` since torch 1.13.
-""",
-)
-
-REWRITE = Rewrite(
-    name="is-reference",
-    construct=CONSTRUCT,
-    summary="convert_fx(is_reference=True) becomes convert_to_reference_fx",
-    find=find,
-    order=100,
-)
+REWRITE = Finder("TQ108", find)

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from torchq_compat.port.constructs import Construct, Edit, Site
+from torchq_compat.port.constructs import Edit, Site
+from torchq_compat.port.finders import Finder
 from torchq_compat.port.legacy_api.fx_calls import FX_NAMES, FxCall, fx_call, fx_calls, last_value
 from torchq_compat.port.legacy_api.names import CONVERTING, PREPARING
-from torchq_compat.port.rewrites.declaration import Rewrite
 from torchq_compat.port.source.parsed import ParsedSource
 
 CODE = "TQ116"
@@ -79,23 +79,4 @@ def _site(source: ParsedSource, call: FxCall) -> Site:
     return Site(CODE, source.start(call.node), source.code(call.node.func), (edit,))
 
 
-CONSTRUCT = Construct(
-    code=CODE,
-    title="converting a trained model",
-    becomes="observer_qparams=True: FX's qparams; without it those that were trained",
-    guide="""\
-FX converts a trained model with the qparams of the observers in its fake-quantizes, over the dtype's whole
-range; `convert_fx` here with those it trained with. In a file that prepares for training, or has
-fake-quantizes and prepares nothing itself, calls of `convert_fx` and `convert_to_reference_fx` get
-`observer_qparams=True`, so that the script prints what it printed. Remove it to keep what was trained, mostly
-nearer to `prepared.eval()`.
-""",
-)
-
-REWRITE = Rewrite(
-    name="observer-qparams",
-    construct=CONSTRUCT,
-    summary="convert_fx in files that train asks for FX's qparams",
-    find=find,
-    order=70,
-)
+REWRITE = Finder(CODE, find)

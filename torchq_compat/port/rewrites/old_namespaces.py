@@ -10,10 +10,10 @@ from dataclasses import replace
 
 import libcst as cst
 
-from torchq_compat.port.constructs import Construct, Edit, ImportRequest, Site
+from torchq_compat.port.constructs import Edit, ImportRequest, Site
+from torchq_compat.port.finders import Finder
 from torchq_compat.port.legacy_api.fx_calls import FX_NAMES, uses_fx
 from torchq_compat.port.legacy_api.names import NAMESPACES, NOT_IN_NAMESPACES
-from torchq_compat.port.rewrites.declaration import Rewrite
 from torchq_compat.port.source.imports import COMMENTS_BETWEEN_NAMES, NewImport, is_free, statement_edits
 from torchq_compat.port.source.parsed import ParsedSource, dotted, imported_module
 
@@ -126,21 +126,4 @@ def _attribute(source: ParsedSource, node: cst.Attribute) -> Iterator[Site]:
     yield replace(site, edits=(edit,), imports=(request,))
 
 
-CONSTRUCT = Construct(
-    code="TQ104",
-    title="old namespaces",
-    becomes="the same object under torch.ao",
-    guide="""\
-`torch.quantization`, `torch.nn.intrinsic`, `torch.nn.qat`, `torch.nn.quantizable` and `torch.nn.quantized`
-hand on the objects of their namesakes under `torch.ao`. Rewritten in files that use FX; other files are not
-touched.
-""",
-)
-
-REWRITE = Rewrite(
-    name="old-namespaces",
-    construct=CONSTRUCT,
-    summary="torch.quantization and related namespaces are spelled torch.ao",
-    find=find,
-    order=10,
-)
+REWRITE = Finder("TQ104", find)

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import libcst as cst
 
-from torchq_compat.port.constructs import Construct, Site
+from torchq_compat.port.constructs import Site
+from torchq_compat.port.finders import Finder
 from torchq_compat.port.legacy_api.fx_calls import uses_fx
 from torchq_compat.port.legacy_api.moved_names import MovedNames
 from torchq_compat.port.legacy_api.names import PT2E_OBSERVERS, new_module
-from torchq_compat.port.rewrites.declaration import Rewrite
 from torchq_compat.port.source.parsed import ParsedSource
 
 CODE = "TQ115"
@@ -51,23 +51,4 @@ def _names_today(source: ParsedSource) -> set[str]:
     return {new_module(name) or name for name in names}
 
 
-CONSTRUCT = Construct(
-    code=CODE,
-    title="observers of torch.ao in a file for PT2E",
-    becomes="the observer of that name in torchao.quantization.pt2e",
-    guide="""\
-`prepare_pt2e` of torchao quantizes nothing with an observer of `torch.ao.quantization` in a
-`QuantizationSpec`, and fails where it has `.with_args`. In a file that uses PT2E and neither FX nor QConfigs,
-observers and fake-quantizes come from `torchao.quantization.pt2e.observer` and `.fake_quantize`, which have
-the same names and numbers. `prepare_fx`, `annotate_outputs` and `check_annotations` of this package take
-either.
-""",
-)
-
-REWRITE = Rewrite(
-    name="pt2e-observers",
-    construct=CONSTRUCT,
-    summary="observers in specs of PT2E come from torchao",
-    find=find,
-    order=7,
-)
+REWRITE = Finder(CODE, find)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from torchq_compat.port.constructs import Construct
+from torchq_compat.port.finders import Finder
 from torchq_compat.port.legacy_api.dict_forms import DictForm, each_tuple, whole_value
-from torchq_compat.port.rewrites.declaration import Rewrite
 
 QCONFIG_DICT = DictForm(
     code="TQ105",
@@ -20,40 +19,5 @@ QCONFIG_DICT = DictForm(
     },
 )
 
-CONSTRUCT = Construct(
-    code="TQ105",
-    title="qconfig_dict",
-    becomes="QConfigMapping",
-    guide="""\
-A dict given to `prepare_fx`, in place or through a variable that does nothing else, becomes a
-`QConfigMapping`:
 
-```python
-from torch.ao.quantization import QConfigMapping, default_dynamic_qconfig, default_qconfig
-
-qconfig_dict = {
-    "": default_qconfig,
-    "object_type": [(nn.LSTM, None)],
-    "module_name": [("head", default_qconfig)],
-}
-qconfig_mapping = (
-    QConfigMapping()
-    .set_global(default_qconfig)
-    .set_object_type(nn.LSTM, None)
-    .set_module_name("head", default_qconfig)
-)
-assert QConfigMapping.from_dict(qconfig_dict).to_dict() == qconfig_mapping.to_dict()
-```
-
-Left: a dict that is changed, annotated, built by code, or has a key FX does not know. The dict itself keeps
-working.
-""",
-)
-
-REWRITE = Rewrite(
-    name="qconfig-dicts",
-    construct=CONSTRUCT,
-    summary="a qconfig_dict becomes a QConfigMapping",
-    find=QCONFIG_DICT.find,
-    order=30,
-)
+REWRITE = Finder("TQ105", QCONFIG_DICT.find)

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from torchq_compat.port.constructs import Construct, Site
+from torchq_compat.port.constructs import Site
+from torchq_compat.port.finders import Finder
 from torchq_compat.port.legacy_api.moved_names import MovedNames
-from torchq_compat.port.rewrites.declaration import Rewrite
 from torchq_compat.port.source.moved_tables import FUNCTIONS, MOVED_FUNCTIONS
 from torchq_compat.port.source.parsed import ParsedSource, dotted, imported_module
 
@@ -31,25 +31,4 @@ def find(source: ParsedSource) -> Iterator[Site]:
                 yield Site("TQ101", source.start(alias), f"{package}.{name}", refusal=refusal)
 
 
-CONSTRUCT = Construct(
-    code="TQ101",
-    title="quantize_fx functions",
-    becomes="the function of the same name in torchq_compat.quantize_fx",
-    guide="""\
-`prepare_fx`, `prepare_qat_fx`, `convert_fx`, `convert_to_reference_fx` and `fuse_fx` of
-`torch.ao.quantization.quantize_fx` or `torch.quantization.quantize_fx`, imported by name, as a module,
-under an alias or spelled out: the same names in `torchq_compat.quantize_fx`. Left: `import *`, which also
-brings names that did not move, a module that is passed on as an object, and
-`from torch.ao.quantization import prepare_fx`, which stood in docstrings of FX and never worked. A file's
-functions move all or none: where it also calls `_fuse_fx`, `_prepare_fx` or another function of the engine
-that makes models, all stay with FX, and `torchq-compat run` runs it.
-""",
-)
-
-REWRITE = Rewrite(
-    name="quantize-fx-functions",
-    construct=CONSTRUCT,
-    summary="prepare_fx, convert_fx and related functions come from torchq_compat.quantize_fx",
-    find=find,
-    order=80,
-)
+REWRITE = Finder("TQ101", find)

@@ -12,9 +12,9 @@ from dataclasses import replace
 
 import libcst as cst
 
-from torchq_compat.port.constructs import Construct, Edit, ImportRequest, Site
+from torchq_compat.port.constructs import Edit, ImportRequest, Site
+from torchq_compat.port.finders import Finder
 from torchq_compat.port.legacy_api.names import PT2E_FUNCTIONS, REMOVED_CAPTURES, RemovedCapture
-from torchq_compat.port.rewrites.declaration import Rewrite
 from torchq_compat.port.source.imports import NewImport, is_free, plan_name, statement_edits
 from torchq_compat.port.source.moved_tables import Moved
 from torchq_compat.port.source.parsed import ParsedSource, dotted, imported_module
@@ -235,57 +235,7 @@ def _constraint_keywords(source: ParsedSource, entries: cst.List) -> list[cst.Na
     return keywords if len(keywords) == len(uses) and all(k.value == "constraints" for k in keywords) else []
 
 
-CONSTRUCT = Construct(
-    code=CODE,
-    title="capture functions that torch has removed",
-    becomes="torch.export.export(model, args, strict=True).module()",
-    guide="""\
-`capture_pre_autograd_graph(model, args)` of `torch._export` is now
-`torch.export.export(model, args, strict=True).module()`: only a strict export keeps the source functions by
-which `get_source_partitions` finds ops. `export_for_training` is `torch.export.export`. Calls with
-`constraints`, or with dynamic shapes by position, are left. `torchq-compat run` puts functions of these names
-there.
-""",
-)
+REWRITE = Finder(CODE, find)
 
-REWRITE = Rewrite(
-    name="removed-captures",
-    construct=CONSTRUCT,
-    summary="capture_pre_autograd_graph and export_for_training become torch.export.export",
-    find=find,
-    order=6,
-)
-
-REWRITE_OF_DYNAMO = Rewrite(
-    name="dynamo-export",
-    construct=Construct(
-        code="TQ121",
-        title="torch._dynamo.export in a file for PT2E",
-        becomes="torch.export.export(model, args, strict=True).module()",
-        guide="""\
-`m, guards = torchdynamo.export(m, *args, aten_graph=True)` of the first tutorials is
-`m = torch.export.export(m, args, strict=True).module()`. Left: other keywords, and code that uses the guards.
-""",
-    ),
-    summary="torch._dynamo.export in files for PT2E becomes torch.export.export",
-    find=find_dynamo,
-    order=4,
-    words=("torchdynamo", "torch._dynamo"),
-)
-REWRITE_OF_DYNAMIC_DIM = Rewrite(
-    name="dynamic-dim",
-    construct=Construct(
-        code="TQ122",
-        title="dynamic_dim and constraints",
-        becomes="dynamic_shapes with Dim.AUTO",
-        guide="""\
-`constraints=[dynamic_dim(args[0], 0)]` is `dynamic_shapes=` now: a tuple with `{0: Dim.AUTO}` for that
-argument and None for the others. A size that is 1 in the example is fixed to 1 by torch.export: give two
-samples. Left: ranges of sizes, and constraints that are not a list of such calls.
-""",
-    ),
-    summary="constraints=[dynamic_dim(...)] becomes dynamic_shapes",
-    find=find_dynamic_dim,
-    order=3,
-    words=(DYNAMIC_DIM,),
-)
+REWRITE_OF_DYNAMO = Finder("TQ121", find_dynamo, ("torchdynamo", "torch._dynamo"))
+REWRITE_OF_DYNAMIC_DIM = Finder("TQ122", find_dynamic_dim, (DYNAMIC_DIM,))

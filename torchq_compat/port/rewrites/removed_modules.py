@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import libcst as cst
 
-from torchq_compat.port.constructs import Construct, Edit, ImportRequest, Site
+from torchq_compat.port.constructs import Edit, ImportRequest, Site
+from torchq_compat.port.finders import Finder
 from torchq_compat.port.legacy_api.moved_names import MovedNames
 from torchq_compat.port.legacy_api.names import (
     MOVED_OF_EXPORTED,
@@ -19,7 +20,6 @@ from torchq_compat.port.legacy_api.names import (
     REMOVED,
     new_module,
 )
-from torchq_compat.port.rewrites.declaration import Rewrite
 from torchq_compat.port.source.imports import COMMENTS_BETWEEN_NAMES, NewImport, is_free, statement_edits
 from torchq_compat.port.source.parsed import ParsedSource, dotted, imported_module
 from torchq_compat.port.source.source_tree import installed_lacks
@@ -148,46 +148,12 @@ def _of_qconfigs(source: ParsedSource, call: cst.Call) -> str:
     return ""
 
 
-CONSTRUCT = Construct(
-    code=CODE,
-    title="modules that torch has removed",
-    becomes="the module of torchao, or of executorch for the XNNPACK quantizer",
-    guide="""\
-`torch.ao.quantization.quantizer` and `torch.ao.quantization.pt2e` are `torchao.quantization.pt2e.quantizer`
-and `torchao.quantization.pt2e` now, and so are `_pt2e` and `_quantize_pt2e` of the first tutorials; the
-XNNPACK quantizer, once `QNNPackQuantizer`, is in `executorch.backends.xnnpack.quantizer`;
-`move_exported_model_to_eval` and its like are functions of `torchao.quantization.pt2e`. Names are looked up
-in the installed packages before they are written: what those do not have is left, with the reason.
-`torchq-compat run` redirects the imports.
-""",
-)
-CONSTRUCT_OF_PT2E = Construct(
-    code=CODE_OF_PT2E,
-    title="prepare and convert of PT2E",
-    becomes="the function of the same name in torchq_compat.pt2e",
-    guide="""\
-`prepare_pt2e`, `prepare_qat_pt2e` and `convert_pt2e`, of torchao or of any module of torch.ao that had them:
-those of `torchq_compat.pt2e`, which take and return the same, and carry out every annotation or say why not,
-where torchao's drop some in silence. The first release's `prepare_pt2e(m, qconfig_mapping, examples)` is
-left: `torchq_compat.quantizer_from(qconfig_mapping)` makes a Quantizer of a mapping. `torchq-compat run` puts
-them in the place of torchao's.
-""",
+REWRITE = Finder(
+    CODE, find, ("_pt2e", "QNNPackQuantizer", "XNNPACKQuantizer", "X86InductorQuantizer", *OF_EXPORTED)
 )
 
-REWRITE = Rewrite(
-    name="removed-modules",
-    construct=CONSTRUCT,
-    summary="imports of PT2E modules that torch has removed come from torchao",
-    find=find,
-    order=5,
-    words=("_pt2e", "QNNPackQuantizer", "XNNPACKQuantizer", "X86InductorQuantizer", *OF_EXPORTED),
-)
-
-REWRITE_OF_PT2E = Rewrite(
-    name="pt2e-functions",
-    construct=CONSTRUCT_OF_PT2E,
-    summary="prepare_pt2e, prepare_qat_pt2e and convert_pt2e come from torchq_compat.pt2e",
-    find=find_pt2e,
-    order=2,
-    words=("prepare_pt2e", "prepare_qat_pt2e", "convert_pt2e", "_quantize_pt2e", "prepare_pt2e_quantizer"),
+REWRITE_OF_PT2E = Finder(
+    CODE_OF_PT2E,
+    find_pt2e,
+    ("prepare_pt2e", "prepare_qat_pt2e", "convert_pt2e", "_quantize_pt2e", "prepare_pt2e_quantizer"),
 )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torchq_compat.port.constructs import Construct, Edit, Site
+from torchq_compat.port.constructs import Edit, Site
+from torchq_compat.port.finders import Finder
 from torchq_compat.port.legacy_api.fx_calls import fx_calls
-from torchq_compat.port.rewrites.declaration import Rewrite
 from torchq_compat.port.source.parsed import ParsedSource
 from torchq_compat.read.old_forms import KEYWORDS
 
@@ -28,20 +28,4 @@ def find(source: ParsedSource) -> Iterator[Site]:
             yield Site("TQ107", start, f"{keyword.value}=", edits, refusal=refusal)
 
 
-CONSTRUCT = Construct(
-    code="TQ107",
-    title="renamed keywords",
-    becomes="the keyword's name since torch 1.13",
-    guide="""\
-`qconfig_dict=`, `prepare_custom_config_dict=`, `convert_custom_config_dict=`, `fuse_custom_config_dict=`
-and `backend_config_dict=` have had their present names since torch 1.13.
-""",
-)
-
-REWRITE = Rewrite(
-    name="renamed-keywords",
-    construct=CONSTRUCT,
-    summary="qconfig_dict= and related keywords get the names of torch 1.13",
-    find=find,
-    order=60,
-)
+REWRITE = Finder("TQ107", find)
