@@ -145,7 +145,7 @@ def test_a_rewrite_that_does_not_exist(script: Path, capsys: Capture) -> None:
 def test_list(capsys: Capture) -> None:
     assert rewrite("--list") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[:2] for line in lines] == [[r.name, r.code] for r in REWRITES]
+    assert [line.split()[:2] for line in lines] == [[r.construct.name, r.code] for r in REWRITES]
 
 
 def test_no_path(capsys: Capture) -> None:
