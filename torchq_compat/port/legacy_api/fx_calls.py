@@ -52,7 +52,7 @@ class FxCall:
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        return PARAMETERS[self.function]
+        return tuple(PARAMETERS[self.function])
 
 
 def uses_fx(source: ParsedSource) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 from torchq_compat.port.source.moved_tables import Moved, unchanged
@@ -13,7 +15,7 @@ from torchq_compat.port.source.moved_tables import Moved, unchanged
 # source code and ``rewrite`` replaces them there. It has names only, so that ``scan`` and ``rewrite`` do not
 # import torch.
 
-
+_NAMES = tomllib.loads(Path(__file__).with_name("names.toml").read_text())
 #: The functions that prepare a model, and those that convert a prepared one.
 PREPARING = ("prepare_fx", "prepare_qat_fx")
 CONVERTING = ("convert_fx", "convert_to_reference_fx")
@@ -41,165 +43,32 @@ EAGER_MODE = tuple(
     for module, names in (("", (*EAGER_FLOW, *FUSING)), (".quantize", EAGER_FLOW), (".fuse_modules", FUSING))
 )
 #: Positional parameters, in order.
-PARAMETERS: Mapping[str, tuple[str, ...]] = {
-    "prepare_fx": (
-        "model",
-        "qconfig_mapping",
-        "example_inputs",
-        "prepare_custom_config",
-        "_equalization_config",
-        "backend_config",
-    ),
-    "prepare_qat_fx": (
-        "model",
-        "qconfig_mapping",
-        "example_inputs",
-        "prepare_custom_config",
-        "backend_config",
-    ),
-    "convert_fx": (
-        "graph_module",
-        "convert_custom_config",
-        "_remove_qconfig",
-        "qconfig_mapping",
-        "backend_config",
-        "keep_original_weights",
-    ),
-    "convert_to_reference_fx": (
-        "graph_module",
-        "convert_custom_config",
-        "_remove_qconfig",
-        "qconfig_mapping",
-        "backend_config",
-    ),
-    "fuse_fx": ("model", "fuse_custom_config", "backend_config"),
-}
+PARAMETERS: Mapping[str, list[str]] = _NAMES["parameters"]
 
 #: Functions that return a dict form -> functions that return the object, in the same module.
-DICT_GETTERS: Mapping[str, str] = {
-    "torch.ao.quantization.get_default_qconfig_dict": "get_default_qconfig_mapping",
-    "torch.ao.quantization.get_default_qat_qconfig_dict": "get_default_qat_qconfig_mapping",
-    "torch.ao.quantization.backend_config.get_native_backend_config_dict": "get_native_backend_config",
-    "torch.ao.quantization.backend_config.get_tensorrt_backend_config_dict": "get_tensorrt_backend_config",
-}
+DICT_GETTERS: Mapping[str, str] = _NAMES["dict_getters"]
 
 #: Namespaces that only re-export the contents of another namespace.
-NAMESPACES: Mapping[str, str] = {
-    "torch.quantization": "torch.ao.quantization",
-    "torch.nn.intrinsic": "torch.ao.nn.intrinsic",
-    "torch.nn.qat": "torch.ao.nn.qat",
-    "torch.nn.quantizable": "torch.ao.nn.quantizable",
-    "torch.nn.quantized": "torch.ao.nn.quantized",
-}
+NAMESPACES: Mapping[str, str] = _NAMES["namespaces"]
 #: Names that are defined in the old namespaces, or that the tables above move elsewhere.
 NOT_IN_NAMESPACES = frozenset(
     {"torch.quantization.default_eval_fn", "torch.quantization.quantize_fx", "torch.quantization.fx"}
 )
 
 #: Prefixes of dotted names of FX's engine that have no counterpart in PT2E.
-ENGINE_INTERNALS = (
-    "torch.ao.quantization.fx._equalize",
-    "torch.ao.quantization.fx._model_report",
-    "torch.ao.quantization.fx.convert",
-    "torch.ao.quantization.fx.fuse",
-    "torch.ao.quantization.fx.fuse_handler",
-    "torch.ao.quantization.fx.graph_module",
-    "torch.ao.quantization.fx.match_utils",
-    "torch.ao.quantization.fx.pattern_utils",
-    "torch.ao.quantization.fx.prepare",
-    "torch.ao.quantization.fx.qconfig_mapping_utils",
-    "torch.ao.quantization.fx.quantize_handler",
-    "torch.ao.quantization.fx.tracer",
-    "torch.ao.quantization.fx.utils",
-    "torch.ao.quantization.quantize_fx.QuantizationTracer",
-    "torch.ao.quantization.quantize_fx.Scope",
-    "torch.ao.quantization.quantize_fx.ScopeContextManager",
-    "torch.quantization.fx",
-    # Private functions of quantize_fx; ``run`` redirects those that have a meaning here.
-    "torch.ao.quantization.quantize_fx._convert_fx",
-    "torch.ao.quantization.quantize_fx._fuse_fx",
-    "torch.ao.quantization.quantize_fx._prepare_fx",
-    "torch.ao.quantization.quantize_fx._swap_ff_with_fxff",
-    "torch.quantization.quantize_fx._convert_fx",
-    "torch.quantization.quantize_fx._fuse_fx",
-    "torch.quantization.quantize_fx._prepare_fx",
-    "torch.quantization.quantize_fx._swap_ff_with_fxff",
-)
+ENGINE_INTERNALS: list[str] = _NAMES["engine_internals"]
 #: Prefixes of dotted names of the Numeric Suite, eager and FX.
-NUMERIC_SUITE = (
-    "torch.ao.ns",
-    "torch.quantization._numeric_suite",
-    "torch.quantization._numeric_suite_fx",
-)
+NUMERIC_SUITE: list[str] = _NAMES["numeric_suite"]
 
 
 # Observers and fake-quantizes of torch.ao that torchao has by the same names. Names only, no torch.
 
 
-OBSERVERS = [
-    "default_affine_fixed_qparams_observer",
-    "default_debug_observer",
-    "default_dynamic_quant_observer",
-    "default_fixed_qparams_range_0to1_observer",
-    "default_fixed_qparams_range_neg1to1_observer",
-    "default_float_qparams_observer",
-    "default_float_qparams_observer_4bit",
-    "default_histogram_observer",
-    "default_observer",
-    "default_per_channel_weight_observer",
-    "default_placeholder_observer",
-    "default_reuse_input_observer",
-    "default_symmetric_fixed_qparams_observer",
-    "default_weight_observer",
-    "get_observer_state_dict",
-    "load_observer_state_dict",
-    "per_channel_weight_observer_range_neg_127_to_127",
-    "weight_observer_range_neg_127_to_127",
-    "FixedQParamsObserver",
-    "HistogramObserver",
-    "MinMaxObserver",
-    "MovingAverageMinMaxObserver",
-    "MovingAveragePerChannelMinMaxObserver",
-    "NoopObserver",
-    "ObserverBase",
-    "PerChannelMinMaxObserver",
-    "PlaceholderObserver",
-    "RecordingObserver",
-    "ReuseInputObserver",
-    "UniformQuantizationObserverBase",
-    "AffineQuantizedObserverBase",
-]
-FAKE_QUANTIZES = [
-    "FakeQuantizeBase",
-    "FakeQuantize",
-    "FixedQParamsFakeQuantize",
-    "FusedMovingAvgObsFakeQuantize",
-    "disable_fake_quant",
-    "disable_observer",
-    "enable_fake_quant",
-    "enable_observer",
-    "default_fake_quant",
-    "default_weight_fake_quant",
-    "default_dynamic_fake_quant",
-    "default_fixed_qparams_range_neg1to1_fake_quant",
-    "default_fixed_qparams_range_0to1_fake_quant",
-    "default_symmetric_fixed_qparams_fake_quant",
-    "default_affine_fixed_qparams_fake_quant",
-    "default_per_channel_weight_fake_quant",
-    "default_embedding_fake_quant",
-    "default_embedding_fake_quant_4bit",
-    "default_histogram_fake_quant",
-    "default_fused_act_fake_quant",
-    "default_fused_wt_fake_quant",
-    "default_fused_per_channel_wt_fake_quant",
-    "fused_wt_fake_quant_range_neg_127_to_127",
-    "fused_per_channel_wt_fake_quant_range_neg_127_to_127",
-]
 LEGACY, TORCHAO = "torch.ao.quantization", "torchao.quantization.pt2e"
 
 PT2E_OBSERVERS = tuple(
     Moved(legacy, f"{TORCHAO}.{module}", {name: name for name in names})
-    for module, names in (("observer", OBSERVERS), ("fake_quantize", FAKE_QUANTIZES))
+    for module, names in (("observer", _NAMES["observers"]), ("fake_quantize", _NAMES["fake_quantizes"]))
     for legacy in (f"{LEGACY}.{module}", LEGACY)
 )
 
