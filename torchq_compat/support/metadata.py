@@ -26,13 +26,13 @@ class MetaKey(Generic[T]):
         name: the key itself.
         on: the owner of the ``meta``: "node" or "graph".
         written_by: the module of this package that writes the value.
-        read_by: the modules that read the value.
+        read_by: the modules that read the value; by default the same one.
     """
 
     name: str
     on: str
     written_by: str
-    read_by: str
+    read_by: str = ""
 
     def of(self, owner: Node | GraphModule) -> T | None:
         """Return the value on ``owner``, or None."""
@@ -61,15 +61,11 @@ class MetaKey(Generic[T]):
 #: Facts about a model that this package made.
 RECORD: MetaKey[Any] = MetaKey("torchq_compat", "graph", "model.graph_module", "everything")
 #: Whether the graph is in training mode.
-TRAINING: MetaKey[bool] = MetaKey("torchq_compat_training", "graph", "capture.training", "capture.training")
+TRAINING: MetaKey[bool] = MetaKey("torchq_compat_training", "graph", "capture.training")
 #: Whether batch norms keep their statistics in training.
-FROZEN: MetaKey[bool] = MetaKey(
-    "torchq_compat_batch_norm_frozen", "graph", "capture.training", "capture.training"
-)
+FROZEN: MetaKey[bool] = MetaKey("torchq_compat_batch_norm_frozen", "graph", "capture.training")
 #: Whether an op keeps its training flag, whatever the mode of the graph.
-FIXED_MODE: MetaKey[bool] = MetaKey(
-    "torchq_compat_fixed_mode", "node", "capture.training", "capture.training"
-)
+FIXED_MODE: MetaKey[bool] = MetaKey("torchq_compat_fixed_mode", "node", "capture.training")
 #: The properties of an op that a QConfigMapping selects by.
 OP: MetaKey[Any] = MetaKey("torchq_compat_op", "node", "annotate.annotation", "quantize.convert")
 #: The path of the module that an opaque call calls.
@@ -81,9 +77,7 @@ INTEGERS: MetaKey[Any] = MetaKey(
     "torchq_compat_integers", "node", "capture.opaque_calls", "lower, opaque_calls"
 )
 #: The qparams of a dequantize after an opaque call.
-DEQUANTIZED: MetaKey[Any] = MetaKey(
-    "torchq_compat_qparams", "node", "capture.opaque_calls", "capture.opaque_calls"
-)
+DEQUANTIZED: MetaKey[Any] = MetaKey("torchq_compat_qparams", "node", "capture.opaque_calls")
 #: Whether the node has values on the example inputs that mean infinity.
 INFINITE: MetaKey[bool] = MetaKey("torchq_compat_infinite", "node", "capture.checked", "annotate.decide")
 #: The labels of the ops that FX converts to other qparams or ranges than they trained with; from convert on.
@@ -91,49 +85,27 @@ FX_CONVERTS_OTHERWISE: MetaKey[tuple[str, ...]] = MetaKey(
     "torchq_compat_fx_converts_otherwise", "graph", "annotate.observed_graph", "quantize.convert"
 )
 #: The part of a cell that a node computes.
-PART: MetaKey[Any] = MetaKey(
-    "torchq_compat_part",
-    "node",
-    "modules.parts",
-    "modules.parts, comparison",
-)
+PART: MetaKey[Any] = MetaKey("torchq_compat_part", "node", "modules.parts", "modules.parts, comparison")
 #: Part -> the share of its calibration values outside its observer's range, from convert on.
-SATURATION: MetaKey[dict[str, float]] = MetaKey(
-    "torchq_compat_saturation", "graph", "modules.parts", "modules.parts"
-)
+SATURATION: MetaKey[dict[str, float]] = MetaKey("torchq_compat_saturation", "graph", "modules.parts")
 #: Part -> dB of a typical value over rounding, if its observer has a histogram; from convert on.
-OBSERVED_SQNR: MetaKey[dict[str, float]] = MetaKey(
-    "torchq_compat_observed_sqnr",
-    "graph",
-    "modules.parts",
-    "modules.parts",
-)
+OBSERVED_SQNR: MetaKey[dict[str, float]] = MetaKey("torchq_compat_observed_sqnr", "graph", "modules.parts")
 #: Index of a state -> (scale, zero point) of its initial zeros.
 INITIAL_STATES: MetaKey[dict[int, tuple[float, int]]] = MetaKey(
-    "torchq_compat_initial_state_qparams",
-    "graph",
-    "recurrent.cell_graph",
-    "recurrent",
+    "torchq_compat_initial_state_qparams", "graph", "recurrent.cell_graph", "recurrent"
 )
 #: The layouts of the calls of a standalone module.
 LAYOUTS: MetaKey[Any] = MetaKey(
     "torchq_compat_opaque_layouts", "graph", "capture.opaque_calls", "modules.standalone"
 )
 #: The qparams of the inputs of a converted model that takes integers: torch.compile cannot look at its graph.
-INPUT_QPARAMS: MetaKey[Any] = MetaKey(
-    "torchq_compat_input_qparams", "graph", "model.graph_module", "model.graph_module"
-)
+INPUT_QPARAMS: MetaKey[Any] = MetaKey("torchq_compat_input_qparams", "graph", "model.graph_module")
 #: Path -> cell, for the cells whose steps are written out in the graph.
 UNROLLED_CELLS: MetaKey[dict[str, GraphModule]] = MetaKey(
-    "torchq_compat_unrolled_cells",
-    "graph",
-    "recurrent.exported_lstm.shapes",
-    "recurrent.exported_lstm.shapes",
+    "torchq_compat_unrolled_cells", "graph", "recurrent.exported_lstm.shapes"
 )
 #: The cell, its node and the step that a node is the copy of, if steps are written out.
-COPY: MetaKey[Any] = MetaKey(
-    "torchq_compat_copy", "node", "recurrent.exported_lstm.shapes", "recurrent.exported_lstm.shapes"
-)
+COPY: MetaKey[Any] = MetaKey("torchq_compat_copy", "node", "recurrent.exported_lstm.shapes")
 #: Whether a node only moves values between steps, layers and directions: no arithmetic to quantize.
 GLUE: MetaKey[bool] = MetaKey(
     "torchq_compat_glue", "node", "recurrent.exported_lstm.aten_recurrent", "recurrent.exported_lstm.shapes"
@@ -143,40 +115,23 @@ REFERENCE_NODE: MetaKey[str] = MetaKey(
     "torchq_compat_reference", "node", "lower.integers.rewrite", "lower.torchscript.scripted"
 )
 #: The recording that ``torchq-compat compare`` made of a model that FX prepared.
-RECORDING: MetaKey[Any] = MetaKey(
-    "torchq_compat_recording",
-    "graph",
-    "comparison.cases",
-    "comparison.cases",
-)
+RECORDING: MetaKey[Any] = MetaKey("torchq_compat_recording", "graph", "comparison.cases")
 #: The number of a node whose sizes the model returns; inside torch.export's own key "custom".
-SIZES_ASKED: MetaKey[int] = MetaKey(
-    "torchq_compat_sizes_asked", "node", "capture.sizes.size_reads", "capture.sizes.size_reads"
-)
+SIZES_ASKED: MetaKey[int] = MetaKey("torchq_compat_sizes_asked", "node", "capture.sizes.size_reads")
 #: (function, index of the call) of a function under torch.fx.wrap; inside torch.export's own key "custom".
 WRAPPED_CALL: MetaKey[tuple[str, int]] = MetaKey(
     "torchq_compat_wrapped_call", "node", "capture.unseen_python", "capture.origins"
 )
 
 #: The prepared model that a converted model was made from, under ``torchq-compat run``.
-PREPARED: MetaKey[Any] = MetaKey(
-    "torchq_compat_prepared",
-    "graph",
-    "port.running.fx_draws",
-    "port.running.fx_draws",
-)
+PREPARED: MetaKey[Any] = MetaKey("torchq_compat_prepared", "graph", "port.running.fx_draws")
 #: A function that converts that prepared model again.
 CONVERTED_FROM: MetaKey[Callable[[], GraphModule]] = MetaKey(
-    "torchq_compat_convert",
-    "graph",
-    "port.running.fx_draws",
-    "port.running.fx_draws",
+    "torchq_compat_convert", "graph", "port.running.fx_draws"
 )
 
 #: What FX prepared beside a prepared model, under ``torchq-compat run`` and ``compare``.
-FX_MODEL: MetaKey[Any] = MetaKey(
-    "torchq_compat_fx_model", "graph", "port.running.fx_draws", "port.running.fx_draws"
-)
+FX_MODEL: MetaKey[Any] = MetaKey("torchq_compat_fx_model", "graph", "port.running.fx_draws")
 
 #: All keys.
 KEYS: tuple[MetaKey[object], ...] = tuple(value for value in globals().values() if isinstance(value, MetaKey))
