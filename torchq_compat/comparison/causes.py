@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from torchq_compat.comparison import recognised_differences as known
 from torchq_compat.comparison.results import (
     Capture,
     Finding,
@@ -17,10 +16,10 @@ from torchq_compat.comparison.results import (
     Status,
     Verdict,
 )
+from torchq_compat.port.constructs import GUIDE
+from torchq_compat.support.codes import DIFFERENCES
 
-# Explain why the two sides differ: one rule for each known difference, based on measured values only.
-#
-# A rule returns a finding for a point, or None; ``find_causes`` tries the rules in order for each point.
+# Explain why the two sides differ, based on measured values only.
 
 
 #: SQNR differences below this are rounding noise.
@@ -29,65 +28,76 @@ MUCH_DECIBELS = 3.0
 SATURATED = 0.01
 FIXED_QPARAMS = ("sigmoid", "tanh", "softmax", "hardsigmoid")
 SHARING_OPS = ("mean", "cat", "stack", "flatten", "reshape", "view", "transpose", "permute", "squeeze")
+#: Anchor in the guide -> what it says; the first three are of no known difference.
+WHY = {
+    "": "No difference that the guide explains is recognised here; migration/guide/differences.md lists "
+    "rarer ones, by model and configuration. If the SQNR here is the lower one, it is worth a report.",
+    "rounding": "torch.quantize_per_tensor and quantized_decomposed.quantize_per_tensor round a few values "
+    "to different integers, and what follows carries the step on.",
+    "known-differences-from-fx": "",
+    **{known.anchor: known.why for known in DIFFERENCES.values() if known.why},
+}
+LOWERING = "Only FX's reference conversion is compared; its size and latency are not known."
 
 
 def find_causes(capture: Capture) -> tuple[Finding, ...]:
     """Return what differs, where and why; the places are in graph order."""
-    findings = [*_of_fx(capture), *_left_float(capture)]
-    explained: set[str] = set()
-    for point in capture.points:
-        finding = _of_point(point, capture)
-        if finding is not None:
-            findings.append(finding)
-            explained.add(point.name)
-    findings += _of_outputs(capture, something_explained=bool(explained))
-    return tuple(findings)
-
-
-def _of_fx(capture: Capture) -> Iterator[Finding]:
+    findings: list[Finding] = []
     if capture.fx.outcome is FxOutcome.RAISED:
-        yield Finding("FX", f"raised {capture.fx.error}", known.FX_RAISES.why, known.FX_RAISES.link)
+        findings.append(_finding("FX", "what-fx-cannot-run", f"raised {capture.fx.error}"))
     if capture.fx.lowering_error:
-        what = f"convert_fx raised {capture.fx.lowering_error}"
-        yield Finding("FX", what, known.LOWERING.why, known.LOWERING.link)
-
-
-def _left_float(capture: Capture) -> Iterator[Finding]:
+        findings.append(_finding("FX", "", f"convert_fx raised {capture.fx.lowering_error}", LOWERING))
     for left in capture.left_float:
-        yield Finding(left.path, f"{left.kind} stays float here", left.reason, known.LEFT_FLOAT.link)
+        what = f"{left.kind} stays float here"
+        findings.append(_finding(left.path, "known-differences-from-fx", what, left.reason))
+    of_points = [finding for point in capture.points if (finding := _of_point(point, capture)) is not None]
+    return (*findings, *of_points, *(() if of_points else _of_outputs(capture)))
+
+
+def _finding(where: str, anchor: str, what: str, why: str = "") -> Finding:
+    return Finding(where, what, why or WHY[anchor], f"{GUIDE}#{anchor}" if anchor else "")
 
 
 def _of_point(point: Point, capture: Capture) -> Finding | None:
-    for rule in (
-        _same_qparams_for_all,
-        _one_side,
-        _fixed_input,
-        _fixed_part,
-        _trained_range,
-        _shared_observer,
-        _other_qparams,
-        _saturated,
-    ):
-        finding = rule(point, capture)
-        if finding is not None:
-            return finding
-    return None
-
-
-def _same_qparams_for_all(point: Point, capture: Capture) -> Finding | None:
-    """Find a result of several layers or directions that FX quantizes with the qparams of one of them."""
+    """Return the first known difference that explains ``point``, or that none does; None if it is alike."""
     ours, fx = point.ours.qparams, point.fx.qparams if point.fx else None
-    if point.kind is not Kind.RESULT or ours is None or fx is None or point.fx is None:
+    # Their range ends at the limits of the function, so values at the limits are no saturation.
+    words = point.operation.replace("(", " ").replace(".", " ").lower().split()
+    is_fixed = any(word in FIXED_QPARAMS for word in words)
+    if point.fx is not None and ours is not None and fx is not None:
+        decibels = f"{point.ours.sqnr:.1f} dB here, {point.fx.sqnr:.1f} dB in FX"
+        both = f"{qparams_text(ours)} here, {qparams_text(fx)} in FX; {decibels}"
+        is_same = ours.same_qparams(fx)
+        if point.kind is Kind.RESULT and len(ours.scales) >= 2 and len(fx.scales) <= 1:
+            owner = _owner_of(fx, point, capture)
+            on = f"with the qparams of {owner}" if owner else "on one set of qparams"
+            what = (
+                f"FX quantizes all of it {on} ({qparams_text(fx)}), {_saturation(point.fx)}, "
+                f"{point.fx.sqnr:.1f} dB; here {len(ours.scales)} sets of qparams, "
+                f"{_saturation(point.ours)}, {point.ours.sqnr:.1f} dB"
+            )
+            return _finding(point.name, "same-qparams-for-all-directions", what)
+        # Equal qparams with a far worse SQNR in FX: there the input was saturated.
+        gap = point.ours.sqnr - point.fx.sqnr
+        if is_fixed and is_same and not gap < MUCH_DECIBELS and point.fx.sqnr < 20:
+            anchor = "input-of-gates" if point.kind is Kind.PART else "input-of-fixed-qparams-ops"
+            return _finding(point.name, anchor, decibels)
+        if point.kind is Kind.PART and is_fixed and not is_same:
+            return _finding(point.name, "tanh-of-the-cell-state", both)
+        if ours.dtype == fx.dtype and not ours.is_full_range and fx.is_full_range:
+            return _finding(point.name, "range-of-a-fake-quantize", both)
+        if not is_same:
+            is_behind = any(other.kind is Kind.RESULT for other in capture.points)
+            is_shared = is_behind and point.operation.lower().startswith(SHARING_OPS)
+            return _finding(point.name, "observer-behind-a-custom-module" if is_shared else "", both)
+    elif point.fx is not None and (ours is None) != (fx is None):
+        by, in_float = ("by FX", "here") if ours is None else ("here", "in FX")
+        what = f"quantized {by} ({qparams_text(ours or fx)}), float {in_float}"
+        return Finding(point.name, what, point.reason, f"{GUIDE}#known-differences-from-fx")
+    if (point.ours.saturated or 0.0) < SATURATED or is_fixed:
         return None
-    if len(ours.scales) < 2 or len(fx.scales) > 1:
-        return None
-    owner = _owner_of(fx, point, capture)
-    on = f"with the qparams of {owner}" if owner else "on one set of qparams"
-    what = (
-        f"FX quantizes all of it {on} ({qparams_text(fx)}), {_saturation(point.fx)}, {point.fx.sqnr:.1f} dB; "
-        f"here {len(ours.scales)} sets of qparams, {_saturation(point.ours)}, {point.ours.sqnr:.1f} dB"
-    )
-    return Finding(point.name, what, known.SAME_QPARAMS.why, known.SAME_QPARAMS.link)
+    also = f", in FX {_saturation(point.fx)}" if point.fx else ""
+    return _finding(point.name, "moving-averages", f"{_saturation(point.ours)}{also}")
 
 
 def _owner_of(qparams: QParamsView, point: Point, capture: Capture) -> str:
@@ -100,98 +110,13 @@ def _owner_of(qparams: QParamsView, point: Point, capture: Capture) -> str:
     return ""
 
 
-def _one_side(point: Point, capture: Capture) -> Finding | None:
-    if point.fx is None or (point.ours.qparams is None) == (point.fx.qparams is None):
-        return None
-    if point.ours.qparams is None:
-        what = f"quantized by FX ({qparams_text(point.fx.qparams)}), float here"
-    else:
-        what = f"quantized here ({qparams_text(point.ours.qparams)}), float in FX"
-    return Finding(point.name, what, point.reason, known.ONE_SIDE.link)
-
-
-def _fixed_input(point: Point, capture: Capture) -> Finding | None:
-    """Find equal output qparams with a far worse SQNR in FX: there the input was saturated."""
-    if not _has_fixed_qparams(point) or not _same_qparams(point) or point.fx is None:
-        return None
-    if point.ours.sqnr - point.fx.sqnr < MUCH_DECIBELS or point.fx.sqnr >= 20:
-        return None
-    cause = known.GATE_INPUT if point.kind is Kind.PART else known.FIXED_INPUT
-    return Finding(point.name, _decibels(point.ours, point.fx), cause.why, cause.link)
-
-
-def _fixed_part(point: Point, capture: Capture) -> Finding | None:
-    if point.kind is not Kind.PART or not _has_fixed_qparams(point) or not _different_qparams(point):
-        return None
-    return Finding(point.name, _both_qparams(point), known.FIXED_PARTS.why, known.FIXED_PARTS.link)
-
-
-def _trained_range(point: Point, capture: Capture) -> Finding | None:
-    ours, fx = point.ours.qparams, point.fx.qparams if point.fx else None
-    if ours is None or fx is None or ours.dtype != fx.dtype or ours.is_full_range or not fx.is_full_range:
-        return None
-    return Finding(point.name, _both_qparams(point), known.TRAINED_RANGE.why, known.TRAINED_RANGE.link)
-
-
-def _shared_observer(point: Point, capture: Capture) -> Finding | None:
-    operation = point.operation.lower()
-    if not any(operation.startswith(op) for op in SHARING_OPS) or not _different_qparams(point):
-        return None
-    if not any(other.kind is Kind.RESULT for other in capture.points):
-        return None
-    return Finding(point.name, _both_qparams(point), known.SHARED_OBSERVER.why, known.SHARED_OBSERVER.link)
-
-
-def _other_qparams(point: Point, capture: Capture) -> Finding | None:
-    if not _different_qparams(point):
-        return None
-    return Finding(point.name, _both_qparams(point), known.NOT_EXPLAINED.why, known.NOT_EXPLAINED.link)
-
-
-def _saturated(point: Point, capture: Capture) -> Finding | None:
-    if (point.ours.saturated or 0.0) < SATURATED or _has_fixed_qparams(point):
-        return None
-    also = f", in FX {_saturation(point.fx)}" if point.fx else ""
-    what = f"{_saturation(point.ours)}{also}"
-    return Finding(point.name, what, known.DIFFERENT_RANGES.why, known.DIFFERENT_RANGES.link)
-
-
-def _of_outputs(capture: Capture, *, something_explained: bool) -> Iterator[Finding]:
-    """Yield the differences at the outputs that no place before them explains."""
+def _of_outputs(capture: Capture) -> Iterator[Finding]:
+    """Yield the differences at the outputs."""
     for output in capture.outputs:
-        if output.steps is None or output.fx is None or output.steps.share == 0 or something_explained:
-            continue
-        by = f"{output.steps.share:.2%} of the values differ, by {output.steps.largest:.2g} steps at most"
-        worse = output.ours.sqnr < output.fx.sqnr - DECIBELS
-        cause = known.NOT_EXPLAINED if worse else known.ROUNDING
-        yield Finding(output.name, by, cause.why, cause.link)
-
-
-def _has_fixed_qparams(point: Point) -> bool:
-    """Return whether ``point`` has fixed qparams: their range ends at the limits of the function, so values
-    there lose less than a step."""
-    words = point.operation.replace("(", " ").replace(".", " ").lower().split()
-    return any(word in FIXED_QPARAMS for word in words)
-
-
-def _same_qparams(point: Point) -> bool:
-    fx = point.fx.qparams if point.fx else None
-    return point.ours.qparams is not None and fx is not None and point.ours.qparams.same_qparams(fx)
-
-
-def _different_qparams(point: Point) -> bool:
-    fx = point.fx.qparams if point.fx else None
-    return point.ours.qparams is not None and fx is not None and not point.ours.qparams.same_qparams(fx)
-
-
-def _both_qparams(point: Point) -> str:
-    assert point.fx is not None
-    all_qparams = f"{qparams_text(point.ours.qparams)} here, {qparams_text(point.fx.qparams)} in FX"
-    return f"{all_qparams}; {_decibels(point.ours, point.fx)}"
-
-
-def _decibels(ours: Side, fx: Side) -> str:
-    return f"{ours.sqnr:.1f} dB here, {fx.sqnr:.1f} dB in FX"
+        if output.steps is not None and output.fx is not None and output.steps.share != 0:
+            by = f"{output.steps.share:.2%} of the values differ, by {output.steps.largest:.2g} steps at most"
+            worse = output.ours.sqnr < output.fx.sqnr - DECIBELS
+            yield _finding(output.name, "" if worse else "rounding", by)
 
 
 def _saturation(side: Side) -> str:

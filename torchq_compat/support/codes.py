@@ -61,6 +61,7 @@ class KnownDifference(NamedTuple):
         here: what this package does.
         test: the file that asserts both, below ``tests/``.
         anchor: its place in the guide, if ``compare`` points there.
+        why: what ``compare`` says where it recognises it.
     """
 
     code: str
@@ -68,6 +69,7 @@ class KnownDifference(NamedTuple):
     here: str
     test: str
     anchor: str = ""
+    why: str = ""
 
 
 REGISTER = tomllib.loads(FILE.read_text())
