@@ -28,7 +28,9 @@ BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
 def device(rank: int) -> torch.device:
-    return torch.device(DEVICE, rank) if DEVICE == "cuda" else torch.device(DEVICE)
+    return (
+        torch.device(DEVICE, rank % torch.cuda.device_count()) if DEVICE == "cuda" else torch.device(DEVICE)
+    )
 
 
 def in_processes(function: Callable[..., Any], ranks: int, folder: Path, *arguments: Any) -> list[Any]:

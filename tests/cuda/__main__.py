@@ -1,0 +1,3 @@
+from tests.cuda.table import main
+
+main()
