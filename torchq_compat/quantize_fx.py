@@ -339,7 +339,7 @@ def _reference() -> Callable[..., ConvertedModel]:
     return convert_to_reference_fx
 
 
-@checked_arguments(profile=optional(FUNCTION))
+@checked_arguments(profile=optional(replace(FUNCTION, what="a function of torchq_compat.profiles")))
 def get_default_prepare_custom_config(
     profile: Callable[..., dict[str, Any]] | None = None,
 ) -> torch_ao.PrepareCustomConfig:

@@ -350,12 +350,26 @@ def _rules(found: Attempt, group: Group, *, only_one: bool) -> Iterator[SizeRule
 # Checks that a prepared model with its observers off computes what the float model does.
 
 
+#: From how many values on an example is large.
+MANY = 2**14
+
+
 def trial_runs(case: CaptureCase, found: Attempt) -> list[FloatRun]:
     """Return the runs of the float model at the example's sizes and at all others that were tried; prepared
     recurrent modules run step by step, so a long example is left out where short ones were tried."""
     others = [trial.run for trial in found.trials if trial.problem is None]
     long = any(dimension.example > LONG for dimension in found.sizes.free)
     return others if case.runs.modules and long and others else [case.example, *others]
+
+
+def short_run(case: CaptureCase, found: Attempt) -> FloatRun:
+    """Return the run for later trials: of ``trial_runs`` the first, or of a large example the smallest."""
+    runs = trial_runs(case, found)
+    return runs[0] if _values_in(runs[0].args) <= MANY else min(runs, key=lambda run: _values_in(run.args))
+
+
+def _values_in(args: tuple[Any, ...]) -> int:
+    return sum(leaf.numel() for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor))
 
 
 def check_prepared(

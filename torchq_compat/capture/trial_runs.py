@@ -31,8 +31,8 @@ from torchq_compat.support.user_warnings import silenced
 # all sequences, even if torch.export did not detect that.
 
 
-#: Sizes up to this one grow in trials; larger ones shrink.
-SMALL = 8
+#: Sizes up to this one grow in trials; larger ones shrink, and very large ones more.
+SMALL, LARGE = 8, 128
 #: What counts as a long sequence, and the numbers of steps that are tried in its place.
 LONG, SHORT = 32, (12, 7)
 #: The groups of sizes that change -> their new sizes.
@@ -68,13 +68,15 @@ def _first(size: int, *, is_batch: bool) -> list[int]:
         return [*([3] if size > SMALL else []), size + 1, 2 * size, size - 1]
     if size <= SMALL:
         return [2 * size, size + 1, 3 * size, size - 1]
-    return [-(-size // 2), size - size // 4, 2 * size, size + 1]
+    return [*([-(-size // 4)] if size > LARGE else []), -(-size // 2), size - size // 4, 2 * size, size + 1]
 
 
 def _second(size: int, *, is_batch: bool) -> list[int]:
     if is_batch:
         return [1, size - 1] if size > 1 else [3]
-    return [size + 1, size + 2, size - 1] if size <= SMALL else [size - size // 4, size + 1, size - 1]
+    if size <= SMALL:
+        return [size + 1, size + 2, size - 1]
+    return [*([size // 2 + 1] if size > LARGE else []), size - size // 4, size + 1, size - 1]
 
 
 def _choose(sizes: InputSizes, candidates: Mapping[Group, Iterable[int]]) -> SizeGroups:

@@ -82,6 +82,8 @@ class QuantizedInterface:
 
 def expose_integers(converted: GraphModule, interface: QuantizedInterface) -> None:
     """Let a converted graph accept and return the integers inside its first and last q-dq pairs."""
+    if not (interface.inputs or interface.outputs):
+        return
     for placeholder in interface.input_nodes(converted):
         _take_integers(placeholder)
     returned = _returned(converted)

@@ -375,7 +375,7 @@ def _wrap(state: _Preparing) -> None:
         batch_norms=state.batch_norms,
         steps=state.with_loops.steps,
         observed=tuple(observed_graph.observed_places(state.observed)),
-        trial_inputs=copied_inputs(checked.trial_runs(captured.case, captured.found)[0].args),
+        trial_inputs=copied_inputs(checked.short_run(captured.case, captured.found).args),
     )
     names = request.settings.preserved_attributes
     preserved = {name: getattr(state.working, name) for name in names if hasattr(state.working, name)}

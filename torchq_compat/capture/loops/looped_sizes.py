@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from torchq_compat.capture import trial_runs
 from torchq_compat.capture.sizes.numbers import GENERATED, is_of_libraries
-from torchq_compat.capture.trial_runs import FloatRun, Runs, with_sizes
+from torchq_compat.capture.trial_runs import LONG, FloatRun, Runs, with_sizes
 
 Place = tuple[str, int]
 #: A call in the model's code: the innermost frame's code and instruction, the same of the user's innermost
@@ -62,6 +62,12 @@ def find_looped_sizes(
         for index, length in enumerate(leaf.shape)
         if length > 1
     }
+    # What takes long is tried on smaller inputs, if the model takes them.
+    smaller = {**size, **{place: -(-length // 4) for place, length in size.items() if length > LONG}}
+    if smaller != size:
+        counted, run = _count_calls(runs, with_sizes(args, inputs, smaller))
+        if run.error is None:
+            sites.counts, size = counted.counts, smaller
     groups: list[tuple[Place, ...]] = []
     lines: dict[str, None] = {}
     for place in size:
@@ -72,11 +78,11 @@ def find_looped_sizes(
         # A loop may leave out every second step; and a table may have no entries for more steps.
         for more, group in itertools.product((2, -1), ((place,), alike, *pairs)):
             others, run = _count_calls(
-                runs, with_sizes(args, inputs, dict.fromkeys(group, size[place] + more))
+                runs, with_sizes(args, inputs, {**size, **dict.fromkeys(group, size[place] + more)})
             )
             if run.error is not None:
                 continue
-            if changed := [site for site in sites.counts if sites.counts[site] != others.counts[site]]:
+            if changed := sites.differing(others):
                 groups.append(group)
                 lines.update(dict.fromkeys(filter(None, map(sites.repeated.get, changed))))
             break
@@ -105,6 +111,10 @@ class _CallSites(TorchFunctionMode):
     def of(self, model: nn.Module) -> _CallSites:
         self._paths = {id(module): path for path, module in model.named_modules()}
         return self
+
+    def differing(self, others: _CallSites) -> list[Site]:
+        """Return the calls of which ``others`` counted another number."""
+        return [site for site, count in self.counts.items() if count != others.counts[site]]
 
     def __torch_function__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._count(sys._getframe(1))

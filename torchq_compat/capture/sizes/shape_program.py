@@ -25,6 +25,8 @@ ATEN = torch.ops.aten
 #: An operator of torch, and the forms of its arguments -> its result: models repeat themselves, and torch
 #: computes many shapes in Python, at milliseconds each.
 KNOWN_SHAPES: Kept[Any] = Kept(8192)
+#: How many results of its nodes a program keeps.
+MOST_RESULTS = 65536
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class ShapeProgram:
     graph_module: GraphModule
     inputs: tuple[tuple[str, Any, int], ...]
     asked: tuple[tuple[int, int], ...] = ()
+    _results_of_nodes: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of(cls, graph_module: GraphModule, inputs: Mapping[str, Any]) -> ShapeProgram:
@@ -79,7 +82,7 @@ class ShapeProgram:
     def sizes(self, known: Mapping[tuple[str, int], Any]) -> dict[tuple[str, int], Any]:
         """Return the sizes that are asked for, by ``("", number)``, where the inputs have the ``known`` ones;
         those in front of the first operator that refuses its arguments, if one does."""
-        interpreter = _OnShapes(self.graph_module)
+        interpreter = self._interpreter()
         with suppress(Exception):
             interpreter.run_at(self.inputs, known)
         tensors = [interpreter.env.get(node) for node in self._results]
@@ -88,6 +91,11 @@ class ShapeProgram:
             for number, (index, dim) in enumerate(self.asked)
             if (tensor := tensors[index]) is not None
         }
+
+    def _interpreter(self) -> _OnShapes:
+        if len(self._results_of_nodes) > MOST_RESULTS:
+            self._results_of_nodes.clear()
+        return _OnShapes(self.graph_module, self._results_of_nodes)
 
     @property
     def _results(self) -> tuple[Node, ...]:
@@ -100,7 +108,7 @@ class ShapeProgram:
         Raises:
             Exception: what an operator raises at these sizes.
         """
-        interpreter = _OnShapes(self.graph_module)
+        interpreter = self._interpreter()
         interpreter.run_at(self.inputs, known)
         return interpreter.env
 
@@ -108,8 +116,9 @@ class ShapeProgram:
 class _OnShapes(Interpreter):
     """Runs a graph with every tensor on the meta device."""
 
-    def __init__(self, graph_module: GraphModule) -> None:
+    def __init__(self, graph_module: GraphModule, results: dict[Any, Any]) -> None:
         super().__init__(graph_module, garbage_collect_values=False)
+        self._results = results
         self.extra_traceback = False
         targets = {node.target for node in graph_module.graph.nodes if isinstance(node.target, OpOverload)}
         # An operator that changes the shape of a tensor in place would change a result that is kept.
@@ -134,6 +143,18 @@ class _OnShapes(Interpreter):
         return value.to("meta") if isinstance(value, Tensor) else value
 
     def run_node(self, n: Node) -> Any:
+        """Return the result of ``n``; of the same inputs, by identity, the same result as before."""
+        if n.op == "placeholder" or not self._may_keep:
+            return self._run_node(n)
+        given = [self.env[source] for source in n.all_input_nodes]
+        key = n, *[value if type(value) is int else id(value) for value in given]
+        kept = self._results.get(key)
+        if kept is None:
+            # The inputs are kept too, so that no other has their identity.
+            kept = self._results[key] = self._run_node(n), given
+        return kept[0]
+
+    def _run_node(self, n: Node) -> Any:
         target: Any = n.target
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         if not self._may_keep or not isinstance(target, OpOverload) or target.namespace != "aten":

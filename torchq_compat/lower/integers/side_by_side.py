@@ -146,7 +146,8 @@ def _steps(found: Tensor, wanted: Tensor) -> float:
     if found.is_complex():
         return max(_steps(found.real, wanted.real), _steps(found.imag, wanted.imag))
     if not found.is_floating_point():
-        return float((found.to(torch.int64) - wanted.to(torch.int64)).abs().max())
+        wide = torch.int16 if found.dtype.itemsize == wanted.dtype.itemsize == 1 else torch.int64
+        return float((found.to(wide) - wanted.to(wide)).abs().max())
     size = wanted.abs()
     most = EPSILON * (size + size.mean()) + 1e-9
     if bool(((found - wanted).abs() <= most).all()):
