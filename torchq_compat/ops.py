@@ -1,11 +1,15 @@
-"""Facts about aten operators: where their weights and parameters stand, which of them only move values,
-which are batch norms.
+"""Facts about aten operators, from ``ops.toml``: where their weights and parameters stand, which of them only
+move values, which are batch norms.
 """
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Callable, Iterator
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,52 +17,44 @@ from torch.fx import GraphModule, Node
 
 from torchq_compat.support.graph_nodes import module_path_of
 
-# The positions of parameters in the arguments of aten operators: the weight that a QConfig quantizes, the
-# bias, and running statistics.
-
-
 ATEN = torch.ops.aten
-CONVOLUTIONS: tuple[Any, ...] = (
-    *(ATEN.conv1d.default, ATEN.conv2d.default, ATEN.conv3d.default),
-    *(ATEN.conv1d.padding, ATEN.conv2d.padding, ATEN.conv3d.padding),
-)
-TRANSPOSED: tuple[Any, ...] = (
-    ATEN.conv_transpose1d.default,
-    ATEN.conv_transpose2d.input,
-    ATEN.conv_transpose3d.input,
-)
-WEIGHT_AND_BIAS = {"weight": 1, "bias": 2}
-#: Normalizations, whose weight is never quantized -> parameter -> position of the argument.
-NORMALIZATIONS: dict[object, dict[str, int]] = {
-    ATEN.layer_norm.default: {"weight": 2, "bias": 3},
-    ATEN.group_norm.default: {"weight": 2, "bias": 3},
-    ATEN.instance_norm.default: {"weight": 1, "bias": 2, "running_mean": 3, "running_var": 4},
-    ATEN.batch_norm.default: {"weight": 1, "bias": 2, "running_mean": 3, "running_var": 4},
-}
 PRELU = ATEN.prelu.default
-RELU = (ATEN.relu.default, ATEN.relu_.default)
-#: Operator -> parameter -> position of the argument.
-PARAMETERS: dict[object, dict[str, int]] = {
-    ATEN.linear.default: WEIGHT_AND_BIAS,
-    ATEN.conv1d.default: WEIGHT_AND_BIAS,
-    ATEN.conv1d.padding: WEIGHT_AND_BIAS,
-    ATEN.conv2d.default: WEIGHT_AND_BIAS,
-    ATEN.conv2d.padding: WEIGHT_AND_BIAS,
-    ATEN.conv3d.default: WEIGHT_AND_BIAS,
-    ATEN.conv3d.padding: WEIGHT_AND_BIAS,
-    ATEN.conv_transpose1d.default: WEIGHT_AND_BIAS,
-    ATEN.conv_transpose2d.input: WEIGHT_AND_BIAS,
-    ATEN.conv_transpose3d.input: WEIGHT_AND_BIAS,
-    ATEN.embedding.default: {"weight": 0},
-    ATEN.embedding_bag.padding_idx: {"weight": 0},
-    **NORMALIZATIONS,
-    PRELU: {"weight": 1},
-}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A row of ``ops.toml``, which says what each column means."""
+
+    tags: tuple[str, ...] = ()
+    parameters: Mapping[str, int] = field(default_factory=dict)
+    dimensions: int = 0
+    training: int | None = None
+
+
+def _operator(name: str) -> Any:
+    packet, overload = name.split(".")
+    return getattr(getattr(ATEN, packet), overload)
+
+
+_ROWS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+#: Operator -> its facts.
+FACTS: dict[Any, Facts] = {_operator(name): Facts(**row) for name, row in _ROWS.items()}
+
+
+def facts(target: Any) -> Facts:
+    """Return the facts about the target of a node; none of what is not in the table."""
+    return FACTS.get(target, Facts())
+
+
+@functools.cache
+def those(*tags: str) -> dict[Any, None]:
+    """Return the operators with one of ``tags``, as a set in the order of the table."""
+    return {target: None for target, row in FACTS.items() if not set(tags).isdisjoint(row.tags)}
 
 
 def weight_of(node: Node) -> Node | None:
     """Return the weight argument of ``node`` if a QConfig can quantize it, or None."""
-    if node.target in NORMALIZATIONS or node.target is PRELU:
+    if node.target in those("normalization") or node.target is PRELU:
         return None
     edge = _edges(node).get("weight")
     return edge[0] if edge else None
@@ -81,129 +77,28 @@ def named_parameters_of(node: Node) -> dict[str, Node]:
 
 def _edges(node: Node) -> dict[str, tuple[Node, Node]]:
     edges = {}
-    for name, position in PARAMETERS.get(node.target, {}).items():
+    for name, position in facts(node.target).parameters.items():
         argument = node.args[position] if position < len(node.args) else None
         if isinstance(argument, Node):
             edges[name] = (argument, node)
     return edges
 
 
-# The table of operators that only move data.
-#
-# Every value of the result is a value of the input, or zero, which all qparams can represent. So the result
-# has the qparams of the input without rounding, and ATen's kernels run on quantized tensors unchanged.
-#
-# Legacy: FX's copy nodes and tensor shape nodes, around which FX removes dequantize and quantize.
-
-
-def _always(node: Node) -> bool:
-    return True
-
-
-def _pads_with_values(node: Node) -> bool:
-    """Return whether ``node`` pads with reflected values or zeros. Quantized tensors have no kernels for
-    other modes."""
-    mode, value = _argument(node, 2, "mode", "constant"), _argument(node, 3, "value", None)
-    return mode == "reflect" or (mode == "constant" and not value)
-
-
-def _drops_nothing(node: Node) -> bool:
-    """Return whether the dropout ``node`` is in evaluation, where it is the identity."""
-    return _argument(node, 2, "train", None) is False
-
-
-#: Operator -> whether a call of it only moves data.
-PASSTHROUGH: dict[object, Callable[[Node], bool]] = {
-    **dict.fromkeys(
-        (
-            operator.getitem,
-            ATEN.alias.default,
-            ATEN.broadcast_to.default,
-            ATEN.channel_shuffle.default,
-            ATEN.chunk.default,
-            ATEN.clone.default,
-            ATEN.contiguous.default,
-            ATEN.detach.default,
-            ATEN.diagonal.default,
-            ATEN.expand.default,
-            ATEN.flatten.using_ints,
-            ATEN.flip.default,
-            ATEN.index.Tensor,
-            ATEN.index_select.default,
-            ATEN.max_pool1d.default,
-            ATEN.max_pool2d.default,
-            ATEN.max_pool3d.default,
-            ATEN.moveaxis.int,
-            ATEN.movedim.int,
-            ATEN.movedim.intlist,
-            ATEN.mT.default,
-            ATEN.narrow.default,
-            ATEN.numpy_T.default,
-            ATEN.permute.default,
-            ATEN.pixel_shuffle.default,
-            ATEN.pixel_unshuffle.default,
-            ATEN.ravel.default,
-            ATEN.relu.default,
-            ATEN.repeat.default,
-            ATEN.repeat_interleave.self_int,
-            ATEN.reshape.default,
-            ATEN.select.int,
-            ATEN.slice.Tensor,
-            ATEN.split.sizes,
-            ATEN.split.Tensor,
-            ATEN.split_with_sizes.default,
-            ATEN.squeeze.default,
-            ATEN.squeeze.dim,
-            ATEN.squeeze.dims,
-            ATEN.stack.default,
-            ATEN.swapaxes.default,
-            ATEN.swapdims.default,
-            ATEN.t.default,
-            ATEN.tensor_split.sections,
-            ATEN.tile.default,
-            ATEN.transpose.int,
-            ATEN.unbind.int,
-            ATEN.unflatten.int,
-            ATEN.unfold.default,
-            ATEN.unsqueeze.default,
-            ATEN.view.default,
-        ),
-        _always,
-    ),
-    ATEN.dropout.default: _drops_nothing,
-    ATEN.pad.default: _pads_with_values,
-}
-#: Operators that select values of their input, and have no kernel on quantized tensors.
-CHOOSES = {
-    ATEN.amax.default,
-    ATEN.amin.default,
-    ATEN.gather.default,
-    ATEN.masked_select.default,
-    ATEN.max.default,
-    ATEN.max.dim,
-    ATEN.median.dim,
-    ATEN.min.default,
-    ATEN.min.dim,
-    ATEN.roll.default,
-    ATEN.sort.default,
-    ATEN.take_along_dim.default,
-    ATEN.topk.default,
-    ATEN.tril.default,
-    ATEN.triu.default,
-}
-#: Operators whose results are positions: where two values are close, rounding decides between others.
-POSITIONS = {ATEN.argmax.default, ATEN.argmin.default, ATEN.argsort.default, ATEN.topk.default}
-
-
 def preserves_values(node: Node) -> bool:
     """Return whether all values of the results of ``node`` are values of its inputs, or zero."""
-    return node.target in PASSTHROUGH and PASSTHROUGH[node.target](node)
+    if node.target is ATEN.dropout.default:
+        return _argument(node, 2, "train", None) is False
+    if node.target is ATEN.pad.default:
+        # Quantized tensors have no kernels for other modes.
+        mode, value = _argument(node, 2, "mode", "constant"), _argument(node, 3, "value", None)
+        return mode == "reflect" or (mode == "constant" and not value)
+    return node.target is operator.getitem or node.target in those("moves")
 
 
 def moved_by(node: Node) -> Node | None:
     """Return the float input whose values, or zero, are the values of all results of ``node``; None if
     ``node`` computes, or joins several inputs."""
-    if not (preserves_values(node) or node.target in CHOOSES):
+    if not (preserves_values(node) or node.target in those("chooses")):
         return None
     given = [each for each in node.all_input_nodes if _holds_floats(each.meta.get("val"))]
     return given[0] if len(given) == 1 else None

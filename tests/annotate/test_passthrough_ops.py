@@ -24,7 +24,7 @@ from tests.helpers.oracle import (
     sqnr,
 )
 from tests.parity.fx_decisions import quantized_by_fx, quantized_by_us
-from torchq_compat.ops import PASSTHROUGH, preserves_values
+from torchq_compat.ops import preserves_values, those
 
 ATEN = torch.ops.aten
 #: Operator -> further arguments, for a tensor of shape 4 x 4 x 4 x 4.
@@ -91,7 +91,9 @@ def floats(value: Any) -> Any:
     return value.dequantize() if isinstance(value, Tensor) and value.is_quantized else value
 
 
-@pytest.mark.parametrize("target", [op for op in PASSTHROUGH if op not in UNTRIED], ids=str)
+@pytest.mark.parametrize(
+    "target", [op for op in (operator.getitem, *those("moves")) if op not in UNTRIED], ids=str
+)
 def test_results_are_values_of_the_input_and_keep_its_qparams(target: Any) -> None:
     torch.manual_seed(0)
     x = quantized()

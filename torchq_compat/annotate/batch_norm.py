@@ -84,20 +84,6 @@ def fix_averaging_factors(prepared: GraphModule) -> None:
 
 ATEN = torch.ops.aten
 BATCH_NORM = ATEN.batch_norm.default
-#: Op -> the number of dimensions its output must have for the batch norm behind it to normalize the op's
-#: output channels.
-OUTPUT_DIMENSIONS: dict[object, int] = {
-    ATEN.linear.default: 2,  # with more, linear and batch norm use different dimensions (pytorch/ao#4116)
-    ATEN.conv1d.default: 3,
-    ATEN.conv1d.padding: 3,
-    ATEN.conv2d.default: 4,
-    ATEN.conv2d.padding: 4,
-    ATEN.conv3d.default: 5,
-    ATEN.conv3d.padding: 5,
-    ATEN.conv_transpose1d.default: 3,
-    ATEN.conv_transpose2d.input: 4,
-    ATEN.conv_transpose3d.input: 5,
-}
 #: The position of the argument in a transposed convolution.
 GROUPS = 6
 #: Positions of the arguments that make two batch norms the same function in evaluation.
@@ -130,7 +116,7 @@ def _scale(call: Call, gamma: Any, variance: Any, eps: Any) -> Any:
 def _beside_weight(call: Call, scale: Any, op: Node, weight_shape: Sequence[int]) -> Any:
     """Return ``scale`` in a shape that multiplies the weight of ``op``."""
     ones = [1] * (len(weight_shape) - 2)
-    if op.target not in ops.TRANSPOSED:
+    if op.target not in ops.those("transposed"):
         return call(ATEN.reshape.default, scale, [-1, 1, *ones])
     groups = op.args[GROUPS] if len(op.args) > GROUPS else 1
     if groups == 1:
@@ -245,7 +231,7 @@ def _can_be_folded(batch_norm: Node, readers: dict[str, set[Node]]) -> bool:
 
 
 def _normalizes_channels(op: Node) -> bool:
-    return op.target in OUTPUT_DIMENSIONS and OUTPUT_DIMENSIONS[op.target] == op.meta["val"].dim()
+    return ops.facts(op.target).dimensions == op.meta["val"].dim() > 0
 
 
 def _is_same_block(reader: Node, op: Node, batch_norm: Node) -> bool:
@@ -322,7 +308,7 @@ def _fuse(graph: Graph, op: Node, batch_norm: Node) -> None:
         scaled.meta["nn_module_stack"] = op.meta.get("nn_module_stack")
         op.args = (op.args[0], graph.node_copy(fake_quantize, lambda _: scaled), None, *options)
     graph.erase_node(fake_quantize)
-    shape = [1, -1, *[1] * (OUTPUT_DIMENSIONS[op.target] - 2)]
+    shape = [1, -1, *[1] * (ops.facts(op.target).dimensions - 2)]
     with graph.inserting_before(batch_norm):
         source = call(ATEN.div.Tensor, op, call(ATEN.reshape.default, scale, shape))
         if bias is not None:
@@ -350,7 +336,7 @@ def _match_fused(batch_norm: Node) -> _Fused | None:
     if not _calls(source, ATEN.div.Tensor):
         return None
     op = source.args[0]  # type: ignore[union-attr]
-    observer = op.args[1] if isinstance(op, Node) and op.target in OUTPUT_DIMENSIONS else None
+    observer = op.args[1] if isinstance(op, Node) and ops.facts(op.target).dimensions else None
     if not isinstance(observer, Node) or observer.op != "call_module":
         return None
     scaled = observer.args[0]

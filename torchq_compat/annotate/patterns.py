@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 from torchq_compat.annotate.annotation import OpRecord
 from torchq_compat.capture.origins import Origin, find_origin
 from torchq_compat.errors import ConfigError
-from torchq_compat.ops import NORMALIZATIONS, TRANSPOSED, parameter_nodes, parameters_of, weight_of
+from torchq_compat.ops import parameter_nodes, parameters_of, those, weight_of
 from torchq_compat.read.backend_configs import BATCH_NORMS, BackendTable, Join, PatternEntry, PatternPart
 from torchq_compat.read.observers import ObserverConstructor
 from torchq_compat.read.qconfig_mappings import ObjectType, QConfigRules, Selection
@@ -92,7 +92,7 @@ class SourcePartition:
             if not self.parameters and isinstance(named, Node) and (named, node) in inputs:
                 parameters[name] = (named, node)
                 inputs.remove((named, node))
-        has_weight = "weight" in parameters and node.target not in NORMALIZATIONS
+        has_weight = "weight" in parameters and node.target not in those("normalization")
         weights = (parameters["weight"],) if has_weight else ()
         return replace(self, inputs=tuple(inputs), weights=weights, parameters=parameters)
 
@@ -386,7 +386,7 @@ def _check_one_qconfig(ops: tuple[SourcePartition, ...], entry: PatternEntry, ru
     pattern = entry.pattern if isinstance(entry.pattern, tuple) else (entry.pattern,)
     types = [_module_type(part) for part in pattern if not isinstance(part, Join)]
     first, *others = (rules.object_types.get(kind) for kind in types)
-    is_transposed = ops[0].nodes[-1].target in TRANSPOSED
+    is_transposed = ops[0].nodes[-1].target in those("transposed")
     for kind, qconfig in zip(types[1:], others, strict=True):
         # The default mappings name transposed convolutions alone; FX trains none with a batch norm.
         if is_transposed and kind not in rules.object_types:

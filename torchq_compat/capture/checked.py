@@ -45,6 +45,7 @@ from torchq_compat.capture.trial_runs import (
 from torchq_compat.capture.unseen_python import marked_functions
 from torchq_compat.capture.writes import make_out_of_place
 from torchq_compat.errors import CaptureError, TorchQCompatError
+from torchq_compat.ops import those
 from torchq_compat.support import metadata
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.graph_nodes import SLICE_END, attribute_of
@@ -587,15 +588,6 @@ def mark_infinite_values(graph_module: GraphModule, case: CaptureCase, first: tu
             metadata.INFINITE.write(node, True)
 
 
-#: Ops whose values grow with the number of what they go over.
-CUMULATIVE = (
-    torch.ops.aten.cumsum.default,
-    torch.ops.aten.cumprod.default,
-    torch.ops.aten.logcumsumexp.default,
-    torch.ops.aten.arange.default,
-    torch.ops.aten.arange.start,
-    torch.ops.aten.arange.start_step,
-)
 #: From which ratio on the largest value at twice a size counts as grown: that of noise grows by 1.4.
 GROWN = 1.6
 
@@ -628,7 +620,7 @@ def _goes_over(node: Node) -> bool:
     bags = [
         getattr(user.target, "overloadpacket", None) is torch.ops.aten.embedding_bag for user in node.users
     ]
-    return node.target in CUMULATIVE and not all(bags)
+    return node.target in those("cumulative") and not all(bags)
 
 
 def _largest(case: CaptureCase, made: Attempt, args: tuple[Any, ...]) -> dict[str, float]:

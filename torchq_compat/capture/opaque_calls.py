@@ -16,6 +16,7 @@ from torchao.quantization.pt2e.quantizer import QuantizationSpec
 
 from torchq_compat.capture.call_layouts import CallLayout, Field, Structure
 from torchq_compat.capture.opaque_stub import OPAQUE_OP, ORIGINAL, StubRegistry
+from torchq_compat.ops import those
 from torchq_compat.read.qdq import DEQUANTIZE, QUANTIZE, constants_in, insert_dequantize, integers_behind
 from torchq_compat.read.qparams import PerTensorQParams, QParams
 from torchq_compat.support import metadata
@@ -112,8 +113,6 @@ class OpaqueModule(nn.Module):
 
 
 ATEN = torch.ops.aten
-#: Ops that use only the dtype and device of their first argument.
-NEW_TENSOR = (ATEN.new_zeros.default, ATEN.new_ones.default, ATEN.new_empty.default, ATEN.new_full.default)
 
 
 def insert_calls(
@@ -182,7 +181,7 @@ def _keep_parameters_read(graph_module: GraphModule, handle: str, module: nn.Mod
             node.target = name
             continue
         value = operator.attrgetter(str(node.target))(graph_module).detach()
-        only_metadata = all(user.target in NEW_TENSOR for user in node.users)
+        only_metadata = all(user.target in those("new tensor") for user in node.users)
         kept = name.replace(".", "_") + ("_like" if only_metadata else "")
         nn.Module.register_buffer(graph_module, kept, value.new_empty(0) if only_metadata else value.clone())
         node.target = kept

@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node
 from torch.overrides import TorchFunctionMode
 
 from torchq_compat.capture.torch_export import copied_inputs
+from torchq_compat.ops import facts
 from torchq_compat.support import metadata
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.graph_nodes import copied_model, module_path_of
@@ -90,7 +91,7 @@ def keep_training_flags(prepared: GraphModule, model: nn.Module, fused: Collecti
             flagged = [node for node in module.graph.nodes if training_flag(node) is not None]
             stays = [n for n in flagged if not has_fixed_mode(n) and _path_in(modules, owner, n) in evaluates]
             counters = [n for n in batch_counters(module) if _path_in(modules, owner, n) in evaluates]
-            changed = [_set(node, FLAGS[node.target], False) for node in stays]
+            changed = [_set(node, facts(node.target).training, False) for node in stays]
             if any((*changed, *(_set(node, 1, 0) for node in counters))):
                 module.recompile()
         elif owner in evaluates and isinstance(modules[owner], (DropoutBase, BatchNormBase, nn.RNNBase)):
@@ -135,28 +136,12 @@ def _is_inside(path: str, outer: str) -> bool:
 
 
 ATEN = torch.ops.aten
-#: Op -> the position of its training flag.
-DROPOUT: dict[object, int] = {
-    ATEN.dropout.default: 2,
-    ATEN.dropout_.default: 2,
-    ATEN.feature_dropout.default: 2,
-    ATEN.alpha_dropout.default: 2,
-    ATEN.feature_alpha_dropout.default: 2,
-    ATEN.rrelu.default: 3,
-    # Dropout between the layers of recurrent operators that are kept whole for a Quantizer.
-    ATEN.lstm.input: 6,
-    ATEN.gru.input: 6,
-    ATEN.rnn_tanh.input: 6,
-    ATEN.rnn_relu.input: 6,
-}
-BATCH_NORM: dict[object, int] = {ATEN.batch_norm.default: 5, ATEN.instance_norm.default: 5}
 COUNT_BATCHES = ATEN.add_.Tensor
-FLAGS: dict[Any, int] = {**DROPOUT, **BATCH_NORM}
 
 
 def training_flag(node: Node) -> bool | None:
     """Return whether ``node`` is in training; None for an op that has no such flag."""
-    position = FLAGS.get(node.target)
+    position = facts(node.target).training
     if position is None:
         return None
     return bool(node.args[position]) if position < len(node.args) else False
@@ -206,12 +191,9 @@ def _switch(graph_module: GraphModule) -> None:
     collects = training and not metadata.FROZEN.of(graph_module)
     changed = False
     for node in graph_module.graph.nodes:
-        if has_fixed_mode(node):
-            continue
-        if node.target in DROPOUT:
-            changed |= _set(node, DROPOUT[node.target], training)
-        elif node.target in BATCH_NORM:
-            changed |= _set(node, BATCH_NORM[node.target], collects)
+        if not has_fixed_mode(node):
+            row = facts(node.target)
+            changed |= _set(node, row.training, training if "dropout" in row.tags else collects)
     for node in batch_counters(graph_module):
         if not has_fixed_mode(node):
             changed |= _set(node, 1, int(collects))
@@ -219,8 +201,8 @@ def _switch(graph_module: GraphModule) -> None:
         graph_module.recompile()
 
 
-def _set(node: Node, position: int, value: bool | int) -> bool:
-    if position >= len(node.args) or node.args[position] == value:
+def _set(node: Node, position: int | None, value: bool | int) -> bool:
+    if position is None or position >= len(node.args) or node.args[position] == value:
         return False
     node.update_arg(position, value)
     return True

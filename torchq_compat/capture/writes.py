@@ -14,6 +14,7 @@ from torch.fx.node import map_arg
 
 from torchq_compat.capture.origins import meta_outside_leaves
 from torchq_compat.errors import CaptureError
+from torchq_compat.ops import those
 from torchq_compat.support.graph_nodes import user_line_of
 from torchq_compat.support.upstream import OpOverload, pytree
 
@@ -252,20 +253,6 @@ def _without_form(view: Node) -> CaptureError:
 # ...). An ``out=`` argument is written into as by ``copy_``.
 
 
-#: Ops that return a view of their input if its memory allows it, and a copy otherwise.
-MAY_COPY = (
-    ATEN.contiguous.default,
-    ATEN.flatten.using_ints,
-    ATEN.ravel.default,
-    ATEN.reshape.default,
-    ATEN.reshape_as.default,
-    ATEN.to.device,
-    ATEN.to.dtype,
-    ATEN.to.dtype_layout,
-    ATEN.to.other,
-)
-
-
 def make_out_of_place(graph_module: GraphModule, *, keep_writes_into_views: bool = False) -> None:
     """Rewrite the in-place ops of ``graph_module`` out of place.
 
@@ -446,7 +433,7 @@ def _is_view(node: Node, source: Node) -> bool:
     if not isinstance(node.target, OpOverload):
         return False
     # Example values of an inlined block do not share memory, so inspect the op; an op that may copy is run.
-    return _is_view_op(node.target) and not (node.target in MAY_COPY and _copies(node))
+    return _is_view_op(node.target) and not (node.target in those("may copy") and _copies(node))
 
 
 def _copies(node: Node) -> bool:

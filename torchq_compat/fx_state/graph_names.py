@@ -38,7 +38,7 @@ from torchq_compat.fx_state.numbered import (
 )
 from torchq_compat.fx_state.states import SCALE_NAME, FxState
 from torchq_compat.model.graph_module import QuantizationGraphModule
-from torchq_compat.ops import TRANSPOSED, named_parameters_of, weight_of
+from torchq_compat.ops import named_parameters_of, those, weight_of
 from torchq_compat.read.observers import WeightObserver
 from torchq_compat.read.qconfig_mappings import QConfigRules
 from torchq_compat.read.qparams import Qparams, release_qparams
@@ -436,7 +436,7 @@ def _first_reader(observer: Node) -> OpRecord | None:
 
 
 def _is_transposed(site: _Site) -> bool:
-    return site.is_module_weight and site.reader is not None and site.reader.target in TRANSPOSED
+    return site.is_module_weight and site.reader is not None and site.reader.target in those("transposed")
 
 
 def _kernel_qparams(site: _Site) -> tuple[float, int] | None:

@@ -16,6 +16,7 @@ from torchq_compat.capture.opaque_calls import opaque_call_nodes
 from torchq_compat.capture.sizes.input_sizes import Dimension, InputSizes, Place
 from torchq_compat.capture.trial_runs import sqnr
 from torchq_compat.errors import ExportError
+from torchq_compat.ops import those
 from torchq_compat.recurrent.contracts import SequenceContract
 from torchq_compat.recurrent.families import DynamicRecurrent
 from torchq_compat.recurrent.recurrent_module import RecurrentModule
@@ -24,9 +25,6 @@ from torchq_compat.support.graph_nodes import attribute_at, module_path_of, user
 from torchq_compat.support.upstream import pytree
 
 # Calls of a q-dq graph on random inputs, at chosen sizes: what a stream needs to know is found by trying.
-
-
-EMBEDDINGS = (torch.ops.aten.embedding.default, torch.ops.aten.embedding_bag.padding_idx)
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,7 @@ class TrialCalls:
         """The number of tokens that every embedding table of the graph has."""
         counts = [2]
         for node in self.graph_module.graph.nodes:
-            if node.target in EMBEDDINGS:
+            if node.target in those("embedding"):
                 table = node.args[0]
                 while isinstance(table, Node) and table.op == "call_function":
                     table = table.args[0]
@@ -139,17 +137,6 @@ def _does_not_run(cause: Exception) -> ExportError:
 
 
 ATEN = torch.ops.aten
-#: Ops that read only the sizes, dtype and device of their first argument.
-OF_SHAPES = (
-    ATEN.sym_size.int,
-    ATEN.new_zeros.default,
-    ATEN.new_ones.default,
-    ATEN.new_full.default,
-    ATEN.new_empty.default,
-    ATEN.zeros_like.default,
-    ATEN.ones_like.default,
-    ATEN.full_like.default,
-)
 
 
 @dataclass(frozen=True)
@@ -244,7 +231,7 @@ def _placeholders(waiting: list[Any]) -> Iterator[Node]:
         seen.add(node)
         if node.op == "placeholder":
             yield node
-        elif node.target not in OF_SHAPES:
+        elif node.target not in those("of shapes"):
             waiting.extend(node.all_input_nodes)
 
 

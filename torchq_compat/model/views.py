@@ -18,7 +18,7 @@ from torchao.quantization.pt2e import fake_quantize
 from torchq_compat.capture.origins import is_fx_leaf
 from torchq_compat.errors import ModuleAttributeError
 from torchq_compat.model.view_hooks import HOOK_STATE, HOOKED, check_hookable, has_hooks
-from torchq_compat.ops import RELU
+from torchq_compat.ops import those
 from torchq_compat.read.observers import LegacyFakeQuantizeAdapter
 from torchq_compat.read.qdq import DEQUANTIZE_DYNAMIC, DEQUANTIZE_PER_CHANNEL, DEQUANTIZES, QUANTIZE
 from torchq_compat.support.graph_nodes import attribute_of, module_path_of
@@ -312,12 +312,12 @@ def _kind_of(facts: ModuleFacts, nodes: list[Node]) -> str:
         return ""
     weight = _weight_of(nodes)
     if weight is None:
-        is_fused_away = nodes[0].target in RELU and _is_behind_weighted(nodes[0])
+        is_fused_away = nodes[0].target in those("relu") and _is_behind_weighted(nodes[0])
         return "" if is_fused_away else facts.kind
     if _is_dynamic(nodes):
         return f"DynamicQuantized{facts.kind}"
     fused = FUSED_RELU.fullmatch(facts.kind)
-    if fused is not None and any(user.target in RELU for user in nodes[-1].users):
+    if fused is not None and any(user.target in those("relu") for user in nodes[-1].users):
         kind = f"ConvReLU{fused['rank']}" if fused["op"] else "LinearReLU"
         return f"Quantized{kind}"
     return f"Quantized{facts.kind}"
@@ -406,7 +406,7 @@ def _output_qparams(owner: GraphModule, path: str) -> Iterator[Any]:
         if quantize is not None:
             yield from quantize.args[1:3]
             return
-        node = next((user for user in node.users if user.target in RELU), None)
+        node = next((user for user in node.users if user.target in those("relu")), None)
 
 
 def _hands_on_qparams(node: Node) -> bool:

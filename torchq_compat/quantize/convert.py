@@ -26,7 +26,7 @@ from torchq_compat.model.quantized_interface import expose_integers
 from torchq_compat.modules.parts import PartOwner
 from torchq_compat.modules.registry import ConvertRequest, CustomModuleHandler
 from torchq_compat.modules.user_modules import convert_float_calls
-from torchq_compat.ops import POSITIONS, weight_of
+from torchq_compat.ops import those, weight_of
 from torchq_compat.quantize.edited_observers import settle_observers, with_removed_observers
 from torchq_compat.quantize.passes import CONVERT, carries_out, run_passes
 from torchq_compat.read import qconfig_mappings
@@ -517,7 +517,7 @@ def _decides(model: nn.Module) -> bool:
     elsewhere."""
     graphs = (module.graph for module in model.modules() if isinstance(module, GraphModule))
     return any(
-        node.target in POSITIONS
+        node.target in those("positions")
         or (RANDOM in getattr(node.target, "tags", ()) and training_flag(node) is not False)
         for graph in graphs
         for node in graph.nodes

@@ -28,7 +28,7 @@ from torchq_compat.model.quantized_interface import QuantizedInterface
 from torchq_compat.model.views import ModuleFacts, describe_modules
 from torchq_compat.modules.registry import with_parent
 from torchq_compat.modules.swap import Swap, decide_swaps, is_untraced_in_fx
-from torchq_compat.ops import RELU, TRANSPOSED, batch_norms_by_path
+from torchq_compat.ops import batch_norms_by_path, those
 from torchq_compat.quantize.capture_model import (
     CapturedModel,
     TriedModel,
@@ -95,7 +95,7 @@ def observe_by_rules(captured: Captured, request: PrepareRequest) -> Observed:
         if is_folded_in_fx(op, norm, captured.model, backend):
             return True
         # FX fuses it with the ReLU instead, and is nearer to float: the weight has one scale for all.
-        if op.target in TRANSPOSED and any(user.target in RELU for user in norm.users):
+        if op.target in those("transposed") and any(user.target in those("relu") for user in norm.users):
             return False
         if not request.fuse_as_fx and not request.is_qat:
             path, kind = module_path_of(norm), find_origin(norm, captured.model).module_type.__name__

@@ -25,11 +25,11 @@ from torchq_compat.capture.loops.step_flow import (
     flow_of,
 )
 from torchq_compat.capture.opaque_stub import OPAQUE_OP, StubRegistry
+from torchq_compat.ops import those
 from torchq_compat.support.graph_nodes import SLICE_END
 from torchq_compat.support.upstream import pytree
 
 ATEN = torch.ops.aten
-LISTS = (ATEN.stack.default, ATEN.cat.default)
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ class _Roller:
                 if node is not None and position not in {*self.flow.invariant, *self.flow.taken}:
                     users.update(dict.fromkeys(_outside(self.flow, node)))
         for user in sorted(users, key=self.order.__getitem__):
-            if user.target in LISTS:
+            if user.target in those("joins"):
                 yield _ListUse.plan(self, user)
             else:
                 yield _SingleUse.plan(self, user)

@@ -13,6 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from torchq_compat.capture.opaque_stub import OPAQUE_OP, StubRegistry
 from torchq_compat.capture.sizes.shape_program import ShapeProgram
+from torchq_compat.ops import those
 from torchq_compat.support.graph_nodes import SLICE_END, module_path_of
 from torchq_compat.support.upstream import OpOverload, pytree
 
@@ -29,13 +30,6 @@ WITH_NUMBER: dict[Any, tuple[int, Any]] = {
     ATEN.pow.Tensor_Scalar: (1, ATEN.pow.Tensor_Tensor),
     ATEN.full.default: (1, ATEN.expand.default),
 }
-#: Ops that return one part for each step, which the graph reads one by one.
-TAKEN_APART = (ATEN.unbind.int, ATEN.split.Tensor, ATEN.chunk.default)
-#: Ops that create constants of a shape; and those with the dtype and device of their first argument.
-CONSTANTS = (ATEN.zeros.default, ATEN.ones.default, ATEN.full.default)
-CONSTANTS_LIKE = (ATEN.new_zeros.default, ATEN.new_ones.default, ATEN.new_full.default)
-#: Checks that torch.export inserts again when the rolled model is exported.
-CHECKS = (ATEN._assert_tensor_metadata.default, ATEN._assert_scalar.default, ATEN.sym_constrain_range.default)
 #: The fewest steps of a loop; fewer may be a repetition by chance.
 FEWEST = 3
 #: The most starting nodes of a loop that are tried, over all lengths of a step.
@@ -60,9 +54,9 @@ def tidy_graph(graph_module: GraphModule, stubs: StubRegistry, lengths: Collecti
         if node.target is ATEN.slice.Tensor and _is_whole(node):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
-        elif node.target in CHECKS:
+        elif node.target in those("check"):
             graph.erase_node(node)
-        elif node.target in TAKEN_APART:
+        elif node.target in those("takes apart"):
             parts.extend(_read_one_by_one(node))
         elif node.target is ATEN.cat.default:
             _flatten_cat(node)
@@ -243,14 +237,14 @@ def _make_constants_once(graph_module: GraphModule) -> None:
     inputs = [node for node in graph.find_nodes(op="placeholder") if isinstance(node.meta.get("val"), Tensor)]
     sizes = {node for node in graph.nodes if node.target is ATEN.sym_size.int and node.args[0] in inputs}
     for node in list(graph.nodes):
-        if node.target not in (*CONSTANTS, *CONSTANTS_LIKE) or _is_written(node) or not inputs:
+        if node.target not in those("constant", "constant like") or _is_written(node) or not inputs:
             continue
         if any(writes_in_place(user) for user in node.users):
             continue
         args, kwargs = node.args, dict(node.kwargs)
         if node.target is ATEN.full.default and type(args[1]) is int:
             continue  # It may be the number of the step.
-        if node.target in CONSTANTS_LIKE:
+        if node.target in those("constant like"):
             args = (inputs[0], *args[1:])
             kwargs["dtype"] = node.meta["val"].dtype
         if any(

@@ -32,6 +32,7 @@ from torchq_compat.lower.integers.qdq_graph import (
 from torchq_compat.lower.integers.rules import FAMILIES
 from torchq_compat.lower.integers.rules.moves import COPYING, clamp, moved_qparams, write_move
 from torchq_compat.lower.integers.rules.tables import requantize, table_of_chain
+from torchq_compat.ops import those
 from torchq_compat.read.qdq import ALL_OPS, DEQUANTIZE, QUANTIZE, is_dequantize
 from torchq_compat.read.qparams import PerTensorQParams
 from torchq_compat.support import metadata
@@ -41,11 +42,10 @@ from torchq_compat.support.graph_nodes import module_path_of
 from torchq_compat.support.upstream import OpOverload
 
 ATEN = torch.ops.aten
-SIZE_OPS = (ATEN.sym_size.int, ATEN.sym_numel.default, ATEN.sym_stride.int)
 #: The reason for an op without a node in the lowered graph.
 NOTHING = "does nothing in evaluation"
 #: Ops that compute nothing that a user wrote.
-NO_OPS = (*ALL_OPS, operator.getitem, *SIZE_OPS)
+NO_OPS = (*ALL_OPS, operator.getitem, *those("size"))
 #: Kernels that saturate their results to a range -> the positions of its ends among their arguments.
 SATURATES = {
     operators.CONVOLUTION: (-3, -2),
@@ -53,8 +53,6 @@ SATURATES = {
     operators.ARITHMETIC: (-3, -2),
     operators.QUANTIZE: (-3, -2),
 }
-#: Float ops that read memory order, which the kernels choose by themselves.
-READS_MEMORY = (ATEN.as_strided.default, ATEN.view_as_complex.default, ATEN.view.dtype)
 
 
 class Rewriter:
@@ -149,7 +147,7 @@ class Rewriter:
                 self._tell(op, Action.REFERENCE, reason, warn=answer.warn)
         if why_float is None:
             self._move(op)
-        if op.target in READS_MEMORY:
+        if op.target in those("reads memory"):
             self._in_order(op)
 
     def _tell(self, op: Node, action: Action, reason: str, *, warn: bool = False) -> None:

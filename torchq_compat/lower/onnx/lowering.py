@@ -25,7 +25,7 @@ from torchq_compat.errors import ExportError, PathError, install_extra
 from torchq_compat.lower.export import export
 from torchq_compat.model.graph_module import record_of
 from torchq_compat.model.state import look_up_rows
-from torchq_compat.ops import CONVOLUTIONS, TRANSPOSED
+from torchq_compat.ops import those
 from torchq_compat.recurrent.over_time import LoopShape
 from torchq_compat.support.argument_checks import PATH, Expected, checked_arguments, optional
 from torchq_compat.support.atomic_files import whole_file
@@ -133,7 +133,6 @@ def read_model(proto: Any, opset: int) -> OnnxModel:
 
 ATEN = torch.ops.aten
 SCAN = torch.ops.higher_order.scan
-SQUEEZES = (ATEN.squeeze.dim, ATEN.squeeze.dims, ATEN.squeeze.default)
 
 
 def with_bias_apart(convolution: Any, x: Tensor, weight: Tensor, bias: Tensor, *settings: Any) -> Tensor:
@@ -148,7 +147,7 @@ def keep_biases(program: ExportedProgram) -> None:
     graph = graph_module.graph
     if not graph.find_nodes(op="call_function", target=SCAN):
         return
-    for target in (*CONVOLUTIONS, *TRANSPOSED):
+    for target in those("convolution", "transposed"):
         for node in graph.find_nodes(op="call_function", target=target):
             bias = node.args[2] if len(node.args) > 2 else None
             if not isinstance(bias, torch.fx.Node):
@@ -172,7 +171,7 @@ def drop_idle_squeezes(program: ExportedProgram) -> None:
     nothing."""
     for module in program.graph_module.modules():
         for node in list(module.graph.nodes) if isinstance(module, GraphModule) else ():
-            source: Any = node.args[0] if node.target in SQUEEZES else None
+            source: Any = node.args[0] if node.target in those("squeeze") else None
             if source is not None and source.meta["val"].dim() == node.meta["val"].dim():
                 node.replace_all_uses_with(source)
                 module.graph.erase_node(node)

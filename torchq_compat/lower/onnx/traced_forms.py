@@ -28,7 +28,7 @@ from torchq_compat.lower.export import with_size_rules
 from torchq_compat.lower.onnx.lowering import with_bias_apart
 from torchq_compat.model.graph_module import ConvertedGraphModule
 from torchq_compat.model.quantized_interface import take_integers
-from torchq_compat.ops import CONVOLUTIONS, TRANSPOSED
+from torchq_compat.ops import those
 from torchq_compat.read import qdq
 from torchq_compat.recurrent.over_time import LoopShape, exporting_loops_as
 
@@ -82,7 +82,7 @@ class OnnxForms(TorchFunctionMode):
             return self._linear(*args, **kwargs)
         if (
             self.keeps_biases
-            and func in (*CONVOLUTIONS, *TRANSPOSED)
+            and func in those("convolution", "transposed")
             and len(args) > 2
             and args[2] is not None
         ):

@@ -17,6 +17,7 @@ from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from torchq_compat.annotate.annotation import WrappingQuantizer
 from torchq_compat.errors import AnnotationError
+from torchq_compat.ops import those
 from torchq_compat.recurrent.cells import GRU, LSTM, RNN_RELU, RNN_TANH, CellKind
 from torchq_compat.support import metadata
 from torchq_compat.support.process_state import prepare_pt2e
@@ -38,8 +39,6 @@ KINDS: dict[Any, CellKind] = {
     ATEN.rnn_relu.input: RNN_RELU,
 }
 RECURRENT_OPS: tuple[Any, ...] = tuple(KINDS)
-#: The operators of a PackedSequence, whose batch sizes are data.
-PACKED_OPS = (ATEN.lstm.data, ATEN.gru.data, ATEN.rnn_tanh.data, ATEN.rnn_relu.data)
 
 
 @dataclass(frozen=True)
@@ -132,7 +131,7 @@ def refuse_packed(graph_module: GraphModule) -> None:
         AnnotationError: if it has; names the first.
     """
     for node in graph_module.graph.nodes:
-        if node.target in PACKED_OPS:
+        if node.target in those("packed recurrent"):
             raise AnnotationError(
                 f"node {node.name!r} is {node.target}, a recurrent operator of a PackedSequence: "
                 "its batch sizes are data, so its steps cannot be told apart.",

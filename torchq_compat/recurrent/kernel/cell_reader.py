@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from torchq_compat.ops import those
 from torchq_compat.read import qdq
 from torchq_compat.read.qparams import PerTensorQParams
 from torchq_compat.recurrent.kernel.program import (
@@ -33,7 +34,6 @@ UNARY = {
     ATEN.relu.default: Op.RELU,
 }
 BINARY = {ATEN.add.Tensor: Op.ADD, ATEN.mul.Tensor: Op.MUL}
-SLICES = (ATEN.chunk.default, ATEN.split_with_sizes.default)
 
 
 class UnsupportedCellError(Exception):
@@ -134,7 +134,7 @@ class _Reader:
             return self._emit(BINARY[target], args)
         if target is ATEN.rsub.Scalar and args[1:] == (1,):
             return self._emit(Op.COMPLEMENT, args[:1])
-        if target in SLICES and args[2] in (1, -1):
+        if target in those("slices") and args[2] in (1, -1):
             return self._slices(node)
         if target is operator.getitem:
             return self.values[args[0]][args[1]]

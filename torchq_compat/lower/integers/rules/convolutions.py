@@ -13,7 +13,7 @@ from torch.fx import Node
 from torchq_compat.lower.integers.lowered_graph import Family, Kernel, LoweredGraph, Refusal, Rule, numbers_of
 from torchq_compat.lower.integers.operators import CONVOLUTION
 from torchq_compat.lower.integers.qdq_graph import Integers, Site, constant_of, integers_at, rank_of
-from torchq_compat.ops import CONVOLUTIONS, TRANSPOSED
+from torchq_compat.ops import those
 from torchq_compat.read.qdq import DEQUANTIZE, is_dequantize
 
 # Convolutions on which oneDNN's kernels never return: recognized by shape, since a trial would hang as well.
@@ -228,7 +228,7 @@ def _spread(lowered: LoweredGraph, x: Node, stride: Sequence[int], zero: int) ->
 
 
 RULES: dict[Any, Rule] = {
-    **dict.fromkeys(CONVOLUTIONS, _convolution),
-    **dict.fromkeys(TRANSPOSED, _transposed),
+    **dict.fromkeys(those("convolution"), _convolution),
+    **dict.fromkeys(those("transposed"), _transposed),
 }
 CONVOLUTION_RULES = Family(RULES)

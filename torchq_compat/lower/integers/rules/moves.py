@@ -22,7 +22,7 @@ from torchq_compat.lower.integers.lowered_graph import (
 )
 from torchq_compat.lower.integers.operators import ARITHMETIC, MAX_POOL, MEAN
 from torchq_compat.lower.integers.rules.tables import requantize
-from torchq_compat.ops import preserves_values
+from torchq_compat.ops import preserves_values, those
 from torchq_compat.read.qparams import PerTensorQParams
 from torchq_compat.support.upstream import OpOverload
 
@@ -30,8 +30,6 @@ from torchq_compat.support.upstream import OpOverload
 
 
 ATEN = torch.ops.aten
-POOLS = (ATEN.max_pool1d.default, ATEN.max_pool2d.default, ATEN.max_pool3d.default)
-NEAREST = (ATEN.upsample_nearest1d.vec, ATEN.upsample_nearest2d.vec, ATEN.upsample_nearest3d.vec)
 PAD, DROPOUT = ATEN.pad.default, ATEN.dropout.default
 #: A view of channels-last activations, which convolutions return, may need a copy.
 COPYING: dict[Any, Any] = {ATEN.view.default: ATEN.reshape.default}
@@ -39,7 +37,7 @@ COPYING: dict[Any, Any] = {ATEN.view.default: ATEN.reshape.default}
 
 def moved_qparams(node: Node) -> PerTensorQParams | None:
     """Return the qparams of all values that ``node`` moves; None if it computes, or moves others as well."""
-    if not (preserves_values(node) or node.target in NEAREST or node.target is PAD):
+    if not (preserves_values(node) or node.target in those("nearest") or node.target is PAD):
         return None
     given = [each for each in node.all_input_nodes if _is_float(qdq_graph.example_value(each))]
     found = {source.qparams if (source := qdq_graph.integers_at(each)) else None for each in given}
@@ -75,7 +73,7 @@ def write_move(lowered: LoweredGraph, node: Node, qparams: PerTensorQParams) -> 
     source = integers(node.all_input_nodes[0])
     if node.target is DROPOUT:
         return source
-    if node.target in POOLS:
+    if node.target in those("max pool"):
         return _max_pool(lowered, source, arguments)
     if node.target in qdq_graph.CLAMPS:
         return clamp(lowered, qdq_graph.Integers(source, qparams), *qdq_graph.CLAMPS[node.target](arguments))
@@ -193,14 +191,9 @@ def _of_pool(arguments: dict[str, Any]) -> Sequence[int] | None:
     return [index - len(sizes) for index in range(len(sizes))] if all(size == 1 for size in sizes) else None
 
 
-AVERAGE_POOLS: tuple[Any, ...] = (
-    ATEN.adaptive_avg_pool1d.default,
-    ATEN.adaptive_avg_pool2d.default,
-    ATEN.adaptive_avg_pool3d.default,
-)
 MEANS = Family(
     {
         ATEN.mean.dim: _mean_rule(lambda arguments: arguments["dim"]),
-        **dict.fromkeys(AVERAGE_POOLS, _mean_rule(_of_pool)),
+        **dict.fromkeys(those("average pool"), _mean_rule(_of_pool)),
     }
 )

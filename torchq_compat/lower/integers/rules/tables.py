@@ -13,6 +13,7 @@ from torch.fx.node import map_arg
 
 from torchq_compat.lower.integers import lowered_graph, qdq_graph
 from torchq_compat.lower.integers.operators import AFFINE, LOOKUP
+from torchq_compat.ops import those
 from torchq_compat.read.qdq import QUANTIZE
 from torchq_compat.read.qparams import PerTensorQParams
 from torchq_compat.support.dtypes import KERNEL_DTYPES
@@ -26,8 +27,6 @@ from torchq_compat.support.upstream import OpOverload
 
 ATEN = torch.ops.aten
 BATCH_NORM = ATEN.batch_norm.default
-#: Ops that torch's tag for them forgets.
-UNTAGGED = (ATEN.hardswish.default, ATEN.log_sigmoid.default)
 #: Integers as bytes: the entry of a table for the integer ``i`` is at ``i % 256``.
 BYTES = {
     torch.uint8: torch.arange(256).to(torch.uint8),
@@ -59,7 +58,7 @@ def is_by_value(op: Node) -> bool:
     if op.target is BATCH_NORM:
         return not qdq_graph.arguments_of(op)["training"]
     is_random = torch.Tag.nondeterministic_seeded in op.target.tags
-    return op.target in UNTAGGED or (torch.Tag.pointwise in op.target.tags and not is_random)
+    return op.target in those("pointwise") or (torch.Tag.pointwise in op.target.tags and not is_random)
 
 
 def table_of_chain(site: qdq_graph.Site) -> lowered_graph.Kernel | lowered_graph.Refusal | None:
