@@ -231,7 +231,7 @@ def _can_be_folded(batch_norm: Node, readers: dict[str, set[Node]]) -> bool:
 
 
 def _normalizes_channels(op: Node) -> bool:
-    return ops.facts(op.target).dimensions == op.meta["val"].dim() > 0
+    return bool(ops.facts(op.target).dimensions == op.meta["val"].dim() > 0)
 
 
 def _is_same_block(reader: Node, op: Node, batch_norm: Node) -> bool:

@@ -40,9 +40,6 @@ class AttentionHandler(parts_handler.PartOwnerHandler):
     def takes(self, float_class: type[nn.Module], observed_class: type[nn.Module]) -> bool:
         return issubclass(float_class, nn.MultiheadAttention) and issubclass(observed_class, LEGACY_OBSERVED)
 
-    def is_opaque(self, module: nn.Module) -> bool:
-        return False
-
     def fake_call(self, module: nn.Module, path: str) -> FakeCall:
         assert isinstance(module, nn.MultiheadAttention)
         structure, appended = AttentionStructure.of(module), _appended(module)

@@ -96,7 +96,6 @@ class CustomModuleHandler(ABC):
     #: Whether a converted module of this kind is lowered by lowering its graphs.
     lowers_graphs = False
 
-    @abstractmethod
     def takes(self, float_class: type[nn.Module], observed_class: type[nn.Module]) -> bool:
         """Return whether this handler carries out the mapping float_class -> observed_class.
 
@@ -104,6 +103,7 @@ class CustomModuleHandler(ABC):
             float_class: the key of the mapping, a class of the user's model.
             observed_class: the class the script maps it to.
         """
+        return False
 
     def takes_unmapped(self, module: nn.Module, specs: OpSpecs, backend: BackendTable) -> bool:
         """Return whether this handler quantizes ``module`` without a mapping, as FX's BackendConfigs do."""
@@ -119,10 +119,10 @@ class CustomModuleHandler(ABC):
         a loop is like the other steps."""
         return
 
-    @abstractmethod
     def is_opaque(self, module: nn.Module) -> bool:
         """Return whether a ``module`` left float must stay one call, because torch.export would unroll it or
         fix its sizes."""
+        return False
 
     def is_users_own(self, module: nn.Module) -> bool:
         """Return whether ``module`` is of a class derived from the handler's, with a ``forward`` of its own:
@@ -153,9 +153,8 @@ class CustomModuleHandler(ABC):
             CustomModuleError: if the observed class does not do what the mapping requires.
         """
 
-    @abstractmethod
     def boundary(self, opaque: OpaqueModule, request: ObserveRequest, layout: CallLayout) -> OpaqueBoundary:
-        """Return the specs around one call of an observed module.
+        """Return the specs around one call of an observed module. Default: floats, nothing is quantized.
 
         Args:
             opaque: the module that ``observe`` returned.
@@ -165,6 +164,7 @@ class CustomModuleHandler(ABC):
         Raises:
             CustomModuleError: if settings of the module do not fit the call.
         """
+        return OpaqueBoundary.floats(layout.inputs.count(), layout.outputs.count())
 
     @abstractmethod
     def owns(self, opaque: nn.Module) -> bool:
@@ -189,10 +189,10 @@ class CustomModuleHandler(ABC):
         observed module as they are and keeps copies only: then nobody has to copy them before."""
         return False
 
-    @abstractmethod
     def mapping_hint(self, module: nn.Module) -> str | None:
         """Return a hint on how to map a ``module`` that has a qconfig and stays float because no mapping
         names its class; None if ``module`` is not of this kind."""
+        return None
 
     def loses_forward(self, module: nn.Module) -> bool:
         """Return whether ``module`` has its own ``forward``, which its observed module does not call."""

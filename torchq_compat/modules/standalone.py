@@ -118,12 +118,6 @@ class StandaloneHandler(registry.CustomModuleHandler):
 
     carries_standalone = True
 
-    def takes(self, float_class: type[nn.Module], observed_class: type[nn.Module]) -> bool:
-        return False
-
-    def is_opaque(self, module: nn.Module) -> bool:
-        return False
-
     def fake_call(self, module: nn.Module, path: str) -> FakeCall:
         return fake_call_of(module, path)
 
@@ -170,9 +164,6 @@ class StandaloneHandler(registry.CustomModuleHandler):
         unguard(wrapped)
         wrapped.opaque_layouts = list(opaque.opaque_layouts)
         return wrapped
-
-    def mapping_hint(self, module: nn.Module) -> str | None:
-        return None
 
     def wanted_of_fx(
         self, opaque: OpaqueModule, state: FxState, prefix: str, wanted_by_model: registry.WantedByModel

@@ -278,9 +278,6 @@ class UserModuleHandler(registry.CustomModuleHandler):
     def takes(self, float_class: type[nn.Module], observed_class: type[nn.Module]) -> bool:
         return True
 
-    def is_opaque(self, module: nn.Module) -> bool:
-        return False
-
     def fake_call(self, module: nn.Module, path: str) -> FakeCall:
         knowing = next((handler for handler in registry.handlers() if handler.is_opaque(module)), None)
         return fake_call_of(module, path) if knowing is None else knowing.fake_call(module, path)
@@ -298,9 +295,6 @@ class UserModuleHandler(registry.CustomModuleHandler):
 
     def owns(self, opaque: nn.Module) -> bool:
         return isinstance(opaque, OpaqueUserModule)
-
-    def mapping_hint(self, module: nn.Module) -> str | None:
-        return None
 
     def boundary(
         self, opaque: OpaqueModule, request: registry.ObserveRequest, layout: CallLayout

@@ -218,17 +218,11 @@ def _lower(opaque: OpaqueModule) -> OpaqueModule | str:
 class DynamicRecurrentHandler(parts_handler.PartOwnerHandler):
     """The handler of unmapped recurrent modules with a dynamic QConfig, if the backend lists them."""
 
-    def takes(self, float_class: type[nn.Module], observed_class: type[nn.Module]) -> bool:
-        return False
-
     def takes_unmapped(self, module: nn.Module, specs: OpSpecs, backend: BackendTable) -> bool:
         if family_of(module) is None or not specs.is_dynamic:
             return False
         entry = backend.find((type(module),))
         return entry is not None and takes_weight(entry, specs)
-
-    def is_opaque(self, module: nn.Module) -> bool:
-        return False
 
     def fake_call(self, module: nn.Module, path: str) -> FakeCall:
         return fake_call(module, path)
@@ -260,9 +254,6 @@ class DynamicRecurrentHandler(parts_handler.PartOwnerHandler):
     ) -> Wanted:
         assert isinstance(opaque, DynamicRecurrent)
         return wanted_by_dynamic(opaque, prefix)
-
-    def mapping_hint(self, module: nn.Module) -> str | None:
-        return None
 
 
 for family in FAMILIES:

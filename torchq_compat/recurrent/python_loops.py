@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from torchq_compat.capture.call_layouts import CallLayout
 from torchq_compat.capture.loops.loop_module import Loop, LoopForm, run_steps
-from torchq_compat.capture.opaque_calls import OpaqueBoundary, OpaqueModule
+from torchq_compat.capture.opaque_calls import OpaqueModule
 from torchq_compat.capture.opaque_stub import FakeCall
 from torchq_compat.model.graph_module import QuantizationGraphModule
 from torchq_compat.model.other_tools import unguard
@@ -116,14 +115,8 @@ def _scan(
 class LoopHandler(CustomModuleHandler):
     """The handler of float loop -> loop around a prepared step -> loop around a converted step."""
 
-    def takes(self, float_class: type[nn.Module], observed_class: type[nn.Module]) -> bool:
-        return False
-
     def holds_model(self, module: nn.Module) -> bool:
         return isinstance(module, Loop)
-
-    def is_opaque(self, module: nn.Module) -> bool:
-        return False
 
     def fake_call(self, module: nn.Module, path: str) -> FakeCall:
         assert isinstance(module, Loop)
@@ -155,10 +148,6 @@ class LoopHandler(CustomModuleHandler):
         unguard(prepared)
         return OpaqueLoop(loop.form, prepared)
 
-    def boundary(self, opaque: OpaqueModule, request: ObserveRequest, layout: CallLayout) -> OpaqueBoundary:
-        """Return a boundary of floats: nothing is quantized around the call."""
-        return OpaqueBoundary.floats(layout.inputs.count(), layout.outputs.count())
-
     def convert(self, request: ConvertRequest) -> OpaqueModule:
         opaque = request.observed
         assert isinstance(opaque, OpaqueLoop)
@@ -169,9 +158,6 @@ class LoopHandler(CustomModuleHandler):
         # which steps on integers refuse.
         converted.requires_grad_(False)
         return opaque.with_step(converted)
-
-    def mapping_hint(self, module: nn.Module) -> str | None:
-        return None
 
     def explain(self, opaque: OpaqueModule, path: str, explain_model: ExplainModel) -> Iterator[Decision]:
         """Yield the decisions about the step, with paths of the user's model; those about the step's sizes
