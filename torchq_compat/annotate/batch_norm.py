@@ -231,7 +231,8 @@ def _can_be_folded(batch_norm: Node, readers: dict[str, set[Node]]) -> bool:
 
 
 def _normalizes_channels(op: Node) -> bool:
-    return bool(ops.facts(op.target).dimensions == op.meta["val"].dim() > 0)
+    dimensions = ops.facts(op.target).dimensions
+    return dimensions > 0 and bool(dimensions == op.meta["val"].dim())
 
 
 def _is_same_block(reader: Node, op: Node, batch_norm: Node) -> bool:
