@@ -323,7 +323,7 @@ def _freeze_activation_observers(prepared: GraphModule, *, is_trained: bool) -> 
             quant_min=quant_min,
             quant_max=quant_max,
         )
-        prepared.set_submodule(str(node.target), frozen)
+        prepared.set_submodule(str(node.target), frozen.to(scale.device))
 
 
 def _ops_converted_otherwise(prepared: GraphModule, *, is_trained: bool) -> Iterator[str]:
