@@ -186,25 +186,6 @@ def _(device: torch.device) -> str:
     return "; ".join(said)
 
 
-@case("whole files with map_location")
-def _(device: torch.device) -> str:
-    import io
-
-    prepared, _model, batches = prepared_on(device, "conv and LSTM")
-    calibrate(prepared, batches, device)
-    said = []
-    for each in (tc.convert_to_reference_fx(prepared), tc.convert_fx(prepared)):
-        file = io.BytesIO()
-        torch.save(each, file)
-        file.seek(0)
-        read = torch.load(file, map_location="cpu", weights_only=False)
-        assert not elsewhere(read, torch.device("cpu")), elsewhere(read, torch.device("cpu"))
-        said.append(
-            f"{sqnr(run(each, batches[0], device), run(read, batches[0], torch.device('cpu'))):.0f} dB"
-        )
-    return "q-dq, converted: " + ", ".join(said)
-
-
 @case("inputs and parameters on two devices are errors of ours")
 def _(device: torch.device) -> str:
     if device.type == "cpu":

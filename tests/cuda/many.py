@@ -6,6 +6,7 @@ import copy
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,24 +101,24 @@ def _(device: torch.device) -> str:
     return "; ".join(said)
 
 
-@case("fully_shard, one rank, and in bfloat16")
-def _(device: torch.device) -> str:
+def _sharded(dtype: torch.dtype | None, device: torch.device) -> str:
     said = []
     with one_rank(device):
-        for name in ("convolutions", "GRU"):
-            for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)):
-                prepared, batches = prepared_qat(device, name)
-                alone = train(copy.deepcopy(prepared), batches, device)
-                sharded: Any = fully_shard(prepared, mp_policy=policy)
-                losses = train(sharded, batches, device)
-                sharded.eval()
-                here = run(tc.convert_to_reference_fx(sharded), batches[0], device)
-                assert here.isfinite().all()
-                tc.convert_fx(sharded)
-                said.append(
-                    f"{name} {policy.param_dtype!s} losses differ by {abs(losses[-1] - alone[-1]):.1e}"
-                )
+        for name in ("embeddings", "GRU", "convolutions"):
+            prepared, batches = prepared_qat(device, name)
+            alone = train(copy.deepcopy(prepared), batches, device)
+            sharded: Any = fully_shard(prepared, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+            losses = train(sharded, batches, device)
+            sharded.eval()
+            here = run(tc.convert_to_reference_fx(sharded), batches[0], device)
+            assert here.isfinite().all()
+            tc.convert_fx(sharded)
+            said.append(f"{name}: losses differ by {abs(losses[-1] - alone[-1]):.1e}")
     return "; ".join(said)
+
+
+for _dtype in (None, torch.bfloat16):
+    case(f"fully_shard, one rank, parameters as {_dtype or torch.float32}")(partial(_sharded, _dtype))
 
 
 def _calibrate_on_one_device(rank: int, ranks: int, place: str) -> dict[str, Any]:

@@ -71,7 +71,8 @@ class Encoder(nn.Module):
         self.fc = nn.Linear(16, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.fc(self.layer(x))
+        mask = torch.triu(torch.full((x.shape[1], x.shape[1]), -torch.inf, device=x.device), 1)
+        result: Tensor = self.fc(self.layer(x, src_mask=mask))
         return result
 
 

@@ -369,6 +369,28 @@ def test_inside_a_transformer_encoder() -> None:
         assert 30 < sqnr(model(*args), converted(*args)) < 60
 
 
+def test_a_mask_that_the_model_makes() -> None:
+    """Before it is used, the layer hands it on as it is: a float of the dtype of the query."""
+
+    class Causal(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.TransformerEncoderLayer(E, HEADS, 32, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            steps = x.shape[1]
+            mask = torch.triu(torch.full((steps, steps), -torch.inf, device=x.device), 1)
+            result: Tensor = self.layer(x, src_mask=mask)
+            return result
+
+    torch.manual_seed(0)
+    model, data = Causal().eval(), [(torch.randn(batch, steps, E),) for batch, steps in ((4, 6), (2, 9))]
+    prepared = tc.prepare_fx(model, MAPPING, data[0], MAP)
+    calibrate(prepared, data)
+    for args in data:
+        assert 25 < sqnr(model(*args), tc.convert_fx(prepared, CONVERT)(*args)) < 60
+
+
 def test_inside_a_transformer_decoder_layer() -> None:
     torch.manual_seed(0)
     model = nn.TransformerDecoderLayer(E, HEADS, 32).eval()

@@ -423,7 +423,8 @@ def called_aside(reads: KnowsSizes, function: Callable[..., Any], args: Any, kwa
                     found[place][dim] = size if is_same else int(slope) * (size - size.node.value) + before
             break
     for tensor, own in zip(made, found, strict=True):
-        reads.remember(tensor, tuple(own))
+        if not any(tensor is leaf for leaf in leaves):  # An argument's sizes would be read from themselves.
+            reads.remember(tensor, tuple(own))
     return result
 
 
