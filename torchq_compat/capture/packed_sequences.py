@@ -41,13 +41,13 @@ def _pack(input: Tensor, lengths: Tensor, batch_first: bool, whole: bool) -> tup
 
     Args:
         input: (T, B, ...), or (B, T, ...) with ``batch_first``.
-        lengths: (B,) int64 on the CPU, in descending order.
+        lengths: (B,) int64, in descending order.
         whole: whether the graph assumes that the longest sequence has T steps.
 
     Raises:
         InputError: a length exceeds T, or with ``whole`` no sequence has T steps.
     """
-    rows, batch_sizes = upstream.pack_padded_sequence(input, lengths, batch_first)
+    rows, batch_sizes = upstream.pack_padded_sequence(input, lengths.cpu(), batch_first)
     steps = input.shape[time_and_batch(batch_first)[0]]
     if batch_sizes.shape[0] > steps:
         raise _too_long(batch_sizes.shape[0], steps)
@@ -66,7 +66,7 @@ def _fake_pack(input: Tensor, lengths: Tensor, batch_first: bool, whole: bool) -
     if not whole:
         steps = context.new_dynamic_size(min=1)
         upstream.assume(steps <= input.shape[time])
-    return input.new_empty(rows, *input.shape[2:]), lengths.new_empty(steps)
+    return input.new_empty(rows, *input.shape[2:]), lengths.new_empty(steps, device="cpu")
 
 
 @torch.library.custom_op("torchq_compat::pad_packed_sequence", mutates_args=())

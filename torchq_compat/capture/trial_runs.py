@@ -216,14 +216,14 @@ class Runs:
         stubs: the stubs of its custom modules.
         modules: the custom modules, by handle.
         calls: the recorded calls of custom modules.
-        float_runs: how many runs of the float model there were.
+        example: the example inputs, whose shapes the float model takes.
     """
 
     model: nn.Module
     stubs: StubRegistry
     modules: Mapping[str, nn.Module]
     calls: RecordedCalls = field(default_factory=RecordedCalls)
-    float_runs: int = field(default=0)
+    example: tuple[Any, ...] = ()
 
     def of_float_model(
         self,
@@ -235,8 +235,10 @@ class Runs:
     ) -> FloatRun:
         """Run a copy of the float model on ``args``, inside of ``watching`` the copy; ``calls`` keeps the
         calls of the modules at ``recorded``."""
-        self.float_runs += 1
         model = trial_copy(self.model)
+        error = None if _shapes(args) == _shapes(self.example) else _error_on_cpu(model, args)
+        if error is not None:
+            return FloatRun(args, error=error)
         recording = self.calls.recording({path: model.get_submodule(path) for path in recorded})
         if double:
             model, args = copied_model(model).double(), in_double(args)
@@ -260,6 +262,23 @@ class Runs:
             graph_module, args = copy.deepcopy(graph_module).double(), in_double(args)
             modules = {handle: copied_model(module).double() for handle, module in modules.items()}
         return run_graph(graph_module, args, self.stubs, modules, runner)
+
+
+def _shapes(args: tuple[Any, ...]) -> list[torch.Size]:
+    return [leaf.shape for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
+
+
+def _error_on_cpu(model: nn.Module, args: tuple[Any, ...]) -> Exception | None:
+    """Return what ``model`` raises on the CPU at sizes that no user asked for, if its inputs are on CUDA: an
+    index out of range, as of a table of positions, would end every use of CUDA in this process."""
+    if not any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in pytree.tree_leaves(args)):
+        return None
+    try:
+        with alone_and_seeded():
+            copied_model(model).cpu()(*pytree.tree_map_only(Tensor, Tensor.cpu, args))
+    except Exception as error:
+        return error
+    return None
 
 
 def trial_copy(model: nn.Module) -> nn.Module:
@@ -337,7 +356,7 @@ def _seeded() -> Iterator[None]:
     python, numpy = random.getstate(), sys.modules.get("numpy.random")
     numpy_state: Any = numpy.get_state() if numpy is not None else None
     try:
-        with torch.no_grad(), draws_kept(), silenced():
+        with torch.no_grad(), draws_kept(), silenced(), _plain_cuda():
             # torch.manual_seed queues a call and its stack for every kind of device that is not in use.
             torch.default_generator.manual_seed(0)
             if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -350,6 +369,13 @@ def _seeded() -> Iterator[None]:
         random.setstate(python)
         if numpy is not None:
             numpy.set_state(numpy_state)
+
+
+def _plain_cuda() -> AbstractContextManager[Any]:
+    """Compute without cuDNN: its dropout in recurrent modules draws other numbers, and its TF32 rounds."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return nullcontext()
+    return torch.backends.cudnn.flags(enabled=False)
 
 
 @contextmanager

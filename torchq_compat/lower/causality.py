@@ -63,10 +63,10 @@ class TrialCalls:
         dimensions = self._dimensions.get(node, [])
         shape = [sizes.get(each.root or each.place, each.example) for each in dimensions]
         if value.dtype is torch.bool:
-            return torch.rand(shape, generator=generator) < 0.5
+            return (torch.rand(shape, generator=generator) < 0.5).to(value.device)
         if not value.dtype.is_floating_point:
-            return torch.randint(0, self._tokens, shape, generator=generator).to(value.dtype)
-        return torch.randn(shape, generator=generator).to(value.dtype)
+            return torch.randint(0, self._tokens, shape, generator=generator).to(value)
+        return torch.randn(shape, generator=generator).to(value)
 
     @cached_property
     def _tokens(self) -> int:

@@ -122,7 +122,7 @@ def _differences(
         elif value.device != example.device:
             yield f"argument {name!r} is on {value.device} where the example was on {example.device}"
         else:
-            for size, each in zip(value.shape, dimensions, strict=True):
+            for size, each in zip(value.shape, dimensions, strict=False):
                 if each.is_fixed and size != each.example:
                     where = f"in dimension {each.index}, the example {each.example}"
                     yield f"argument {name!r} has size {size} {where}"

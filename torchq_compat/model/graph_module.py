@@ -46,7 +46,7 @@ from torchq_compat.read.qconfig_mappings import QConfigRules
 from torchq_compat.read.qparams import QParams, adopt_loaded_qparams
 from torchq_compat.support import later_stages, metadata
 from torchq_compat.support.decisions import Decision
-from torchq_compat.support.graph_nodes import copied_weights
+from torchq_compat.support.graph_nodes import copied_weights, follow_devices
 from torchq_compat.support.process_state import TURNS, is_compiling, is_exporting
 from torchq_compat.support.torch_ao import freeze_bn_stats, update_bn_stats
 from torchq_compat.support.upstream import USER_PRESERVED_ATTRIBUTES_KEY, pytree
@@ -329,14 +329,19 @@ class QuantizationGraphModule(GraphModule):
         state_dict = own
         before = {name: value.clone() for name, value in self.state_dict().items()}
         adopt_loaded_qparams(self, state_dict)
+        devices = {name: value.device for name, value in self.named_buffers()}
         try:
-            return super().load_state_dict(state_dict, strict=strict, assign=assign)
+            result = super().load_state_dict(state_dict, strict=strict, assign=assign)
         except Exception as cause:
             adopt_loaded_qparams(self, before)
             super().load_state_dict(before, strict=False)
             if isinstance(cause, errors.CheckpointError):
                 raise
             raise errors.CheckpointError.other_model(str(cause)) from cause
+        for name, value in self.named_buffers():
+            if not assign and value.device != devices.get(name, value.device):
+                value.data = value.to(devices[name])
+        return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         with TURNS if self.is_prepared else nullcontext(), silenced(is_of_treespec, FutureWarning):
@@ -382,6 +387,11 @@ class QuantizationGraphModule(GraphModule):
         """Set the mode of dropout and batch norm, in the graph and in every module it calls."""
         super().train(mode)
         set_training(self, mode)
+        return self
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        follow_devices(self, fn)
         return self
 
     def apply(self, fn: Callable[[nn.Module], Any]) -> Self:

@@ -85,7 +85,8 @@ def try_model(
         with_loops: the model of ``swaps``; if it has rolled loops, its calls differ from those of
             ``working``.
     """
-    runs = Runs(trial_copy(working), StubRegistry(), {swap.paths[0]: swap.module for swap in swaps})
+    modules = {swap.paths[0]: swap.module for swap in swaps}
+    runs = Runs(trial_copy(working), StubRegistry(), modules, example=request.example_inputs)
     checked = [swap.paths[0] for swap in swaps if swap.request is not None and swap.handler.checks_calls]
     recorded = [] if request.is_qat or with_loops.steps else checked
     example = with_loops.example

@@ -209,7 +209,7 @@ def with_rolled_loops(working: nn.Module, signature: CallSignature, request: Pre
         return WithLoops(working)
     args = request.example_inputs
     inputs: Mapping[str, Any] = signature.labelled(args)
-    runs = Runs(trial_copy(working), StubRegistry(), {})
+    runs = Runs(trial_copy(working), StubRegistry(), {}, example=args)
     looped, example = find_looped_sizes(runs, args, inputs)
     if looped is None:
         return WithLoops(working, example=example)

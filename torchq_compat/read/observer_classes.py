@@ -52,6 +52,8 @@ class FastHistogramObserver(HistogramObserver):  # type: ignore[misc]
         if is_exporting():
             _refuse_export()
         values = x_orig.detach()
+        if not values.is_cpu and values.dtype in (torch.bfloat16, torch.float16):
+            values = values.float()  # CUDA has no torch.histc of halves.
         low, high = self.min_val, self.max_val
         if values.device == self.histogram.device and _is_inside(values, low, high):
             self.histogram.add_(torch.histc(values, self.bins, min=low.item(), max=high.item()))

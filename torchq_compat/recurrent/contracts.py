@@ -215,8 +215,8 @@ class SequenceContract(RecurrentContract):
         state: State | None,
         batch_sizes: list[int] | Tensor | None = None,
     ) -> tuple[Tensor, State]:
-        dtype = x.dtype
-        x = as_dtype(x, torch.float32)
+        dtype, wide = x.dtype, _computes_in(module)
+        x = as_dtype(x, wide)
         states = self._states(module, x, state, batch_sizes)
         if has_no_rows(x):
             width = self.structure.num_directions * self.structure.output_size
@@ -234,7 +234,7 @@ class SequenceContract(RecurrentContract):
     ) -> list[State]:
         """Return the initial state of every layer and direction."""
         if state is not None:
-            return list(zip(*(as_dtype(each, torch.float32).unbind(0) for each in state), strict=True))
+            return list(zip(*(as_dtype(each, x.dtype).unbind(0) for each in state), strict=True))
         widths = self.structure.state_widths
         first_step = x[: batch_sizes[0]] if isinstance(batch_sizes, list) else x[0]
         return [cell.initial_state(widths, first_step) for _, cell in self.cells(module)]
@@ -245,7 +245,7 @@ class SequenceContract(RecurrentContract):
             return check_state_count(self.kind, str(module.module_path), hidden)
         batched = x.dim() == 3
         rows = x.select(1 if self.structure.batch_first else 0, 0) if batched else x[:1]
-        cells = self._states(module, as_dtype(rows, torch.float32)[None], None, None)
+        cells = self._states(module, as_dtype(rows, _computes_in(module))[None], None, None)
         states = (as_dtype(torch.stack(each), x.dtype) for each in zip(*cells, strict=True))
         return tuple(state if batched else state.squeeze(1) for state in states)
 
@@ -321,13 +321,14 @@ class CellContract(RecurrentContract):
         input, hx = self._bind(*args, **kwargs)
         states = self.check_call(module.module_path, input, hx)
         batched = input.dim() == 2
-        x = as_dtype(input if batched else input.unsqueeze(0), torch.float32)
+        wide = _computes_in(module)
+        x = as_dtype(input if batched else input.unsqueeze(0), wide)
         cell = self._cell(module)
         if states is None:
             states = cell.initial_state((self.hidden_size,) * len(self.kind.states), x)
         elif not batched:
             states = tuple(state.unsqueeze(0) for state in states)
-        states = tuple(as_dtype(state, torch.float32) for state in states)
+        states = tuple(as_dtype(state, wide) for state in states)
         if has_no_rows(x):
             new = tuple(state.clone() for state in states)
         else:
@@ -387,6 +388,12 @@ def contract_of(module: nn.Module) -> RecurrentContract:
         return SequenceContract(RecurrentStructure.of(module))
     assert isinstance(module, nn.RNNCellBase)
     return CellContract(kind_of(module), module.input_size, module.hidden_size, module.bias)
+
+
+def _computes_in(module: nn.Module) -> torch.dtype:
+    """Return float64 for a module whose weights were made so, as trials do, else float32."""
+    weight = next(module.parameters(), None)
+    return torch.float64 if weight is not None and weight.dtype is torch.float64 else torch.float32
 
 
 def has_no_rows(x: Tensor) -> bool:

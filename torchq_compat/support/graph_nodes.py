@@ -7,12 +7,15 @@ import operator
 import re
 import sys
 from collections import OrderedDict
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Node
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_aggregate
 
 # Helpers for graph nodes and the modules around them: attributes, names, module paths.
 
@@ -32,6 +35,38 @@ def attribute_of(owner: nn.Module, node: Node) -> Any:
 def attribute_at(owner: nn.Module, path: str) -> Any:
     """Return the attribute, most often a tensor, at the dotted ``path`` in ``owner``."""
     return operator.attrgetter(path)(owner)
+
+
+def follow_devices(model: nn.Module, move: Callable[[Tensor], Tensor]) -> None:
+    """Let the graphs in ``model``, whose state ``move`` has moved, make their constants where the state is.
+
+    torch.export writes ``device=x.device`` as the device that the example was on.
+    """
+
+    @cache
+    def moved(device: torch.device) -> torch.device:
+        return move(torch.empty(0, device=device)).device
+
+    def new(value: Any) -> Any:
+        return moved(value) if isinstance(value, torch.device) else value
+
+    def unasked(value: Any) -> Any:
+        return None if value != new(value) else value
+
+    for graph_module in (module for module in model.modules() if isinstance(module, GraphModule)):
+        changed = False
+        for node in graph_module._graph.nodes:
+            value = node.meta.get("val")
+            if isinstance(value, Tensor) and moved(value.device) != value.device:
+                node.meta["val"] = move(value)
+            # The lengths of packed sequences, which torch.export asserts to be on the CPU, may stay there.
+            change = unasked if node.target is torch.ops.aten._assert_tensor_metadata.default else new
+            arguments = map_aggregate((node.args, node.kwargs), change)
+            if arguments != (node.args, node.kwargs):
+                node.args, node.kwargs = arguments
+                changed = True
+        if changed:
+            graph_module.recompile()
 
 
 def module_path_of(node: Node) -> str:

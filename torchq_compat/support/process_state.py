@@ -216,14 +216,23 @@ def prepare_pt2e(model: GraphModule, quantizer: Quantizer) -> GraphModule:
     """Call torchao's ``prepare_pt2e``."""
     with alone(), _forgetting_models():
         prepared: GraphModule = flow.prepare_pt2e(model, quantizer)
-        return prepared
+        return _on_device_of_inputs(prepared)
 
 
 def prepare_qat_pt2e(model: GraphModule, quantizer: Quantizer) -> GraphModule:
     """Call torchao's ``prepare_qat_pt2e``."""
     with alone(), _forgetting_models():
         prepared: GraphModule = flow.prepare_qat_pt2e(model, quantizer)
-        return prepared
+        return _on_device_of_inputs(prepared)
+
+
+def _on_device_of_inputs(prepared: GraphModule) -> GraphModule:
+    """Move the observers of a graph without parameters to its inputs: torchao finds no device for them."""
+    values = [node.meta.get("val") for node in prepared.graph.find_nodes(op="placeholder")]
+    devices = {value.device for value in values if isinstance(value, torch.Tensor)} - {torch.device("cpu")}
+    has_own = any(buffer.device in devices for buffer in prepared.buffers())
+    is_alone = len(devices) == 1 and not has_own and next(prepared.parameters(), None) is None
+    return prepared.to(devices.pop()) if is_alone else prepared
 
 
 def convert_pt2e(model: GraphModule, **options: bool) -> GraphModule:

@@ -410,7 +410,7 @@ def _check(
 
 
 def _compare(made: RolledModel, run: FloatRun) -> str | None:
-    rolled = Runs(made.model, StubRegistry(), {}).of_float_model(run.args)
+    rolled = Runs(made.model, StubRegistry(), {}, example=run.args).of_float_model(run.args)
     if rolled.error is not None:
         return f"{type(rolled.error).__name__}: {rolled.error}"
     return difference(run.value, rolled.value, CAPTURED)

@@ -386,7 +386,7 @@ class LoweredGraphModule(ConvertedModel):
         return self
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
-        self.reference._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.reference._apply(fn, recurse)
         self._lower_again()
         return self
 

@@ -213,7 +213,7 @@ def check_in_runtime(model: OnnxModel, converted: torch.nn.Module, trials: Seque
         except Exception:  # The model takes no such values, as lengths longer than the sequences.
             continue
         try:
-            named = {each.name: value.numpy() for each, value in zip(inputs, given, strict=True)}
+            named = {each.name: value.cpu().numpy() for each, value in zip(inputs, given, strict=True)}
             results = session.run(None, named)
         except Exception as cause:
             raise _refused(f"{cause}, at {shapes}") from cause
