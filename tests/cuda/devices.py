@@ -48,8 +48,9 @@ def calibrate(prepared: Any, batches: Iterable[Batch], device: torch.device) -> 
 
 
 def elsewhere(model: nn.Module, device: torch.device) -> list[str]:
-    """Return the names of parameters and buffers that are not on ``device``."""
+    """Return the names of parameters and buffers that are not on ``device``, but of what only CPUs run."""
     both = [*model.named_parameters(), *model.named_buffers()]
+    both = [pair for pair in both if not pair[0].endswith("operator_program")]
     return [f"{name} on {value.device}" for name, value in both if value.device.type != device.type]
 
 
