@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from typing import Any
 
 from torch import Tensor
 from torch.fx import GraphModule, Node
@@ -61,13 +62,14 @@ NAMED = 5
 
 @checked_arguments(model=GRAPH, quantizer=QUANTIZER)
 def prepare_pt2e(model: GraphModule, quantizer: Quantizer) -> GraphModule:
-    """Return a copy of ``model`` with the observers that ``quantizer`` annotates, for calibration.
+    """Return ``model`` with the observers that ``quantizer`` annotates, for calibration.
 
     An ``output_qspec`` on an operator with several outputs means each float output; a sequence means one by
     one. Specs may share with points that are annotated later, and have torch.ao's observers.
 
     Args:
-        model: an exported module, as ``torch.export.export(...).module()`` returns; it stays as it is.
+        model: an exported module, as ``torch.export.export(...).module()`` returns. It keeps an equal graph;
+            the result has its parameters and buffers, and the Quantizer is given its nodes, as by torchao.
         quantizer: any torchao Quantizer; its ``transform_for_annotation`` and ``validate`` are called.
 
     Raises:
@@ -94,7 +96,7 @@ def prepare_pt2e(model: GraphModule, quantizer: Quantizer) -> GraphModule:
 
 @checked_arguments(model=GRAPH, quantizer=QUANTIZER)
 def prepare_qat_pt2e(model: GraphModule, quantizer: Quantizer) -> GraphModule:
-    """Return a copy of ``model`` with fake-quantizes, for training; otherwise as ``prepare_pt2e``.
+    """Return ``model`` with fake-quantizes, for training; otherwise as ``prepare_pt2e``.
 
     Raises:
         AnnotationError: an annotation cannot be carried out; the message names node or edge.
@@ -135,7 +137,7 @@ def _prepare(model: GraphModule, quantizer: Quantizer, *, is_qat: bool) -> Graph
     checked = _CheckedQuantizer(quantizer, model)
     flow = process_state.prepare_qat_pt2e if is_qat else process_state.prepare_pt2e
     try:
-        prepared = flow(copy.deepcopy(model), checked)
+        prepared = flow(_with_nodes_of(model), checked)
     except QuantizerFailedError as failed:
         raise failed.raised from failed.raised.__cause__
     assert checked.outer is not None
@@ -149,6 +151,18 @@ def _prepare(model: GraphModule, quantizer: Quantizer, *, is_qat: bool) -> Graph
         name = type(quantizer).__name__
         warn_user("TQ423", f"{name} annotates nothing at {shown}{more}: they stay float.")
     return prepared
+
+
+def _with_nodes_of(model: GraphModule) -> GraphModule:
+    """Return a module with the tensors of ``model``, which an optimizer may hold, and its nodes, which its
+    Quantizer may; ``model`` gets copies of its graphs."""
+    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    copied: GraphModule = copy.deepcopy(model, tensors)
+    for path, module in copied.named_modules():
+        if isinstance(module, GraphModule):
+            given: Any = model.get_submodule(path)
+            given.graph, module.graph = module.graph, given.graph
+    return copied
 
 
 class _CheckedQuantizer(UserQuantizer):
@@ -167,13 +181,19 @@ class _CheckedQuantizer(UserQuantizer):
             and node.all_input_nodes
             and _computes_floats(node.meta.get("val"))
             and not preserves_values(node)
-            and not any(_is_annotated(each) for each in (node, *node.users))
+            and not _is_annotated(node)
+            and not any(_is_fused_into(node, user) for user in node.users)
         )
 
 
 def _is_annotated(node: Node) -> bool:
     annotation = node.meta.get(Q_ANNOTATION_KEY)
     return annotation is not None and bool(annotation._annotated)
+
+
+def _is_fused_into(node: Node, user: Node) -> bool:
+    """Return whether ``user`` is annotated, and not where it reads ``node``: as the last op of a pattern."""
+    return _is_annotated(user) and user.meta[Q_ANNOTATION_KEY].input_qspec_map.get(node) is None
 
 
 def _computes_floats(value: object) -> bool:

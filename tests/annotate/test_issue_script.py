@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.util
 import operator
+import re
 import warnings
 from functools import cache
 from pathlib import Path
@@ -20,6 +21,7 @@ from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e
 import torchq_compat as tc
 from tests.helpers.oracle import by_us, leaves, sqnr
 from tests.helpers.quantizers import ByHand, prepared_by_torchao
+from tests.helpers.warm_python import warm_python
 from torchq_compat.annotate.observed_graph import observer_nodes
 
 ATEN, OPS = torch.ops.aten, torch.ops.quantized_decomposed
@@ -42,17 +44,28 @@ def rewritten(name: str) -> Any:
 # -- the issue
 
 
+def check_the_print(printed: str) -> None:
+    """Assert that the script of the issue ``printed`` a graph with q-dq behind all three outputs."""
+    calls = re.findall(r"= torch\.ops\.quantized_decomposed\.(\w+)_per_tensor\.default\((\w+)", printed)
+    quantized = [value for name, value in calls if name == "quantize"]
+    assert quantized == ["unsqueeze", "zeros", "zeros_1", "getitem", "getitem_1", "getitem_2"]
+    assert len(calls) - len(quantized) == 10
+
+
+@pytest.mark.executorch
+def test_the_script_of_the_issue_as_rewritten(capsys: pytest.CaptureFixture[str]) -> None:
+    rewritten("issue").test_lstm_model()
+    check_the_print(capsys.readouterr().out)
+
+
 @pytest.mark.executorch
 @pytest.mark.slow
-def test_the_script_of_the_issue_runs_and_still_complains(capsys: pytest.CaptureFixture[str]) -> None:
-    """With plain torchao the script prints what it printed then: no quantize nodes after lstm.input."""
-    rewritten("issue").test_lstm_model()
-    printed = capsys.readouterr().out
-    quantize = "quantized_decomposed.quantize_per_tensor.default("
-    assert printed.count(f".{quantize}") == 3  # x, h0, c0
-    _, after = printed.split("torch.ops.aten.lstm.input(")
-    assert quantize not in after
-    assert "[2]" in after
+def test_the_script_of_the_issue_under_run(tmp_path: Path) -> None:
+    source = (REWRITTEN.parent / "input" / "issue.py").read_text()
+    (tmp_path / "issue.py").write_text(source + "\n\ntest_lstm_model()\n")
+    ran = warm_python("-m", "torchq_compat", "run", "issue.py", cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    check_the_print(ran.stdout)
 
 
 def checked(quantizer: Any) -> Any:

@@ -27,6 +27,7 @@ from torchao.quantization.pt2e import (
 from torchao.quantization.pt2e.quantizer import (
     ComposableQuantizer,
     DerivedQuantizationSpec,
+    FixedQParamsQuantizationSpec,
     QuantizationAnnotation,
     QuantizationSpec,
     Quantizer,
@@ -117,16 +118,19 @@ def test_the_bits_of_plain_pt2e(make: Callable[[], Quantizer], name: str) -> Non
     assert 20 < sqnr(model(batches[1]), converted(batches[1])) < 60
 
 
-def test_training_has_the_losses_of_plain_pt2e() -> None:
+@pytest.mark.parametrize("name", ["linear", pytest.param("convolutional", marks=pytest.mark.slow)])
+def test_training_has_the_losses_of_plain_pt2e(name: str) -> None:
+    """With an optimizer that was made before."""
     torch.manual_seed(0)
-    batches = [torch.randn(4, 8) for _ in range(3)]
-    graph = exported(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)).train(), batches[0])
+    factory, shape = MODELS[name]
+    model, batches = factory().train(), [torch.randn(shape) for _ in range(3)]
     losses = []
     for prepare in (quantize_pt2e.prepare_qat_pt2e, pt2e.prepare_qat_pt2e):
+        graph = exported(copy.deepcopy(model), batches[0])
+        optimizer = torch.optim.SGD(graph.parameters(), 0.1)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", QuantizationNote)
-            prepared = prepare(copy.deepcopy(graph), x86_quantizer(is_qat=True))
-        optimizer = torch.optim.SGD(prepared.parameters(), 0.1)
+            prepared = prepare(graph, x86_quantizer(is_qat=True))
         for batch in batches:
             loss = prepared(batch).square().mean()
             optimizer.zero_grad()
@@ -135,24 +139,6 @@ def test_training_has_the_losses_of_plain_pt2e() -> None:
             losses.append(loss.item())
     assert losses[:3] == losses[3:]
     assert losses[0] != losses[2]
-
-
-@pytest.mark.executorch
-def test_the_quantizer_of_the_issue_quantizes_all_three_outputs() -> None:
-    """Literally as it annotates: one ``output_qspec`` on an operator with three outputs."""
-    torch.manual_seed(0)
-    model, x = nn.LSTM(64, hidden_size=16).eval(), torch.randn(1, 64)
-    graph: Any = torch.export.export(model, (x,), strict=True).module()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", QuantizationNote)
-        converted = ours(graph, rewritten("issue").CustomComposableQuantizer(), [x, x])
-    targets = [node.target for node in converted.graph.nodes]
-    assert targets.count(QUANTIZE) == 6
-    assert targets.count(DEQUANTIZE) == 10
-    (lstm,) = (node for node in converted.graph.nodes if node.target is ATEN.lstm.input)
-    assert [[user.target for user in getitem.users] for getitem in lstm.users] == [[QUANTIZE]] * 3
-    for expected, result in zip(leaves(model(x)), leaves(converted(x)), strict=True):
-        assert 25 < sqnr(expected, result) < 60
 
 
 class ByNode(Quantizer):
@@ -198,6 +184,14 @@ def test_what_no_annotation_covers_is_told() -> None:
     x = torch.randn(4, 3)
     with pytest.warns(QuantizationNote, match=r"ByNode annotates nothing at aten\.mul\.Tensor x1: they"):
         pt2e.prepare_pt2e(exported(Halves(), x), ByNode(on_chunk))
+
+    def on_second(node: fx.Node) -> QuantizationAnnotation | None:
+        is_second = node.name == "linear_1"
+        return QuantizationAnnotation({node.args[0]: INT8}, None, _annotated=True) if is_second else None
+
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    with pytest.warns(QuantizationNote, match=r"ByNode annotates nothing at aten\.linear\.default x1: they"):
+        pt2e.prepare_pt2e(exported(model, x), ByNode(on_second))
     quantizer = ByNode(
         lambda node: (
             on_chunk(node)
@@ -207,6 +201,65 @@ def test_what_no_annotation_covers_is_told() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", QuantizationNote)
         pt2e.prepare_pt2e(exported(Halves(), x), quantizer)
+
+
+def test_specs_stand_in_the_order_of_arguments() -> None:
+    """In which torchao reads those of a convolution that it fuses with a batch norm to train it."""
+
+    def annotate(node: fx.Node) -> QuantizationAnnotation | None:
+        if node.target is not ATEN.linear.default:
+            return None
+        value, weight, bias = node.args
+        return QuantizationAnnotation({weight: INT8, bias: None, value: INT8}, None, _annotated=True)
+
+    graph = exported(nn.Linear(4, 3), torch.randn(5, 4))
+    pt2e.check_annotations(ByNode(annotate).annotate(graph))
+    (linear,) = graph.graph.find_nodes(op="call_function", target=ATEN.linear.default)
+    specs = linear.meta["quantization_annotation"].input_qspec_map
+    assert list(specs.items()) == list(zip(linear.args, (INT8, INT8, None), strict=True))
+
+
+def test_nodes_of_the_given_module_are_those_that_the_quantizer_sees() -> None:
+    """Specs by edge and node may be written before prepare, in a map of one's own or on the nodes."""
+    x = torch.randn(4, 3)
+    points: dict[Any, QuantizationSpec] = {}
+
+    def by_map(node: fx.Node) -> QuantizationAnnotation | None:
+        inputs = {source: points[source, node] for source in node.all_input_nodes if (source, node) in points}
+        return QuantizationAnnotation(inputs, points.get(node), _annotated=True) if inputs else None
+
+    for prepare in (quantize_pt2e.prepare_pt2e, pt2e.prepare_pt2e):
+        for is_annotated_before in (False, True):
+            graph = exported(Halves(), x)
+            (mul,) = graph.graph.find_nodes(op="call_function", target=ATEN.mul.Tensor)
+            points = {mul: INT8, **{(source, mul): INT8 for source in mul.all_input_nodes}}
+            if is_annotated_before:
+                mul.meta["quantization_annotation"], points = by_map(mul), {}
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", QuantizationNote)
+                prepared = prepare(graph, ByNode(by_map))
+            prepared(x)
+            converted = pt2e.convert_pt2e(prepared)
+            assert sum(n.target is QUANTIZE for n in converted.graph.nodes) == 3
+            assert torch.equal(graph(x), Halves()(x)) or prepare is quantize_pt2e.prepare_pt2e
+
+
+def test_qparams_that_are_given_need_no_range() -> None:
+    """torchao's convert writes a range of None, with which the model cannot be called."""
+    x = torch.randn(4, 3)
+    known = FixedQParamsQuantizationSpec(torch.uint8, 1 / 32, 128)
+
+    def annotate(node: fx.Node) -> QuantizationAnnotation | None:
+        if node.target is not ATEN.mul.Tensor:
+            return None
+        first, second = node.all_input_nodes
+        derived = DerivedQuantizationSpec([(first, node)], lambda of: of[0].calculate_qparams(), torch.int8)
+        return QuantizationAnnotation({first: INT8, second: derived}, known, _annotated=True)
+
+    converted = ours(exported(Halves(), x), ByNode(annotate), [x])
+    ranges = [node.args[3:] for node in converted.graph.find_nodes(op="call_function", target=QUANTIZE)]
+    assert ranges == [(-128, 127, torch.int8)] * 2 + [(0, 255, torch.uint8)]
+    assert 20 < sqnr(Halves()(x), converted(x)) < 60
 
 
 def test_what_cannot_be_carried_out_is_refused_by_its_edge_and_nothing_changes() -> None:

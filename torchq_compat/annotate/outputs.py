@@ -22,20 +22,20 @@ from torchq_compat.support import argument_checks
 # Write settled specs into the annotations, where torchao's prepare reads them.
 
 
-def write_specs(graph: Graph, specs: Mapping[sharing.EdgeOrNode, Spec]) -> None:
+def write_specs(graph: Graph, specs: Mapping[sharing.EdgeOrNode, Spec | None]) -> None:
     """Write ``specs`` into the annotations of ``graph``, in their order, in which torchao makes observers.
 
     Args:
-        specs: point -> spec, for every point of the graph that has one.
+        specs: point -> spec, for every point of the graph that has one, and None for edges that are named
+            without one.
     """
-    consumers = {point[1] for point in specs if isinstance(point, tuple)}
-    left_alone = {consumer: _left_alone(consumer) for consumer in consumers}
     # From here on getitems are made and merged: a node found earlier may have been erased.
-    spelled = {point: sharing.with_nodes(spec, sharing.node_at) for point, spec in specs.items()}
-    for consumer, sources in left_alone.items():
-        consumer.meta[Q_ANNOTATION_KEY].input_qspec_map = {
-            sharing.node_at(source): None for source in sources
-        }
+    spelled = {
+        point: None if spec is None else sharing.with_nodes(spec, sharing.node_at)
+        for point, spec in specs.items()
+    }
+    for consumer in {point[1] for point in specs if isinstance(point, tuple)}:
+        consumer.meta[Q_ANNOTATION_KEY].input_qspec_map = {}
     for point, spec in spelled.items():
         if isinstance(point, tuple):
             source, consumer = point
@@ -47,12 +47,6 @@ def write_specs(graph: Graph, specs: Mapping[sharing.EdgeOrNode, Spec]) -> None:
         annotation = node.meta.get(Q_ANNOTATION_KEY)
         if annotation is not None and sharing.has_several(node):
             annotation.output_qspec = None  # Each output has its own spec now.
-
-
-def _left_alone(consumer: Node) -> list[sharing.Source]:
-    """Return the inputs that the annotation of ``consumer`` names without a spec."""
-    inputs = consumer.meta[Q_ANNOTATION_KEY].input_qspec_map
-    return [sharing.canonical_source(source) for source, spec in inputs.items() if spec is None]
 
 
 # Annotate a node with one spec per output: check the specs, and write them where torchao reads them.

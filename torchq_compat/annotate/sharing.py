@@ -24,7 +24,7 @@ from torchao.quantization.pt2e.quantizer.quantizer import QuantizationSpecBase a
 from torchq_compat.errors import AnnotationError, ConfigError
 from torchq_compat.read.qspecs import with_torchao_observer
 from torchq_compat.support.argument_checks import INDEX, check_arguments, instance_of
-from torchq_compat.support.dtypes import dtype_name, is_integer
+from torchq_compat.support.dtypes import dtype_name, dtype_range, is_integer
 
 # Points of a graph that can be observed, including outputs that do not have a node yet.
 #
@@ -197,9 +197,15 @@ def checked_spec(point: EdgeOrNode, spec: Any) -> Spec:
             hint="use one of torchao's QuantizationSpec, FixedQParamsQuantizationSpec, "
             "SharedQuantizationSpec, DerivedQuantizationSpec, or None.",
         )
-    if isinstance(spec, (FixedQParamsQuantizationSpec, DerivedQuantizationSpec)) and spec.qscheme is None:
-        # torchao reads no qscheme, and no axis, as per tensor.
-        return dataclasses.replace(spec, qscheme=torch.per_tensor_affine)
+    if isinstance(spec, (FixedQParamsQuantizationSpec, DerivedQuantizationSpec)):
+        # torchao reads no qscheme, and no axis, as per tensor; its convert fails without a range.
+        low, high = dtype_range(spec.dtype) if is_integer(spec.dtype) else (None, None)
+        return dataclasses.replace(
+            spec,
+            qscheme=torch.per_tensor_affine if spec.qscheme is None else spec.qscheme,
+            quant_min=low if spec.quant_min is None else spec.quant_min,
+            quant_max=high if spec.quant_max is None else spec.quant_max,
+        )
     if not isinstance(spec, QuantizationSpec):
         return spec
     try:
@@ -331,6 +337,13 @@ class SpecTable:
     def __init__(self, graph: Graph) -> None:
         self.specs: dict[EdgeOrNode, Spec] = {}
         self._order = {node: index for index, node in enumerate(graph.nodes)}
+        self._inputs: dict[Node, dict[Source, int]] = {}
+        self._left_alone = {
+            (canonical_source(source), node): None
+            for node in graph.nodes
+            for source, spec in getattr(node.meta.get(Q_ANNOTATION_KEY), "input_qspec_map", {}).items()
+            if spec is None and source in node.all_input_nodes
+        }
         checked: dict[int, Spec] = {}
         for point, spec in read_specs(graph):
             if id(spec) not in checked:
@@ -384,10 +397,10 @@ class SpecTable:
                     raise _of_another_graph(shown(point), shown(source))
                 raise _unobserved(shown(point), shown(source))
 
-    def settled(self) -> dict[EdgeOrNode, Spec]:
+    def settled(self) -> dict[EdgeOrNode, Spec | None]:
         """Return specs with the same sharing, in a form and order from which torchao can make the observers.
 
-        A reference to a point without a spec is kept.
+        A reference to a point without a spec is kept; so is an edge that an annotation leaves alone, as None.
 
         Raises:
             AnnotationError: a derived spec refers to a point after it.
@@ -396,10 +409,12 @@ class SpecTable:
         leaders: dict[EdgeOrNode, EdgeOrNode] = {}
         for point in points:
             leaders.setdefault(self._root(point), point)
-        settled: dict[EdgeOrNode, Spec] = {}
-        for point in points:
+        settled: dict[EdgeOrNode, Spec | None] = {}
+        for point in sorted(self._left_alone | self.specs, key=self._position):
             root = self._root(point)
-            if root in self.specs and leaders[root] == point:
+            if point not in self.specs:
+                settled[point] = None
+            elif root in self.specs and leaders[root] == point:
                 settled[point] = self._leading(point, self.specs[root], leaders)
             else:
                 settled[point] = SharedQuantizationSpec(leaders[root] if root in self.specs else root)
@@ -437,16 +452,20 @@ class SpecTable:
             return dataclasses.replace(spec, derived_from=[self._root(source) for source in references(spec)])
         return spec
 
-    def _position(self, point: EdgeOrNode) -> tuple[int, int, int]:
+    def _position(self, point: EdgeOrNode) -> tuple[int, int, int, int]:
         """Return the key for graph order: edges into a node before its output, derived edges after their
-        sources."""
+        sources; else as arguments, in which order torchao reads the specs of a convolution it trains."""
         if isinstance(point, tuple):
-            return self._order[point[1]], 0, self._depth(point)
+            source, consumer = point
+            if consumer not in self._inputs:
+                inputs = map(canonical_source, consumer.all_input_nodes)
+                self._inputs[consumer] = {each: index for index, each in enumerate(inputs)}
+            return self._order[consumer], 0, self._depth(point), self._inputs[consumer][source]
         if isinstance(point, Output):
             getitems = getitems_of(point)
             place = self._order[getitems[0]] if getitems else self._order[point.node]
-            return place, 1, point.index
-        return self._order[point], 1, 0
+            return place, 1, point.index, 0
+        return self._order[point], 1, 0, 0
 
     def _depth(self, point: EdgeOrNode) -> int:
         """Return the number of derived specs between ``point`` and observed values."""

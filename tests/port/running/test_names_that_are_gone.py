@@ -65,7 +65,7 @@ def test_redirected(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     assert lines[0].split()[:2] == [
-        "torchao.quantization.pt2e.quantize_pt2e",
+        "torchq_compat.pt2e",
         "torchao.quantization.pt2e.quantizer.quantizer",
     ]
     assert lines[1:3] == ["DynamicQuantizedLSTM(4, 4)", "True"]
