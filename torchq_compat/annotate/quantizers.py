@@ -395,7 +395,8 @@ class UserQuantizer(WrappingQuantizer):
             raise QuantizerFailedError(cause) from cause
 
     def prepare_obs_or_fq_callback(self, model: GraphModule, observers: dict[Any, Any]) -> None:
-        super().prepare_obs_or_fq_callback(model, observers)
+        with self._asking():
+            super().prepare_obs_or_fq_callback(model, observers)
         if self._observers is None:
             self._observers = dict(observers)
 
@@ -534,7 +535,7 @@ def _decision(
             reason,
             node=output,
             warn=bool(lost),
-            code="TQ415",
+            code="TQ415" if lost else "",
         )
     if lost:
         reason = f"annotated by {name}, but torchao observes nothing at {_shown(lost)}"
@@ -545,8 +546,9 @@ def _decision(
     else:
         reason = f"{name} does not annotate it"
     is_misleading = bool(points) and not unread.intersection(points)
+    code = "TQ415" if is_misleading else ""
     return Decision(
-        partition.label, partition.kind, Action.FLOAT, reason, node=output, warn=is_misleading, code="TQ415"
+        partition.label, partition.kind, Action.FLOAT, reason, node=output, warn=is_misleading, code=code
     )
 
 
