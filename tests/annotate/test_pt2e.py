@@ -34,8 +34,8 @@ from torchao.quantization.pt2e.quantizer import (
 )
 
 import torchq_compat as tc
-from tests.annotate.test_issue_script import DEQUANTIZE, QUANTIZE, rewritten
-from tests.helpers.oracle import leaves, sqnr
+from tests.annotate.test_issue_script import QUANTIZE
+from tests.helpers.oracle import sqnr
 from torchq_compat import pt2e
 from torchq_compat.errors import AnnotationError, ArgumentError, QuantizationNote
 
