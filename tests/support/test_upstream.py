@@ -270,6 +270,21 @@ def test_what_a_trace_sets_for_all_threads_is_known() -> None:
     assert before == {name: getattr(owner, name) for owner, name in upstream.SET_FOR_ALL_THREADS}
 
 
+def test_a_lazy_clone_shares_memory_until_one_side_writes() -> None:
+    tensor = torch.arange(4.0)
+    assert upstream.storage_uses(tensor.untyped_storage()._cdata) == 2
+    clone = upstream.lazy_clone(tensor)
+    assert upstream.is_shared(tensor)
+    assert upstream.is_shared(clone)
+    tensor.add_(1)
+    assert not upstream.is_shared(tensor)
+    assert clone.tolist() == [0, 1, 2, 3]
+    alias = clone.numpy()
+    assert upstream.storage_uses(clone.untyped_storage()._cdata) == 3
+    with pytest.raises(RuntimeError):
+        upstream.lazy_clone(torch.from_numpy(alias))  # another library's memory
+
+
 def test_every_name_is_tested_here() -> None:
     text = inspect.getsource(inspect.getmodule(test_every_name_is_tested_here))  # type: ignore[arg-type]
     used: set[str] = set()

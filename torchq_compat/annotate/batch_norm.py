@@ -16,6 +16,7 @@ from torchao.quantization.pt2e.quantizer import Quantizer
 from torchq_compat import ops
 from torchq_compat.annotate.annotation import WrappingQuantizer
 from torchq_compat.capture.training import batch_counters, drop_batch_counters, has_fixed_mode, training_flag
+from torchq_compat.read.qdq import FOLDED_SCALE
 from torchq_compat.support.graph_nodes import attribute_of
 from torchq_compat.support.process_state import convert_pt2e, prepare_pt2e, prepare_qat_pt2e
 from torchq_compat.support.upstream import BatchNormBase, is_activation_post_process
@@ -360,16 +361,20 @@ def fold_batch_norms(prepared: GraphModule) -> None:
 def _fold_fused(prepared: GraphModule, batch_norm: Node, fused: _Fused) -> None:
     gamma, variance = (_value(prepared, batch_norm.args[i]) for i in (ops.GAMMA, ops.RUNNING_VAR))
     scale = _scale(_compute, gamma, variance, batch_norm.args[ops.EPS])
-    values = _folded(prepared, batch_norm, fused.op, fused.weight, fused.bias, scale)
+    weight, bias = _folded(prepared, batch_norm, fused.op, fused.weight, fused.bias, scale)
+    beside = _beside_weight(_compute, scale, fused.op, weight.shape).to(weight.dtype).detach()
     # Unique: two convolutions may share a weight, and each folds its own batch norm.
-    names = (f"{batch_norm.name}_folded", f"{batch_norm.name}_folded_bias")
+    constants = {f"{batch_norm.name}{FOLDED_SCALE}": beside, f"{batch_norm.name}_folded_bias": bias}
     nodes = []
     with prepared.graph.inserting_before(fused.weight_observer):
-        for name, value in zip(names, values, strict=True):
+        for name, value in constants.items():
             prepared.register_parameter(name, nn.Parameter(value))
             nodes.append(prepared.graph.get_attr(name))
             nodes[-1].meta["val"] = value
-    fused.weight_observer.args = (nodes[0],)
+        # The folded weight is computed where it is read: there is one at a time.
+        scaled = prepared.graph.call_function(ATEN.mul.Tensor, (fused.weight, nodes[0]))
+    scaled.meta["val"] = fused.weight.meta["val"]
+    fused.weight_observer.args = (scaled,)
     fused.op.args = (*fused.op.args[:2], nodes[1], *fused.op.args[3:])
     batch_norm.replace_all_uses_with(fused.op)
     prepared.graph.erase_node(batch_norm)
@@ -489,17 +494,22 @@ def prepare(
     return prepared
 
 
-def convert(prepared: GraphModule, fix_observers: Callable[[GraphModule], None]) -> GraphModule:
+def convert(
+    prepared: GraphModule,
+    fix_observers: Callable[[GraphModule], None],
+    fold: Callable[[GraphModule], None],
+) -> GraphModule:
     """Return ``prepared``, which is changed, with its observers replaced by q-dq.
 
     Args:
         fix_observers: called after the batch norms are folded, before torchao reads the observers.
+        fold: folds the weights.
     """
     drop_batch_counters(prepared)
     fix_averaging_factors(prepared)
     fold_batch_norms(prepared)
     fix_observers(prepared)
     hide_batch_norms(prepared)
-    converted = convert_pt2e(prepared)
+    converted = convert_pt2e(prepared, fold)
     show_batch_norms(converted)
     return converted

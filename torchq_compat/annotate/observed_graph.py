@@ -26,10 +26,11 @@ from torchq_compat.annotate import batch_norm
 from torchq_compat.annotate.annotation import NodeSpecs, OuterGraphQuantizer, SpecQuantizer, op_record
 from torchq_compat.read import observers
 from torchq_compat.read.observer_classes import converts_otherwise, use_observer_qparams
+from torchq_compat.read.qdq import constant_value, fold_weights, is_scaled_weight
 from torchq_compat.read.qparams import fold_weight, has_loaded_qparams, qparams_of, set_loaded_observer
 from torchq_compat.support import metadata
 from torchq_compat.support.dtypes import SIXTEEN_BITS, dtype_range, is_integer, plain_dtype
-from torchq_compat.support.graph_nodes import attribute_of, module_path_of
+from torchq_compat.support.graph_nodes import module_path_of
 from torchq_compat.support.process_state import prepare_pt2e
 from torchq_compat.support.torch_ao import observer as legacy_observer
 from torchq_compat.support.upstream import FakeTensor, is_activation_post_process
@@ -182,9 +183,17 @@ def convert_graph(
         _cast_around_observers(folded)
         _forget_annotations(folded)
 
-    converted = _allow_train_eval(batch_norm.convert(prepared, fix_observers))
+    converted = _allow_train_eval(batch_norm.convert(prepared, fix_observers, _fold_all))
     metadata.FX_CONVERTS_OTHERWISE.write(converted, tuple(dict.fromkeys(otherwise)))
     return converted
+
+
+def _fold_all(converted: GraphModule) -> None:
+    """Fold the weights of ``converted`` and of the bodies of its loops."""
+    fold_weights(converted)
+    for node in converted.graph.nodes:
+        if node.target in BODY_OF_LOOP:
+            _fold_all(converted.get_submodule(str(node.args[BODY_OF_LOOP[node.target]].target)))  # type: ignore[arg-type]
 
 
 def observer_nodes(graph_module: GraphModule) -> Iterator[tuple[Node, nn.Module]]:
@@ -288,15 +297,15 @@ def _observe_weights(prepared: GraphModule) -> None:
         source = node.args[0]
         assert isinstance(source, Node)
         if isinstance(module, observers.WeightObserver):
-            module.observe_attribute(prepared, str(source.target))
+            module.observe_weight(constant_value(prepared, source), str(source.target))
         elif _fake_quantizes_weight(source, module) and not has_loaded_qparams(module):
             if observer_fault(module) is ObserverFault.UNSEEN:
                 module.disable_fake_quant()  # type: ignore[operator]  # No training used its qparams.
-            module(attribute_of(prepared, source).detach())
+            module(constant_value(prepared, source).detach())
 
 
 def _fake_quantizes_weight(source: Node, module: nn.Module) -> bool:
-    return isinstance(module, FakeQuantizeBase) and source.op == "get_attr"
+    return isinstance(module, FakeQuantizeBase) and (source.op == "get_attr" or is_scaled_weight(source))
 
 
 def _freeze_activation_observers(prepared: GraphModule, *, is_trained: bool) -> None:

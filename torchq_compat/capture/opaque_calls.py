@@ -20,6 +20,7 @@ from torchq_compat.ops import those
 from torchq_compat.read.qdq import DEQUANTIZE, QUANTIZE, constants_in, insert_dequantize, integers_behind
 from torchq_compat.read.qparams import PerTensorQParams, QParams
 from torchq_compat.support import metadata
+from torchq_compat.support.graph_nodes import copied_values
 from torchq_compat.support.torch_ao import QuantType
 from torchq_compat.support.upstream import pytree
 
@@ -50,6 +51,9 @@ class OpaqueModule(nn.Module):
     def opaque_call(self, *args: Any, **kwargs: Any) -> Any:
         """Compute with floats, with the arguments and results of the float module."""
         raise NotImplementedError
+
+    def opaque_forget_packed(self) -> None:
+        """Drop what kernels packed of its weights, until the next call."""
 
     def opaque_output_qparams(self, results: list[Tensor]) -> tuple[QParams | None, ...]:
         """Return the qparams of each of the flat ``results`` (of any device, also ``meta``); None: floats."""
@@ -183,7 +187,9 @@ def _keep_parameters_read(graph_module: GraphModule, handle: str, module: nn.Mod
         value = operator.attrgetter(str(node.target))(graph_module).detach()
         only_metadata = all(user.target in those("new tensor") for user in node.users)
         kept = name.replace(".", "_") + ("_like" if only_metadata else "")
-        nn.Module.register_buffer(graph_module, kept, value.new_empty(0) if only_metadata else value.clone())
+        nn.Module.register_buffer(
+            graph_module, kept, value.new_empty(0) if only_metadata else copied_values(value)
+        )
         node.target = kept
         if not only_metadata:
             copied.append(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import random
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,7 +21,7 @@ from torchq_compat.capture.opaque_stub import OPAQUE_OP, RecordedCalls, StubRegi
 from torchq_compat.capture.sizes.find_sizes import Group, group_of
 from torchq_compat.capture.sizes.input_sizes import InputSizes, Place
 from torchq_compat.capture.torch_export import copied_inputs
-from torchq_compat.support.graph_nodes import copied_model, copied_weights
+from torchq_compat.support.graph_nodes import copied_model, copied_values, copied_weights
 from torchq_compat.support.process_state import alone, draws_kept
 from torchq_compat.support.upstream import pytree
 from torchq_compat.support.user_warnings import silenced
@@ -284,7 +285,7 @@ def _error_on_cpu(model: nn.Module, args: tuple[Any, ...]) -> Exception | None:
 def trial_copy(model: nn.Module) -> nn.Module:
     """Return a copy of ``model`` with its own buffers and attributes, but the same parameters."""
     shared: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
-    return copy.deepcopy(model, shared | copied_weights(model))
+    return copy.deepcopy(model, copied_weights(model, shared))
 
 
 def run_graph(
@@ -378,11 +379,19 @@ def _plain_cuda() -> AbstractContextManager[Any]:
     return torch.backends.cudnn.flags(enabled=False)
 
 
+#: torchao's names of folded weights, which nothing writes to.
+FOLDED_WEIGHT = re.compile(r"(^|\.)_frozen_param\d+$")
+
+
 @contextmanager
 def kept_buffers(module: nn.Module, *, but: torch.dtype | None = None) -> Iterator[None]:
     """Restore the values of the buffers of ``module`` afterwards, ``but`` those of a dtype that only weights
     have."""
-    before = [(buffer, buffer.clone()) for buffer in module.buffers() if buffer.dtype is not but]
+    before = [
+        (buffer, copied_values(buffer))
+        for name, buffer in module.named_buffers()
+        if buffer.dtype is not but and not FOLDED_WEIGHT.search(name)
+    ]
     try:
         yield
     finally:

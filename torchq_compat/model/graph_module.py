@@ -345,7 +345,7 @@ class QuantizationGraphModule(GraphModule):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         with TURNS if self.is_prepared else nullcontext(), silenced(is_of_treespec, FutureWarning):
-            memo.update(copied_weights(self))
+            memo.update(copied_weights(self, memo))
             copied = cast("Self", super().__deepcopy__(memo))
         if copied.record.stage is Stage.PREPARED:
             install_prepared_views(copied, copied.record.modules)

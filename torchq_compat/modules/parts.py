@@ -27,7 +27,7 @@ from torchq_compat.read.qparams import PerTensorQParams, QParams
 from torchq_compat.read.qspecs import OpSpecs, make_spec
 from torchq_compat.support import metadata
 from torchq_compat.support.dtypes import dtype_name, dtype_range, is_integer, plain_dtype
-from torchq_compat.support.graph_nodes import module_path_of
+from torchq_compat.support.graph_nodes import copied_values, module_path_of
 from torchq_compat.support.quantized_tensors import as_float
 from torchq_compat.support.upstream import pytree
 
@@ -46,7 +46,7 @@ def own_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 
 def own_parameter(values: Tensor) -> nn.Parameter:
     """Return a float32 parameter with a copy of ``values``."""
-    return nn.Parameter(values.detach().float().clone(), requires_grad=values.requires_grad)
+    return nn.Parameter(copied_values(values).float(), requires_grad=values.requires_grad)
 
 
 # A part: one op inside a custom module that is observed on its own.

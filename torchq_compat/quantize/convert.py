@@ -35,6 +35,7 @@ from torchq_compat.read.custom_configs import ConvertSettings
 from torchq_compat.read.qspecs import OpSpecs
 from torchq_compat.support import metadata
 from torchq_compat.support.decisions import Action, Decision
+from torchq_compat.support.graph_nodes import give_back_freed
 from torchq_compat.support.process_state import draws_kept
 from torchq_compat.support.torch_ao import QuantType
 from torchq_compat.support.upstream import (
@@ -237,6 +238,7 @@ def _convert_custom_modules(state: _Converting) -> None:
     state.owners = _convert_opaque_modules(
         state.working, state.settings, observer_qparams=state.observer_qparams
     )
+    give_back_freed()
 
 
 @carries_out(CONVERT, "convert the graph")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e.quantizer import Quantizer
 
@@ -50,7 +50,13 @@ from torchq_compat.quantize.request import (
     with_rolled_loops,
 )
 from torchq_compat.support.decisions import Action, Decision
-from torchq_compat.support.graph_nodes import copied_model, module_path_of
+from torchq_compat.support.graph_nodes import (
+    copied_model,
+    give_back_freed,
+    module_path_of,
+    shared_tensors,
+    stop_sharing_written,
+)
 from torchq_compat.support.process_state import draws_kept
 from torchq_compat.support.text_table import slow_stage
 from torchq_compat.support.user_warnings import warn_user
@@ -209,10 +215,12 @@ class _Preparing:
     """What the passes of prepare hand on; see ``PREPARE``.
 
     Attributes:
+        shared: the tensors of the model that share their memory with the copy, each with its copy.
         working: the copy whose loops are run by the model's own code.
         with_loops: the copy whose loops are modules.
     """
 
+    shared: Sequence[tuple[Tensor, Tensor]] = ()
     working: nn.Module
     signature: CallSignature
     modules: Mapping[str, ModuleFacts]
@@ -246,13 +254,18 @@ def _prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModu
             raise
         first_line = (str(cause).strip().splitlines() or [""])[0]
         raise _RolledModelFailedError(f"{type(cause).__name__}: {first_line}") from cause
+    finally:
+        stop_sharing_written(state.shared)
+        give_back_freed()
     return state.prepared
 
 
 @carries_out(PREPARE, "copy the model")
 def _copy(state: _Preparing) -> None:
     request = state.request
-    state.working = working = with_parent(copied_model(state.model), request.settings)
+    copied = copied_model(state.model)
+    state.shared = shared_tensors(state.model, copied)
+    state.working = working = with_parent(copied, request.settings)
     training.set_training_flags(working, is_qat=state.is_qat)
     if not state.is_qat and request.quantizer is None:
         compute_weights(working, request.rules)

@@ -346,14 +346,14 @@ class WeightObserver(pt2e_observer.ObserverBase):  # type: ignore[misc]
         self.observer = self.constructor().to(weight.device)
         self.observer(weight.detach())
 
-    def observe_attribute(self, root: nn.Module, path: str) -> None:
-        """``observe`` the weight at ``path`` in ``root``.
+    def observe_weight(self, weight: Tensor, path: str) -> None:
+        """``observe`` the ``weight`` at ``path``.
 
         Raises:
             ConfigError: the observer fails on the weight.
         """
         try:
-            self.observe(attribute_at(root, path))
+            self.observe(weight)
         except Exception as cause:  # The observer may be a user's own.
             raise ConfigError(
                 f"the weight observer of {path!r} cannot take it: {type(cause).__name__}: {cause}",
@@ -376,7 +376,7 @@ class FloatQParamsWeightObserver(WeightObserver):
         """Replace ``observer_node`` by the dequantize of a folded integer weight; torchao calls this."""
         source = observer_node.args[0]
         assert isinstance(source, Node)
-        self.observe_attribute(model, str(source.target))
+        self.observe_weight(attribute_at(model, str(source.target)), str(source.target))
         scale, zero_point = self.calculate_qparams()
         qparams.fold_weight(model, observer_node, scale, zero_point, self)
 

@@ -8,15 +8,19 @@ node reads the qparams that ``CHOOSE_QPARAMS`` computes from the tensor in each 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+from torchao.quantization.pt2e.constant_fold import replace_node_with_constant
 
-import torchq_compat.support.upstream  # noqa: F401 - registers quantized_decomposed
-from torchq_compat.support.graph_nodes import free_name
+from torchq_compat.support.graph_nodes import attribute_of, free_name, give_back_freed
+from torchq_compat.support.upstream import OpOverload  # The import registers quantized_decomposed.
 
 NAMESPACE = "quantized_decomposed"
 _OPS = torch.ops.quantized_decomposed
@@ -33,7 +37,8 @@ DEQUANTIZE_DYNAMIC = _OPS.dequantize_per_tensor.tensor
 #: A cast that no compiler may fuse away: to float16 and back.
 CONVERT_DTYPE = _OPS.convert_element_type.no_fuse
 
-#: The operators that convert static integers to floats.
+#: The operators that convert floats to static integers, and back.
+STATIC_QUANTIZES = (QUANTIZE, QUANTIZE_PER_CHANNEL)
 DEQUANTIZES = (DEQUANTIZE, DEQUANTIZE_PER_CHANNEL)
 #: The operators that convert inserts around the ops of the model.
 ALL_OPS = (
@@ -150,3 +155,130 @@ def constants_in(graph_module: GraphModule) -> MakeConstant:
         return graph_module.graph.get_attr(name)
 
     return constant
+
+
+# Weights as integers: each is folded by itself, in blocks, and its floats are dropped before the next.
+
+
+#: As many elements are converted at a time: what is computed in between is a multiple of them.
+BLOCK = 1 << 18
+#: The end of the name of what a weight is multiplied by to fold a batch norm into it.
+FOLDED_SCALE = "_folded_scale"
+
+
+def in_blocks(function: Callable[..., Tensor], values: Tensor, axis: int, *of_channels: Tensor) -> Tensor:
+    """Return ``function(values, *of_channels)``, which has the shape of ``values``, computed in blocks.
+
+    Args:
+        axis: the dimension of the blocks.
+        of_channels: tensors with one element for each index along ``axis``.
+    """
+    if values.numel() <= BLOCK:
+        return function(values, *of_channels)
+    size = values.shape[axis]
+    step, made = max(1, BLOCK * size // values.numel()), None
+    for start in range(0, size, step):
+        count = min(step, size - start)
+        block = values.narrow(axis, start, count)
+        part = function(block, *(each.narrow(0, start, count) for each in of_channels))
+        made = torch.empty_like(values, dtype=part.dtype) if made is None else made
+        made.narrow(axis, start, count).copy_(part)
+    assert made is not None
+    return made
+
+
+def fold_weights(graph_module: GraphModule) -> None:
+    """Fold the quantize of each constant that the graph does not write to, or that is computed of such, and
+    delete the constants that nothing else reads."""
+    graph = graph_module.graph
+    readers = Counter(str(node.target) for node in graph.find_nodes(op="get_attr"))
+    written = {_base(node.args[0]) for node in graph.nodes if _writes(node)}
+    constants: set[Node] = set()
+    for node in list(graph.nodes):
+        if _is_constant(graph_module, node, constants, written):
+            constants.add(node)
+        if node.target in STATIC_QUANTIZES and node.args[0] in constants:
+            arguments = map_arg(node.args, partial(constant_value, graph_module))
+            folded = run_in_blocks(node, arguments)
+        elif is_scaled_weight(node) and any(user.target not in STATIC_QUANTIZES for user in node.users):
+            folded = constant_value(graph_module, node)
+        else:
+            continue
+        inputs = node.all_input_nodes
+        replace_node_with_constant(graph_module, node, folded)
+        for each in inputs:
+            _drop_unread(graph_module, each, readers)
+        if folded.numel() > 4 * BLOCK:
+            give_back_freed()
+
+
+def _writes(node: Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable and bool(node.args)
+
+
+def _base(node: Any) -> str:
+    """Return the name of the tensor that ``node`` is a view of."""
+    while isinstance(node, Node) and node.op == "call_function" and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return str(node.target) if isinstance(node, Node) else ""
+
+
+def _is_constant(graph_module: GraphModule, node: Node, constants: set[Node], written: set[str]) -> bool:
+    """Return whether ``node`` is a tensor that is not ``written``, or computed of ``constants`` alone."""
+    if node.op == "get_attr":
+        return str(node.target) not in written and isinstance(attribute_of(graph_module, node), Tensor)
+    return (
+        isinstance(node.target, OpOverload)
+        and node.target not in ALL_OPS
+        and torch.Tag.nondeterministic_seeded not in node.target.tags
+        and bool(node.all_input_nodes)
+        and constants.issuperset(node.all_input_nodes)
+    )
+
+
+def _drop_unread(graph_module: GraphModule, node: Node, readers: Counter[str]) -> None:
+    """Erase ``node``, and what only it reads, if nothing reads it."""
+    if node.users:
+        return
+    inputs = node.all_input_nodes
+    graph_module.graph.erase_node(node)
+    if node.op == "get_attr":
+        target = str(node.target)
+        readers[target] -= 1
+        if not readers[target]:
+            path, _, name = target.rpartition(".")
+            delattr(graph_module.get_submodule(path), name)
+    for each in inputs:
+        _drop_unread(graph_module, each, readers)
+
+
+def run_in_blocks(node: Node, arguments: Sequence[Any]) -> Tensor:
+    """Return the result of the static quantize or dequantize at ``node`` for the values of its arguments."""
+    values, *settings = arguments
+    is_per_channel = node.target in (QUANTIZE_PER_CHANNEL, DEQUANTIZE_PER_CHANNEL)
+    of_channels, others = (settings[:2], settings[2:]) if is_per_channel else ([], settings)
+    operator_call: Any = node.target
+    return in_blocks(
+        lambda block, *qparams: operator_call(block, *qparams, *others, **node.kwargs),
+        values,
+        others[0] if is_per_channel else 0,
+        *of_channels,
+    )
+
+
+def is_scaled_weight(node: Node) -> bool:
+    """Return whether ``node`` folds a batch norm into a weight."""
+    scale = node.args[1] if node.target is torch.ops.aten.mul.Tensor else None
+    return isinstance(scale, Node) and str(scale.target).endswith(FOLDED_SCALE)
+
+
+def constant_value(graph_module: GraphModule, node: Node) -> Tensor:
+    """Return the value of a node that is computed of constants."""
+    if node.op == "get_attr":
+        value = attribute_of(graph_module, node).detach()
+    else:
+        args, kwargs = map_arg((node.args, node.kwargs), partial(constant_value, graph_module))
+        with torch.no_grad():
+            value = node.target(*args, **kwargs)  # type: ignore[operator]
+    assert isinstance(value, Tensor)
+    return value

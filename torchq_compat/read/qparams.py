@@ -306,9 +306,13 @@ def fold_weight(
     weight = attribute_of(model, source).detach()
     axis, low, high = int(settings.ch_axis), int(settings.quant_min), int(settings.quant_max)
     shape = [-1 if i == axis else 1 for i in range(weight.dim())]
-    integers = torch.round(weight / scale.view(shape) + zero_point.view(shape)).clamp(low, high)
+
+    def quantize(block: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
+        integers = torch.round(block / scale.view(shape) + zero_point.view(shape)).clamp(low, high)
+        return integers.to(settings.dtype)
+
     constants = {
-        f"{name}_quantized": integers.to(settings.dtype),
+        f"{name}_quantized": qdq.in_blocks(quantize, weight, axis, scale, zero_point),
         f"{name}_scales": scale,
         f"{name}_zero_points": zero_point,
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -17,6 +16,7 @@ from torchq_compat.recurrent.cell_graph import CellGraphModule, ConvertedCellGra
 from torchq_compat.recurrent.kernel.bound_module import BoundDirection, OwnedProgram
 from torchq_compat.recurrent.kernel.cell_reader import program_or_problem
 from torchq_compat.recurrent.kernel.program import CellProgram, ColumnQParams
+from torchq_compat.support.graph_nodes import copied_model
 from torchq_compat.support.upstream import scan
 
 # One direction over time: a loop in Python, a ``scan``, or rows packed by time step.
@@ -249,8 +249,8 @@ class RecurrentDirection(nn.Module):
         """Return a converted copy with integer weights folded."""
         projection = self.input_projection
         if projection is not None:
-            projection = ConvertedPartGraphModule.wrap(convert_parts(copy.deepcopy(projection)))
-        return RecurrentDirection(reference_cell(copy.deepcopy(self.cell)), projection)
+            projection = ConvertedPartGraphModule.wrap(convert_parts(copied_model(projection)))
+        return RecurrentDirection(reference_cell(copied_model(self.cell)), projection)
 
     def program(self) -> OwnedProgram | None:
         """Return the program that the cell loop runs for this direction; None if it cannot run it."""

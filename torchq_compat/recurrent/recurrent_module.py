@@ -30,6 +30,7 @@ from torchq_compat.recurrent.contract import as_given, check_devices, check_exam
 from torchq_compat.recurrent.contracts import RecurrentContract, SequenceContract, contract_of
 from torchq_compat.recurrent.kernel.bound_module import BoundModule
 from torchq_compat.recurrent.kernel.direct_calls import DirectCall, direct_call
+from torchq_compat.recurrent.kernel.op import drop_forgotten, forget
 from torchq_compat.recurrent.kernel.program import qparams_of_call
 from torchq_compat.recurrent.over_time import LoopShape, RecurrentDirection, RecurrentLayer, shape_in_export
 from torchq_compat.recurrent.runners import NativeRunner, OpaqueRunner, PythonRunner, Runner, TracedRunner
@@ -283,6 +284,14 @@ class RecurrentModule(PartOwner):
         if shape is not LoopShape.OPAQUE_DYNAMIC_LSTM or not isinstance(contract, SequenceContract):
             return False
         return self.is_dynamic and len(contract.kind.states) == 2 and not contract.structure.proj_size
+
+    def opaque_forget_packed(self) -> None:
+        """See ``OpaqueModule``."""
+        if self._bound is not None:
+            for call in self._direct.values():
+                call.bound_to = None
+            forget(self._bound.owner)
+            drop_forgotten()
 
     #: Whether the cells can be converted cells, which the compiled cell loop runs.
     can_be_lowered = False

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import ctypes
+import functools
 import operator
 import re
 import sys
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,6 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
+
+from torchq_compat.support.process_state import Lock
+from torchq_compat.support.upstream import FakeTensor, is_shared, lazy_clone, storage_uses
 
 # Helpers for graph nodes and the modules around them: attributes, names, module paths.
 
@@ -95,10 +101,24 @@ def user_line_of(node: Node) -> str | None:
     return None
 
 
-# Deep copies of float models, including models with computed weights.
+# Deep copies of models, which share the memory of their tensors until one side writes to it.
+#
+# The first write to a shared storage copies it for the side that writes: either side may be trained, loaded,
+# moved or changed in place. What torch cannot share so, and what others could write to behind its back, is
+# copied at once.
 
 
+#: What ``storage_uses`` returns if one tensor holds the storage: that tensor, and the storage's own object.
+USES_BY_ONE = 2
+#: Fewer elements are not worth sharing: modules may resize a buffer, which torch (2.13) refuses if it is
+#: shared. Parameters are not resized.
+SMALL_BUFFER = 1 << 18
 Model = TypeVar("Model", bound=nn.Module)
+#: Two threads must not make one storage a shared one at a time.
+_SHARING = Lock()
+#: Their kernels (torch 2.13) ask for the memory of weights as if to write to it, which would copy it at each
+#: first call, and twice at a time if two threads call.
+WRITES_TO_WEIGHTS = (nn.LSTM,)
 
 
 def copied_model(model: Model) -> Model:
@@ -106,20 +126,98 @@ def copied_model(model: Model) -> Model:
     return copy.deepcopy(model, copied_weights(model))
 
 
-def copied_weights(model: nn.Module) -> dict[int, Any]:
-    """Return a memo for ``copy.deepcopy`` with copies of the tensors that have an autograd graph, which torch
-    does not copy, and of empty hooks, which make up most of the time that a copy takes.
+def copied_weights(model: nn.Module, known: Mapping[int, Any] | None = None) -> dict[int, Any]:
+    """Return a memo for ``copy.deepcopy``: what is ``known``, copies of the other tensors of ``model``, and of
+    empty hooks, which make up most of the time that a copy takes.
 
-    These are the weights that parametrizations and ``torch.nn.utils.weight_norm`` compute, and buffers that
-    were written with gradients on.
+    torch does not copy tensors that have an autograd graph. These are the weights that parametrizations and
+    ``torch.nn.utils.weight_norm`` compute, and buffers that were written with gradients on.
     """
-    copies: dict[int, Any] = {}
+    copies: dict[int, Any] = dict(known or {})
+    unshared = {id(p) for m in model.modules() if isinstance(m, WRITES_TO_WEIGHTS) for p in m.parameters()}
     for module in model.modules():
-        for value in (*vars(module).values(), *module._buffers.values()):
+        for value in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
             if type(value) is OrderedDict and not value:
                 copies[id(value)] = OrderedDict()
             # A recurrent module has its weights in a list, too.
             for tensor in value if isinstance(value, list) else [value]:
-                if isinstance(tensor, Tensor) and not tensor.is_leaf:
+                if not isinstance(tensor, Tensor) or id(tensor) in copies:
+                    continue
+                if not tensor.is_leaf:
                     copies[id(tensor)] = tensor.detach().clone()
+                elif id(tensor) not in unshared and _is_plain(tensor):
+                    shared = _shared(tensor)
+                    if shared is not None:
+                        needs_grad = tensor.requires_grad
+                        is_parameter = isinstance(tensor, nn.Parameter)
+                        copies[id(tensor)] = (
+                            nn.Parameter(shared, needs_grad)
+                            if is_parameter
+                            else shared.requires_grad_(needs_grad)
+                        )
     return copies
+
+
+def copied_values(tensor: Tensor) -> Tensor:
+    """Return a detached copy of ``tensor``, which may share its memory until one of both is written to."""
+    shared = _shared(tensor)
+    return tensor.detach().clone() if shared is None else shared
+
+
+def shared_tensors(model: nn.Module, copied: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """Return the tensors of ``model`` that share their memory with ``copied``, each with its copy."""
+    pairs = zip(*(chain(each.parameters(), each.buffers()) for each in (model, copied)), strict=False)
+    return [pair for pair in pairs if all(map(is_shared, pair))]
+
+
+def stop_sharing_written(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Give the original of each pair memory of its own if its copy does not share any more: what wrote to the
+    one, perhaps an operator that only asks for the memory as if to write, would do so to the other."""
+    for original, copied in pairs:
+        if is_shared(original) and not is_shared(copied):
+            with _SHARING:
+                original.untyped_storage().data_ptr()  # It could be written to through this pointer.
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Return whether a deep copy of ``tensor`` is its values and nothing else."""
+    return type(tensor) is nn.Parameter or (
+        type(tensor) is Tensor and tensor.grad is None and not vars(tensor)
+    )
+
+
+def _shared(tensor: Tensor) -> Tensor | None:
+    """Return a detached copy of ``tensor`` that shares its memory; None if there can be none."""
+    if tensor.layout is not torch.strided or tensor.device.type != "cpu" or isinstance(tensor, FakeTensor):
+        return None
+    if not isinstance(tensor, nn.Parameter) and tensor.numel() < SMALL_BUFFER:
+        return None
+    with _SHARING:
+        storage = tensor.untyped_storage()
+        # Others that hold the storage, as a NumPy array does, could write to it past torch.
+        is_sole = storage_uses(storage._cdata) == USES_BY_ONE
+        size = tensor.numel() * tensor.element_size()
+        if not is_sole or storage.nbytes() != size or not size:
+            return None
+        try:
+            copied: Tensor = lazy_clone(tensor.detach())
+        except RuntimeError:
+            return None  # Memory of a file, of another process or another library.
+    return copied if type(copied) is Tensor else None
+
+
+def give_back_freed() -> None:
+    """Give freed memory back to the system. glibc keeps the holes that aligned blocks leave, which the next
+    block of the same size does not fit into."""
+    trim = _trim()
+    if trim is not None:
+        trim(0)
+
+
+@functools.cache
+def _trim() -> Callable[[int], int] | None:
+    try:
+        trim: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError, TypeError):
+        return None  # Not glibc.
+    return trim

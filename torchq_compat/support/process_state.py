@@ -235,25 +235,43 @@ def _on_device_of_inputs(prepared: GraphModule) -> GraphModule:
     return prepared.to(devices.pop()) if is_alone else prepared
 
 
-def convert_pt2e(model: GraphModule, **options: bool) -> GraphModule:
+def convert_pt2e(
+    model: GraphModule, fold: Callable[[GraphModule], None] | None = None, **options: bool
+) -> GraphModule:
     """Call torchao's ``convert_pt2e`` with its ``options``.
 
     Its constant folding runs the graph with placeholder objects in place of values. A PackedSequence, and any
     class that inspects its contents, cannot be built from them, so the result has no structure meanwhile.
+
+    Args:
+        fold: folds weights, in place, instead of torchao: it computes the floats of every weight again, and
+            keeps all of them and of their integers until its end.
     """
     info = getattr(model.graph._codegen, "pytree_info", None)
     with alone(), _forgetting_models():
         if info is None:
-            converted: GraphModule = flow.convert_pt2e(model, **options)
-            return converted
+            return _converted(model, fold, options)
         _set_structure(model, info._replace(out_spec=None))
         try:
-            converted = flow.convert_pt2e(model, **options)
+            converted = _converted(model, fold, options)
         finally:
             _set_structure(model, info)
         _set_structure(converted, info)
         converted.recompile()
         return converted
+
+
+def _converted(
+    model: GraphModule, fold: Callable[[GraphModule], None] | None, options: dict[str, bool]
+) -> GraphModule:
+    if fold is None:
+        converted: GraphModule = flow.convert_pt2e(model, **options)
+        return converted
+    converted = flow.convert_pt2e(model, **options, fold_quantize=False)
+    fold(converted)
+    converted.graph.eliminate_dead_code()
+    converted.recompile()
+    return converted
 
 
 def _set_structure(model: GraphModule, info: Any) -> None:

@@ -36,6 +36,7 @@ from torchq_compat.modules.standalone import ConvertedStandalone, standalone
 from torchq_compat.quantize.passes import LOWER, carries_out, run_passes
 from torchq_compat.read.qparams import QParams
 from torchq_compat.support.decisions import Action, Decision
+from torchq_compat.support.graph_nodes import give_back_freed
 from torchq_compat.support.later_stages import is_captured_for_onnx
 from torchq_compat.support.process_state import Lock, is_compiling
 from torchq_compat.support.upstream import format_target, forward_from_src, pytree
@@ -182,6 +183,8 @@ def lower(reference: ConvertedGraphModule, trial_inputs: tuple[Any, ...] | None 
         fault = f"it fails on integers ({type(error).__name__}: {side_by_side.first_line(error)})"
     if fault:
         lowered._lower_again(given_up=fault)
+    if trial_inputs is not None:
+        give_back_freed()
     return lowered
 
 

@@ -1,0 +1,175 @@
+"""What prepare and convert take beside the float model, and that no side sees what the other writes."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch.ao.quantization import get_default_qat_qconfig_mapping, get_default_qconfig_mapping
+
+from tests.helpers.warm_python import warm_python
+from torchq_compat import convert_fx, prepare_fx, prepare_qat_fx
+from torchq_compat.support.upstream import is_shared
+
+X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
+
+
+def add(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+
+
+def load(model: nn.Module) -> None:
+    model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+
+
+def train(model: nn.Module) -> None:
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    model(X).sum().backward()
+    optimizer.step()
+
+
+def write_data(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data[0] = 7.0
+
+
+def write_by_numpy(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.detach().numpy()[:] = 7.0
+
+
+WRITES = (add, load, train, write_data, write_by_numpy, nn.Module.double, nn.Module.share_memory)
+
+
+def test_weights_are_shared_until_one_side_writes(subtests: pytest.Subtests) -> None:
+    original = net()
+    prepared = prepare_fx(original, get_default_qconfig_mapping("x86"), (X,))
+    parameters = [*original.parameters(), *prepared.parameters()]
+    assert len(parameters) == 8
+    assert all(map(is_shared, parameters))
+    expected, before = prepared(X), original(X)
+    for write in WRITES:
+        with subtests.test(write.__name__):
+            original = net()
+            prepared = prepare_fx(original, get_default_qconfig_mapping("x86"), (X,))
+            write(original)
+            assert torch.equal(prepared(X), expected)
+            original = net()
+            prepared = prepare_fx(original, get_default_qconfig_mapping("x86"), (X,))
+            write(prepared)
+            assert torch.equal(original(X), before)
+
+
+def test_training_one_side_does_not_train_the_other() -> None:
+    original = net().train()
+    before = copy.deepcopy(original.state_dict())
+    prepared = prepare_qat_fx(original, get_default_qat_qconfig_mapping("x86"), (X,))
+    train(prepared)
+    assert all(torch.equal(value, before[name]) for name, value in original.state_dict().items())
+    trained = copy.deepcopy(prepared.state_dict())
+    train(original)
+    assert all(torch.equal(value, trained[name]) for name, value in prepared.state_dict().items())
+
+
+def test_converting_leaves_the_prepared_weights_shared_and_alone() -> None:
+    original = net()
+    prepared = prepare_fx(original, get_default_qconfig_mapping("x86"), (X,))
+    prepared(X)
+    converted = convert_fx(prepared)
+    assert all(map(is_shared, original.parameters()))
+    expected = converted(X)
+    add(prepared)
+    assert torch.equal(converted(X), expected)
+    assert not torch.equal(convert_fx(prepared)(X), expected)
+
+
+def test_what_others_can_write_to_is_copied() -> None:
+    model = net()
+    aliases = [parameter.detach().numpy() for parameter in model.parameters()]
+    prepared = prepare_fx(model, get_default_qconfig_mapping("x86"), (X,))
+    expected = prepared(X)
+    for alias in aliases:
+        alias += 1
+    assert torch.equal(prepared(X), expected)
+    assert model[0].weight.data_ptr() == aliases[0].__array_interface__["data"][0]
+
+
+# Bytes, in a process of its own.
+
+
+SCRIPT = """
+import gc, json, re, sys
+import torch
+from torch import nn
+from torch.ao.quantization import get_default_qat_qconfig_mapping, get_default_qconfig_mapping
+from torchq_compat import *
+
+def status(key):
+    return int(re.search(key + r":\\s+(\\d+)", open("/proc/self/status").read()).group(1)) * 1024
+
+def measured(call):
+    gc.collect()
+    base = status("VmRSS")
+    open("/proc/self/clear_refs", "w").write("5")
+    result = call()
+    peak = status("VmHWM")
+    gc.collect()
+    return result, peak - base, status("VmRSS") - base
+
+def linears():
+    return nn.Sequential(*(m for _ in range(12) for m in (nn.Linear(1536, 1536), nn.ReLU()))), (2, 1536)
+
+def convolutions():
+    block = lambda: (nn.Conv2d(512, 512, 3, padding=1), nn.BatchNorm2d(512), nn.ReLU())
+    return nn.Sequential(*(m for _ in range(5) for m in block())), (1, 512, 4, 4)
+
+def run(make, is_qat):
+    model, size = make()
+    model.train(is_qat)
+    x = torch.randn(size)
+    weights = sum(4 * p.numel() for p in model.parameters())
+    prepare = prepare_qat_fx if is_qat else prepare_fx
+    mapping = get_default_qat_qconfig_mapping("x86") if is_qat else get_default_qconfig_mapping("x86")
+    config = (get_default_prepare_custom_config(), get_default_convert_custom_config())
+    prepared, *of_prepare = measured(lambda: prepare(model, mapping, (x,), config[0]))
+    prepared.eval()(x)
+    _, *of_convert = measured(lambda: convert_fx(prepared, config[1]))
+    return [round(number / weights, 3) for number in (*of_prepare, *of_convert)]
+
+small = prepare_fx(nn.Linear(4, 4).eval(), get_default_qconfig_mapping("x86"), (torch.randn(2, 4),))
+small(torch.randn(2, 4))
+convert_fx(small)(torch.randn(2, 4))
+for name in sys.argv[1:]:
+    kind, _, mode = name.partition("_")
+    print(json.dumps(run(globals()[kind], mode == "qat")))
+"""
+
+
+def ratios(*names: str) -> list[list[float]]:
+    """Return the peak and the rest of prepare and of convert over the bytes of the weights of each model."""
+    ran = warm_python("-c", SCRIPT, *names)
+    return [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("[")]
+
+
+def test_bytes_of_linears() -> None:
+    ((prepare, _, convert, rest),) = ratios("linears")
+    assert prepare <= 0.1
+    assert convert <= 0.5
+    assert 0.2 < rest <= 0.33
+
+
+@pytest.mark.slow
+def test_bytes_of_convolutions() -> None:
+    ((_, _, convert, rest),) = ratios("convolutions")
+    assert convert <= 0.5
+    assert 0.2 < rest <= 0.33
