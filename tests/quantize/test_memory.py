@@ -89,6 +89,7 @@ def test_converting_leaves_the_prepared_weights_shared_and_alone() -> None:
     assert all(map(is_shared, original.parameters()))
     expected = converted(X)
     add(prepared)
+    prepared(X)
     assert torch.equal(converted(X), expected)
     assert not torch.equal(convert_fx(prepared)(X), expected)
 

@@ -127,7 +127,7 @@ def copied_model(model: Model) -> Model:
 
 
 def copied_weights(model: nn.Module, known: Mapping[int, Any] | None = None) -> dict[int, Any]:
-    """Return a memo for ``copy.deepcopy``: what is ``known``, copies of the other tensors of ``model``, and of
+    """Return a memo for ``copy.deepcopy``: what is ``known``, copies of the other tensors of ``model`` and of
     empty hooks, which make up most of the time that a copy takes.
 
     torch does not copy tensors that have an autograd graph. These are the weights that parametrizations and
