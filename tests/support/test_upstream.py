@@ -276,11 +276,17 @@ def test_a_lazy_clone_shares_memory_until_one_side_writes() -> None:
     clone = upstream.lazy_clone(tensor)
     assert upstream.is_shared(tensor)
     assert upstream.is_shared(clone)
+    assert upstream.data_address(tensor) == upstream.data_address(clone)
+    assert upstream.is_shared(clone)
     tensor.add_(1)
     assert not upstream.is_shared(tensor)
     assert clone.tolist() == [0, 1, 2, 3]
     alias = clone.numpy()
     assert upstream.storage_uses(clone.untyped_storage()._cdata) == 3
+    assert upstream.tensor_uses(tensor) == 1
+    capsule = torch.utils.dlpack.to_dlpack(tensor)
+    assert upstream.tensor_uses(tensor) == 2
+    del capsule
     with pytest.raises(RuntimeError):
         upstream.lazy_clone(torch.from_numpy(alias))  # another library's memory
 

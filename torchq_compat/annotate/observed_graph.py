@@ -26,11 +26,11 @@ from torchq_compat.annotate import batch_norm
 from torchq_compat.annotate.annotation import NodeSpecs, OuterGraphQuantizer, SpecQuantizer, op_record
 from torchq_compat.read import observers
 from torchq_compat.read.observer_classes import converts_otherwise, use_observer_qparams
-from torchq_compat.read.qdq import constant_value, fold_weights, is_scaled_weight
+from torchq_compat.read.qdq import LARGE, constant_value, fold_weights, is_scaled_weight
 from torchq_compat.read.qparams import fold_weight, has_loaded_qparams, qparams_of, set_loaded_observer
 from torchq_compat.support import metadata
 from torchq_compat.support.dtypes import SIXTEEN_BITS, dtype_range, is_integer, plain_dtype
-from torchq_compat.support.graph_nodes import module_path_of
+from torchq_compat.support.graph_nodes import give_back_freed, module_path_of
 from torchq_compat.support.process_state import prepare_pt2e
 from torchq_compat.support.torch_ao import observer as legacy_observer
 from torchq_compat.support.upstream import FakeTensor, is_activation_post_process
@@ -301,7 +301,10 @@ def _observe_weights(prepared: GraphModule) -> None:
         elif _fake_quantizes_weight(source, module) and not has_loaded_qparams(module):
             if observer_fault(module) is ObserverFault.UNSEEN:
                 module.disable_fake_quant()  # type: ignore[operator]  # No training used its qparams.
-            module(constant_value(prepared, source).detach())
+            # Their kernels ask for the memory as if to write.
+            module(weight := constant_value(prepared, source).clone())
+            if weight.numel() > LARGE:
+                give_back_freed()
 
 
 def _fake_quantizes_weight(source: Node, module: nn.Module) -> bool:

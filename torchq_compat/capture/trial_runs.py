@@ -379,8 +379,8 @@ def _plain_cuda() -> AbstractContextManager[Any]:
     return torch.backends.cudnn.flags(enabled=False)
 
 
-#: torchao's names of folded weights, which nothing writes to.
-FOLDED_WEIGHT = re.compile(r"(^|\.)_frozen_param\d+$")
+#: The names of folded weights, torchao's and ours, which nothing writes to.
+FOLDED_WEIGHT = re.compile(r"(^|\.)(_frozen_param\d+|\w+_quantized(_\d+)?)$")
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import sys
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import wraps
@@ -16,7 +16,7 @@ from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Graph, GraphModule, Proxy
+from torch.fx import Graph, GraphModule, Interpreter, Proxy
 from torch.fx.graph import PythonCode
 
 from torchq_compat import errors
@@ -43,6 +43,7 @@ from torchq_compat.model.view_hooks import HOOKED, calling_hooks, is_of_a_hook
 from torchq_compat.model.views import ModuleFacts, hooked_views, install_prepared_views, install_views
 from torchq_compat.read.backend_configs import BackendTable
 from torchq_compat.read.qconfig_mappings import QConfigRules
+from torchq_compat.read.qdq import WeightByWeight
 from torchq_compat.read.qparams import QParams, adopt_loaded_qparams
 from torchq_compat.support import later_stages, metadata
 from torchq_compat.support.decisions import Decision
@@ -407,6 +408,18 @@ class QuantizationGraphModule(GraphModule):
 
 class ConvertedModel(QuantizationGraphModule):
     """A quantized model, as ``convert_fx`` and ``convert_to_reference_fx`` return it."""
+
+    #: Runs the graph and keeps of no weight what is computed of it.
+    interpreter: type[Interpreter] = WeightByWeight
+
+    @contextmanager
+    def saving_memory(self) -> Iterator[None]:
+        """Let calls run by ``interpreter``."""
+        vars(self)["forward"] = self.interpreter(self).run
+        try:
+            yield
+        finally:
+            del vars(self)["forward"]
 
     @property
     def reference(self) -> ConvertedModel:

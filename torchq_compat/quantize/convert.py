@@ -497,7 +497,12 @@ def warn_of_loss(prepared: nn.Module, converted: graph_module.ConvertedModel) ->
     if sum(tensor.numel() for tensor in tensors) > MOST:
         return
     try:
-        with torch.no_grad(), draws_kept(), kept_buffers(converted, but=torch.int8):
+        with (
+            torch.no_grad(),
+            draws_kept(),
+            kept_buffers(converted, but=torch.int8),
+            converted.saving_memory(),
+        ):
             actual = converted(*copied_inputs(last.args))
         if sqnr(last.result, actual) >= LOST:
             return

@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 from torchao.quantization.pt2e.constant_fold import replace_node_with_constant
 
+from torchq_compat.ops import those
 from torchq_compat.support.graph_nodes import attribute_of, free_name, give_back_freed
 from torchq_compat.support.upstream import OpOverload  # The import registers quantized_decomposed.
 
@@ -162,6 +163,8 @@ def constants_in(graph_module: GraphModule) -> MakeConstant:
 
 #: As many elements are converted at a time: what is computed in between is a multiple of them.
 BLOCK = 1 << 18
+#: Weights of more elements leave holes worth giving back.
+LARGE = 4 * BLOCK
 #: The end of the name of what a weight is multiplied by to fold a batch norm into it.
 FOLDED_SCALE = "_folded_scale"
 
@@ -208,7 +211,7 @@ def fold_weights(graph_module: GraphModule) -> None:
         replace_node_with_constant(graph_module, node, folded)
         for each in inputs:
             _drop_unread(graph_module, each, readers)
-        if folded.numel() > 4 * BLOCK:
+        if folded.numel() > LARGE:
             give_back_freed()
 
 
@@ -282,3 +285,64 @@ def constant_value(graph_module: GraphModule, node: Node) -> Tensor:
             value = node.target(*args, **kwargs)  # type: ignore[operator]
     assert isinstance(value, Tensor)
     return value
+
+
+#: Ops whose results have a channel for each row of the weight.
+OF_ROWS = (torch.ops.aten.linear.default, *those("convolution"))
+EMBEDDING = torch.ops.aten.embedding.default
+
+
+def dequantizes_constant(node: Node) -> bool:
+    return node.target in DEQUANTIZES and integers_behind(node).op == "get_attr"
+
+
+class WeightByWeight(Interpreter):
+    """Runs a q-dq graph, and dequantizes of each weight what is read, when it is read."""
+
+    def run_node(self, n: Node) -> Any:
+        if dequantizes_constant(n):
+            return None
+        weights = [source for source in n.all_input_nodes if dequantizes_constant(source)]
+        return self._read(n, weights) if weights else super().run_node(n)
+
+    def _read(self, n: Node, weights: list[Node]) -> Any:
+        args, _ = self.fetch_args_kwargs_from_env(n)
+        operator_call: Any = n.target
+        weight, is_only = weights[0], len(weights) == 1 and not n.kwargs
+        if is_only and _has_rows(weight) and n.target is EMBEDDING and n.args[0] is weight:
+            rows, places = args[1].unique(return_inverse=True)
+            return operator_call(self._floats(weight, rows), places, *args[2:])
+        if (
+            is_only
+            and _has_rows(weight)
+            and n.target in OF_ROWS
+            and n.args[1] is weight
+            and args[6:] in ((), (1,))
+        ):
+            integers = self.fetch_attr(str(integers_behind(weight).target))
+            step = max(1, BLOCK * len(integers) // max(1, integers.numel()))
+            blocks = [slice(start, start + step) for start in range(0, len(integers), step)]
+            biases = [args[2][block] if args[2:3] not in ((), (None,)) else None for block in blocks]
+            results = [
+                operator_call(args[0], self._floats(weight, block), bias, *args[3:])
+                for block, bias in zip(blocks, biases, strict=True)
+            ]
+            return results[0] if len(results) == 1 else torch.cat(results, dim=1 - integers.dim())
+        self.env.update({each: self._floats(each) for each in weights})
+        try:
+            return super().run_node(n)
+        finally:
+            self.env.update(dict.fromkeys(weights))
+
+    def _floats(self, weight: Node, index: Any = None) -> Tensor:
+        """Return the floats of ``weight``, or of some of its rows."""
+        arguments = [
+            self.fetch_attr(str(each.target)) if isinstance(each, Node) else each for each in weight.args
+        ]
+        if index is not None:
+            arguments = [each[index] if isinstance(each, Tensor) else each for each in arguments]
+        return run_in_blocks(weight, arguments)
+
+
+def _has_rows(weight: Node) -> bool:
+    return bool(weight.target is DEQUANTIZE or weight.args[3] == 0)

@@ -21,7 +21,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from torchq_compat.support.process_state import Lock
-from torchq_compat.support.upstream import FakeTensor, is_shared, lazy_clone, storage_uses
+from torchq_compat.support.upstream import FakeTensor, is_shared, lazy_clone, storage_uses, tensor_uses
 
 # Helpers for graph nodes and the modules around them: attributes, names, module paths.
 
@@ -110,9 +110,9 @@ def user_line_of(node: Node) -> str | None:
 
 #: What ``storage_uses`` returns if one tensor holds the storage: that tensor, and the storage's own object.
 USES_BY_ONE = 2
-#: Fewer elements are not worth sharing: modules may resize a buffer, which torch (2.13) refuses if it is
-#: shared. Parameters are not resized.
-SMALL_BUFFER = 1 << 18
+#: Fewer elements are not worth sharing: who writes gets another address, and modules may grow a buffer in
+#: place, which torch (2.13) refuses if it is shared.
+SMALL, SMALL_BUFFER = 1 << 14, 1 << 18
 Model = TypeVar("Model", bound=nn.Module)
 #: Two threads must not make one storage a shared one at a time.
 _SHARING = Lock()
@@ -190,12 +190,12 @@ def _shared(tensor: Tensor) -> Tensor | None:
     """Return a detached copy of ``tensor`` that shares its memory; None if there can be none."""
     if tensor.layout is not torch.strided or tensor.device.type != "cpu" or isinstance(tensor, FakeTensor):
         return None
-    if not isinstance(tensor, nn.Parameter) and tensor.numel() < SMALL_BUFFER:
+    if tensor.numel() < (SMALL if isinstance(tensor, nn.Parameter) else SMALL_BUFFER):
         return None
     with _SHARING:
         storage = tensor.untyped_storage()
-        # Others that hold the storage, as a NumPy array does, could write to it past torch.
-        is_sole = storage_uses(storage._cdata) == USES_BY_ONE
+        # Others that hold it, as a NumPy array and what reads it by DLPack do, could write to it past torch.
+        is_sole = storage_uses(storage._cdata) == USES_BY_ONE and tensor_uses(tensor) == 1
         size = tensor.numel() * tensor.element_size()
         if not is_sole or storage.nbytes() != size or not size:
             return None

@@ -49,11 +49,13 @@ has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 pack_padded_sequence: Any = torch._VF._pack_padded_sequence
 pack_padded_sequence_backward: Any = torch.ops.aten._pack_padded_sequence_backward
 pad_packed: Any = torch._VF._pad_packed_sequence
-#: A clone that shares its storage until one of both is written to; whether a tensor shares; how many objects
-#: hold a storage.
+#: A clone that shares its storage until one of both is written to; whether a tensor shares; its address, for
+#: reading alone; how many objects hold a storage, and a tensor.
 lazy_clone: Any = torch._lazy_clone
 is_shared: Any = torch._C._is_cow_tensor  # type: ignore[attr-defined]
+data_address: Any = torch._C._data_address  # type: ignore[attr-defined]
 storage_uses: Any = torch._C._storage_Use_Count
+tensor_uses: Any = torch.Tensor._use_count  # type: ignore[attr-defined]
 #: Tells torch.export a condition on data-dependent sizes.
 assume: Any = torch._check
 #: Its ``backed_size_oblivious`` keeps sizes of 1 free.

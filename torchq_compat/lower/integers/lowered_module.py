@@ -39,7 +39,7 @@ from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.graph_nodes import give_back_freed
 from torchq_compat.support.later_stages import is_captured_for_onnx
 from torchq_compat.support.process_state import Lock, is_compiling
-from torchq_compat.support.upstream import format_target, forward_from_src, pytree
+from torchq_compat.support.upstream import data_address, format_target, forward_from_src, pytree
 from torchq_compat.support.user_warnings import warn_user
 
 # The code of a lowered graph, which reads each tensor of the state from the dictionary that holds it.
@@ -105,7 +105,7 @@ class StateVersions:
     def _read_quickly(self) -> tuple[list[int], list[int]] | None:
         """Return the addresses and version counts of all tensors; None if there are tensors of torch.func."""
         try:
-            return list(map(Tensor.data_ptr, self._tensors)), list(map(counted_writes, self._counting))
+            return list(map(data_address, self._tensors)), list(map(counted_writes, self._counting))
         except RuntimeError:
             return None
 
@@ -113,7 +113,7 @@ class StateVersions:
 def _version(tensor: Tensor) -> tuple[int, int]:
     """Return address and version; inference tensors count no versions, torch.func's have no storage."""
     try:
-        return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
+        return data_address(tensor), 0 if tensor.is_inference() else tensor._version
     except RuntimeError:
         return 0, 0
 
@@ -201,6 +201,7 @@ class LoweredGraphModule(ConvertedModel):
     whenever a state was loaded, moved or written in place.
     """
 
+    interpreter = side_by_side.Forgetful
     __jit_unused_properties__ = [*QuantizationGraphModule.__jit_unused_properties__, "_lowering"]  # noqa: RUF012
 
     @property
@@ -280,7 +281,7 @@ class LoweredGraphModule(ConvertedModel):
         if known is not None:
             known()
         weights = [buffer for buffer in self.reference.buffers() if buffer.dtype is torch.int8]
-        addresses = [weight.data_ptr() for weight in weights if weight.device.type == "cpu"]
+        addresses = [data_address(weight) for weight in weights if weight.device.type == "cpu"]
         state[PACKED] = weakref.finalize(self, forget_weights, addresses)
         state[PACKED].atexit = False
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from torchq_compat.capture.opaque_calls import OpaqueModule
@@ -15,18 +15,12 @@ from torchq_compat.capture.torch_export import copied_inputs
 from torchq_compat.capture.trial_runs import alone_and_seeded, kept_buffers
 from torchq_compat.lower.integers.operators import CONVOLUTION, LINEAR, forget_weights
 from torchq_compat.lower.integers.qdq_graph import Place
-from torchq_compat.ops import CONVOLUTIONS
-from torchq_compat.read.qdq import (
-    BLOCK,
-    DEQUANTIZE,
-    DEQUANTIZES,
-    integers_behind,
-    run_in_blocks,
-)
+from torchq_compat.model.graph_module import ConvertedModel
+from torchq_compat.read.qdq import DEQUANTIZES, WeightByWeight, dequantizes_constant
 from torchq_compat.recurrent.kernel.linear_calls import LINEAR_OPERATOR
 from torchq_compat.recurrent.kernel.op import drop_forgotten, forget
 from torchq_compat.support.decisions import Action, Decision
-from torchq_compat.support.upstream import pytree
+from torchq_compat.support.upstream import data_address, pytree
 
 # Run a lowered graph beside its reference, node by node, on the trial inputs of prepare.
 #
@@ -39,9 +33,6 @@ from torchq_compat.support.upstream import pytree
 MOST_STEPS = 1.001
 #: The relative error of float sums in another order.
 EPSILON = 1e-4
-#: Ops whose results have a channel for each row of the weight.
-OF_ROWS = (torch.ops.aten.linear.default, *CONVOLUTIONS)
-EMBEDDING = torch.ops.aten.embedding.default
 #: The positions of arguments of the kernels.
 WEIGHT_OF_KERNEL, OWNER_OF_KERNEL = 3, 8
 
@@ -65,85 +56,54 @@ def faults_of(
     """
     # Of a constant there is one value, by whose address kernels know what they packed.
     judged = (stands_for[node].node for node in lowered.graph.nodes if node in stands_for)
-    wanted = {node for node in judged if node.op != "get_attr" and not _is_weight(node)}
+    recorder = _Recorder(reference, {n for n in judged if n.op != "get_attr" and not dequantizes_constant(n)})
     try:
-        expected, results = _Reference(reference).values(args, wanted)
+        with alone_and_seeded():  # As ``fault_of_whole``.
+            results = recorder.run(*copied_inputs(args), enable_io_processing=False)
     except Exception:
         return None
-    return dict(_Judge(lowered, stands_for, expected).faults(args)), results
+    return dict(_Judge(lowered, stands_for, recorder.recorded).faults(args)), results
 
 
-def _is_weight(node: Node) -> bool:
-    """Return whether ``node`` dequantizes a constant."""
-    return node.target in DEQUANTIZES and integers_behind(node).op == "get_attr"
+class _Recorder(WeightByWeight):
+    """Keeps the values of the ``wanted`` nodes of a q-dq graph."""
 
-
-class _Reference(Interpreter):
-    """Runs a q-dq graph, and dequantizes of each weight what is read, when it is read."""
-
-    def values(self, args: tuple[Any, ...], wanted: set[Node]) -> tuple[dict[Node, Any], Any]:
-        """Return the values of the ``wanted`` nodes, and the flat results; drawn as ``fault_of_whole`` draws."""
+    def __init__(self, reference: GraphModule, wanted: set[Node]) -> None:
+        super().__init__(reference)
         self.wanted = wanted
         self.recorded: dict[Node, Any] = {}
-        with alone_and_seeded():
-            results = self.run(*copied_inputs(args), enable_io_processing=False)
-        return self.recorded, results
 
     def run_node(self, n: Node) -> Any:
-        if _is_weight(n):
-            return None
-        weights = [source for source in n.all_input_nodes if _is_weight(source)]
-        value = self._read(n, weights) if weights else super().run_node(n)
+        value = super().run_node(n)
         if n in self.wanted:
             self.recorded[n] = value
         return value
 
-    def _read(self, n: Node, weights: list[Node]) -> Any:
-        args, _ = self.fetch_args_kwargs_from_env(n)
-        operator_call: Any = n.target
-        weight, is_only = weights[0], len(weights) == 1 and not n.kwargs
-        if is_only and _has_rows(weight) and n.target is EMBEDDING and n.args[0] is weight:
-            rows, places = args[1].unique(return_inverse=True)
-            return operator_call(self._floats(weight, rows), places, *args[2:])
-        if (
-            is_only
-            and _has_rows(weight)
-            and n.target in OF_ROWS
-            and n.args[1] is weight
-            and args[6:] in ((), (1,))
-        ):
-            integers = self.fetch_attr(str(integers_behind(weight).target))
-            step = max(1, BLOCK * len(integers) // max(1, integers.numel()))
-            blocks = [slice(start, start + step) for start in range(0, len(integers), step)]
-            biases = [args[2][block] if args[2:3] not in ((), (None,)) else None for block in blocks]
-            results = [
-                operator_call(args[0], self._floats(weight, block), bias, *args[3:])
-                for block, bias in zip(blocks, biases, strict=True)
-            ]
-            return results[0] if len(results) == 1 else torch.cat(results, dim=1 - integers.dim())
-        self.env.update({each: self._floats(each) for each in weights})
-        try:
-            return super().run_node(n)
-        finally:
-            self.env.update(dict.fromkeys(weights))
 
-    def _floats(self, weight: Node, index: Any = None) -> Tensor:
-        """Return the floats of ``weight``, or of some of its rows."""
-        arguments = [
-            self.fetch_attr(str(each.target)) if isinstance(each, Node) else each for each in weight.args
-        ]
-        if index is not None:
-            arguments = [each[index] if isinstance(each, Tensor) else each for each in arguments]
-        return run_in_blocks(weight, arguments)
+class Forgetful(WeightByWeight):
+    """Runs a lowered graph, and drops what each kernel packed: a second copy of each weight."""
 
+    def run_node(self, n: Node) -> Any:
+        value = super().run_node(n)
+        self.forget_packed(n, self.fetch_args_kwargs_from_env(n)[0])
+        return value
 
-def _has_rows(weight: Node) -> bool:
-    return bool(weight.target is DEQUANTIZE or weight.args[3] == 0)
+    def forget_packed(self, node: Node, args: Any) -> None:
+        """Drop what the kernel at ``node`` packed."""
+        if node.op == "call_module":
+            for module in self.fetch_attr(str(node.target)).modules():
+                if isinstance(module, OpaqueModule):
+                    module.opaque_forget_packed()
+        elif node.target in (CONVOLUTION, LINEAR):
+            forget_weights([data_address(args[WEIGHT_OF_KERNEL])])
+        elif node.target is LINEAR_OPERATOR:
+            forget(args[OWNER_OF_KERNEL])
+            drop_forgotten()
 
 
 class _Judge:
     def __init__(self, lowered: GraphModule, stands_for: StandsFor, expected: Mapping[Node, Any]) -> None:
-        self.interpreter = Interpreter(lowered)
+        self.interpreter = Forgetful(lowered)
         self.nodes = list(lowered.graph.nodes)
         self.stands_for = stands_for
         self.expected = expected
@@ -173,22 +133,9 @@ class _Judge:
                     if fault is not None:
                         yield self.stands_for[node].name, fault
                 values[node] = found if wanted is None else _taught(found, wanted)
-                self._forget_packed(node, read)
+                self.interpreter.forget_packed(node, read)
                 for read_last in self.last_uses.get(node, ()):
                     del values[read_last]
-
-    def _forget_packed(self, node: Node, args: Any) -> None:
-        """Drop what the kernel at ``node`` packed: a second copy of each weight is made at the first call."""
-        if node.op == "call_module":
-            called = self.interpreter.fetch_attr(str(node.target))
-            for module in called.modules():
-                if isinstance(module, OpaqueModule):
-                    module.opaque_forget_packed()
-        elif node.target in (CONVOLUTION, LINEAR):
-            forget_weights([args[WEIGHT_OF_KERNEL].data_ptr()])
-        elif node.target is LINEAR_OPERATOR:
-            forget(args[OWNER_OF_KERNEL])
-            drop_forgotten()
 
     def _is_the_same_in_order(self, node: Node, args: Any, kwargs: Any) -> bool:
         """Return whether an op of the reference is as wrong in the reference's own memory layouts."""
@@ -254,7 +201,9 @@ def _taught(found: Any, wanted: Any) -> Any:
     return torch.empty_like(found).copy_(wanted)
 
 
-def fault_of_whole(expected: Any, reference: nn.Module, lowered: nn.Module, args: tuple[Any, ...]) -> str:
+def fault_of_whole(
+    expected: Any, reference: nn.Module, lowered: ConvertedModel, args: tuple[Any, ...]
+) -> str:
     """Return what is wrong with the results of ``lowered``, called as the user calls it with ``args``.
 
     Nodes are judged apart: here results of another form are wrong, and noise above the signal. An empty
@@ -266,7 +215,7 @@ def fault_of_whole(expected: Any, reference: nn.Module, lowered: nn.Module, args
     Raises:
         Exception: what ``lowered`` raises.
     """
-    with kept_buffers(reference, but=torch.int8), alone_and_seeded():
+    with kept_buffers(reference, but=torch.int8), alone_and_seeded(), lowered.saving_memory():
         results = pytree.tree_leaves(lowered(*copied_inputs(args)))
     others = pytree.tree_leaves(expected)
     if len(results) != len(others):
