@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -12,14 +16,18 @@ from torch.ao.quantization import get_default_qat_qconfig_mapping, get_default_q
 
 from tests.helpers.warm_python import warm_python
 from torchq_compat import convert_fx, prepare_fx, prepare_qat_fx
-from torchq_compat.support.upstream import is_shared
+from torchq_compat.support.upstream import data_address, is_shared
 
-X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+X = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
 
 
 def net() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
+    return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)).eval()
+
+
+def weights(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.dim() > 1]
 
 
 def add(model: nn.Module) -> None:
@@ -54,9 +62,8 @@ WRITES = (add, load, train, write_data, write_by_numpy, nn.Module.double, nn.Mod
 def test_weights_are_shared_until_one_side_writes(subtests: pytest.Subtests) -> None:
     original = net()
     prepared = prepare_fx(original, get_default_qconfig_mapping("x86"), (X,))
-    parameters = [*original.parameters(), *prepared.parameters()]
-    assert len(parameters) == 8
-    assert all(map(is_shared, parameters))
+    assert [*map(is_shared, weights(original))] == [True] * 2
+    assert [*map(is_shared, weights(prepared))] == [True] * 2
     expected, before = prepared(X), original(X)
     for write in WRITES:
         with subtests.test(write.__name__):
@@ -86,7 +93,7 @@ def test_converting_leaves_the_prepared_weights_shared_and_alone() -> None:
     prepared = prepare_fx(original, get_default_qconfig_mapping("x86"), (X,))
     prepared(X)
     converted = convert_fx(prepared)
-    assert all(map(is_shared, original.parameters()))
+    assert all(map(is_shared, weights(original)))
     expected = converted(X)
     add(prepared)
     prepared(X)
@@ -94,15 +101,66 @@ def test_converting_leaves_the_prepared_weights_shared_and_alone() -> None:
     assert not torch.equal(convert_fx(prepared)(X), expected)
 
 
-def test_what_others_can_write_to_is_copied() -> None:
-    model = net()
-    aliases = [parameter.detach().numpy() for parameter in model.parameters()]
+@pytest.mark.parametrize("alias_of", [lambda p: p.detach().numpy(), lambda p: p.data, numpy.from_dlpack])
+def test_what_others_can_write_to_is_copied(alias_of: Callable[[torch.Tensor], Any]) -> None:
+    model = net().requires_grad_(False)
+    aliases = [alias_of(parameter) for parameter in model.parameters()]
+    addresses = [*map(data_address, model.parameters())]
     prepared = prepare_fx(model, get_default_qconfig_mapping("x86"), (X,))
     expected = prepared(X)
     for alias in aliases:
         alias += 1
     assert torch.equal(prepared(X), expected)
-    assert model[0].weight.data_ptr() == aliases[0].__array_interface__["data"][0]
+    assert [*map(data_address, model.parameters())] == addresses
+
+
+class Tied(nn.Module):
+    """One weight in two modules, and one that a kernel asks for as if to write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(128, 128), nn.Linear(128, 128)
+        self.second.weight = self.first.weight
+        self.rnn = nn.LSTM(128, 128, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.rnn(self.second(self.first(x).relu()))[0]
+        return result
+
+
+@pytest.mark.filterwarnings("ignore:.*TQ401")
+def test_tied_weights_stay_tied_and_those_of_an_lstm_are_not_shared() -> None:
+    model, x = Tied().eval(), torch.randn(2, 4, 128)
+    prepared = prepare_fx(model, get_default_qconfig_mapping("x86"), (x,))
+    before = model(x)
+    assert [*map(is_shared, prepared.parameters())].count(True) == 1
+    assert is_shared(model.first.weight)
+    assert not any(map(is_shared, model.rnn.parameters()))
+    add(prepared)
+    assert torch.equal(model(x), before)
+
+
+def test_a_mapped_file_stays_mapped(tmp_path: Path) -> None:
+    torch.save(net().state_dict(), tmp_path / "state.pt")
+    model = net()
+    model.load_state_dict(torch.load(tmp_path / "state.pt", mmap=True), assign=True)
+    weight = model[0].weight
+    with torch.no_grad():
+        model[2].bias.add_(1)  # Its page is not the file's any more.
+    expected = model(X)
+    prepared = prepare_fx(model, get_default_qconfig_mapping("x86"), (X,))
+    pages = Path("/proc/self/maps").read_text()
+    assert pages.count("state.pt") == 2
+    assert torch.equal(prepared(X), expected)
+    assert data_address(weight) != data_address(next(prepared.parameters()))
+    add(model)
+    assert torch.equal(prepared(X), expected)
+    (tmp_path / "state.pt").rename(tmp_path / "old.pt")
+    torch.save(net().state_dict(), tmp_path / "state.pt")
+    copied = copy.deepcopy(prepared)
+    assert torch.equal(copied(X), expected)
+    add(copied)
+    assert torch.equal(prepared(X), expected)
 
 
 # Bytes, in a process of its own.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import ctypes
-import functools
+import mmap
 import operator
+import os
 import re
 import sys
 from collections import OrderedDict
@@ -21,7 +22,14 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from torchq_compat.support.process_state import Lock
-from torchq_compat.support.upstream import FakeTensor, is_shared, lazy_clone, storage_uses, tensor_uses
+from torchq_compat.support.upstream import (
+    FakeTensor,
+    data_address,
+    is_shared,
+    lazy_clone,
+    storage_uses,
+    tensor_uses,
+)
 
 # Helpers for graph nodes and the modules around them: attributes, names, module paths.
 
@@ -104,8 +112,8 @@ def user_line_of(node: Node) -> str | None:
 # Deep copies of models, which share the memory of their tensors until one side writes to it.
 #
 # The first write to a shared storage copies it for the side that writes: either side may be trained, loaded,
-# moved or changed in place. What torch cannot share so, and what others could write to behind its back, is
-# copied at once.
+# moved or changed in place. Of a mapped file, as by ``torch.load(mmap=True)``, the copy is another mapping.
+# What cannot be shared so, and what others could write to behind torch's back, is copied at once.
 
 
 #: What ``storage_uses`` returns if one tensor holds the storage: that tensor, and the storage's own object.
@@ -192,8 +200,10 @@ def _shared(tensor: Tensor) -> Tensor | None:
         return None
     if tensor.numel() < (SMALL if isinstance(tensor, nn.Parameter) else SMALL_BUFFER):
         return None
+    storage = tensor.untyped_storage()
+    if not storage.resizable():
+        return _mapped_again(tensor)
     with _SHARING:
-        storage = tensor.untyped_storage()
         # Others that hold it, as a NumPy array and what reads it by DLPack do, could write to it past torch.
         is_sole = storage_uses(storage._cdata) == USES_BY_ONE and tensor_uses(tensor) == 1
         size = tensor.numel() * tensor.element_size()
@@ -202,8 +212,58 @@ def _shared(tensor: Tensor) -> Tensor | None:
         try:
             copied: Tensor = lazy_clone(tensor.detach())
         except RuntimeError:
-            return None  # Memory of a file, of another process or another library.
+            return None  # Memory of another process or another library.
     return copied if type(copied) is Tensor else None
+
+
+#: A line of /proc/self/maps for memory that is private to the process and of a file: start, end, place in the
+#: file, device, inode, path.
+PRIVATE_MAPPING = re.compile(r"(\w+)-(\w+) r.?.?p (\w+) (\w+:\w+) ([1-9]\d*) +(/.*)")
+#: What Linux tells of a page: it is the file's, as nothing was written to it; it is in memory or swapped out.
+PAGE_OF_FILE, PAGE_IS_USED = 1 << 61, 3 << 62
+
+
+def _mapped_again(tensor: Tensor) -> Tensor | None:
+    """Return a detached copy of a tensor in a mapped file, as private as the tensor; None for memory of any
+    other kind, or if something was written to it, or without Linux."""
+    reach = sum((count - 1) * step for count, step in zip(tensor.shape, tensor.stride(), strict=True))
+    start, size = data_address(tensor), (reach + 1) * tensor.element_size()
+    try:
+        memory = _file_at(start, size)
+        if memory is None or _is_written(start, size):
+            return None
+    except (OSError, ValueError):
+        return None
+    values = torch.frombuffer(memory, dtype=tensor.dtype, offset=len(memory) - size)
+    return values.as_strided(tensor.shape, tensor.stride())
+
+
+def _file_at(start: int, size: int) -> mmap.mmap | None:
+    """Return a mapping, whose last bytes are those of the file that is mapped around ``start``."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        found = PRIVATE_MAPPING.match(line)
+        if found is None:
+            continue
+        begin, end, place = (int(number, 16) for number in found.group(1, 2, 3))
+        if begin <= start and start + size <= end:
+            with Path(found[6]).open("rb") as file:
+                status, at = os.fstat(file.fileno()), start - begin + place
+                device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
+                if (device, str(status.st_ino)) != found.group(4, 5):
+                    return None  # Another file has its name now.
+                before = at % mmap.ALLOCATIONGRANULARITY
+                return mmap.mmap(file.fileno(), before + size, access=mmap.ACCESS_COPY, offset=at - before)
+    return None
+
+
+def _is_written(start: int, size: int) -> bool:
+    """Return whether a page of a private mapping was written to."""
+    page = os.sysconf("SC_PAGESIZE")
+    first, last = start // page, (start + size - 1) // page
+    with Path("/proc/self/pagemap").open("rb") as pages:
+        pages.seek(8 * first)
+        words = memoryview(pages.read(8 * (last - first + 1))).cast("Q")
+    return len(words) != last - first + 1 or any(w & PAGE_IS_USED and not w & PAGE_OF_FILE for w in words)
 
 
 def give_back_freed() -> None:
@@ -214,7 +274,7 @@ def give_back_freed() -> None:
         trim(0)
 
 
-@functools.cache
+@cache
 def _trim() -> Callable[[int], int] | None:
     try:
         trim: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
