@@ -15,6 +15,7 @@ from torchq_compat.recurrent.kernel.bound_module import BoundModule
 from torchq_compat.recurrent.kernel.build import kernel_build
 from torchq_compat.recurrent.kernel.module_numbers import Boundary
 from torchq_compat.recurrent.kernel.program import QParamsRow, as_numbers, column_qparams, qparams_row
+from torchq_compat.support.upstream import data_address
 
 EIGHT_BITS = (torch.uint8, torch.int8)
 
@@ -103,7 +104,7 @@ class DirectCall:
             return
         # Setting ``weight.data``, as ``nn.Module.to`` does, changes neither the tensor nor its version.
         versions = [weight._version for weight in weights]
-        bound_to = (bound.owner, [*map(id, weights)], versions, [*map(Tensor.data_ptr, weights)])
+        bound_to = (bound.owner, [*map(id, weights)], versions, [*map(data_address, weights)])
         if bound_to == self.bound_to:
             return
         if not kernel_build().is_loaded:
