@@ -179,7 +179,11 @@ def _(device: torch.device) -> str:
         assert not elsewhere(other, cpu)
         here, there = tc.convert_to_reference_fx(prepared), tc.convert_to_reference_fx(other)
         states = here.state_dict(), there.state_dict()
-        same = all(torch.equal(v.cpu(), states[1][k]) for k, v in states[0].items() if isinstance(v, Tensor))
+        same = all(
+            torch.allclose(v.cpu().double(), states[1][k].double(), rtol=1e-6)
+            for k, v in states[0].items()
+            if isinstance(v, Tensor)
+        )
         assert same, name
         there.load_state_dict(here.state_dict())
         tc.convert_fx(other).load_state_dict(tc.convert_fx(prepared.cpu()).state_dict())

@@ -391,9 +391,10 @@ def contract_of(module: nn.Module) -> RecurrentContract:
 
 
 def _computes_in(module: nn.Module) -> torch.dtype:
-    """Return float64 for a module whose weights were made so, as trials do, else float32."""
-    weight = next(module.parameters(), None)
-    return torch.float64 if weight is not None and weight.dtype is torch.float64 else torch.float32
+    """Return the dtype of the float weights of ``module``, which trials and FSDP change; else float32."""
+    weights = (value for name, value in module.named_parameters() if "weight" in name)
+    weight = next(weights, None)
+    return torch.float32 if weight is None else weight.dtype
 
 
 def has_no_rows(x: Tensor) -> bool:

@@ -259,11 +259,14 @@ class RecurrentModule(PartOwner):
             return None
         return next((tensor.device for tensor in chain(self.parameters(), self.buffers())), None)
 
+    def _is_on_cpu(self) -> bool:
+        return all(buffer.device.type == "cpu" for buffer in self.buffers())
+
     def runner(self) -> Runner:
         """Return the runner for the next call."""
         if is_exporting():
             return self._runner_of_export(LoopShape.OPAQUE if self.is_lowered else shape_in_export())
-        if self.is_lowered or (is_compiling() and self.can_be_lowered):
+        if self.is_lowered or (is_compiling() and self.can_be_lowered and self._is_on_cpu()):
             return NativeRunner(self.bound())
         return PythonRunner()
 

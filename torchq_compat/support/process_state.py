@@ -155,7 +155,9 @@ class _PatcherOfThread(upstream.Patcher):
 @contextmanager
 def draws_kept() -> Iterator[None]:
     """Restore torch's random generators afterwards."""
-    keeping = torch.random.fork_rng(devices=range(torch.cuda.device_count()))
+    # Asking for a device's generator would start CUDA, after which this process has no forks that use it.
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
+    keeping = torch.random.fork_rng(devices=devices)
     with alone():
         keeping.__enter__()
     try:

@@ -29,7 +29,7 @@ from torchq_compat.ops import those
 from torchq_compat.recurrent.over_time import LoopShape
 from torchq_compat.support.argument_checks import PATH, Expected, checked_arguments, optional
 from torchq_compat.support.atomic_files import whole_file
-from torchq_compat.support.process_state import alone
+from torchq_compat.support.process_state import alone, draws_kept
 from torchq_compat.support.upstream import pytree
 from torchq_compat.support.user_warnings import silenced, warn_user
 
@@ -208,7 +208,7 @@ def check_in_runtime(model: OnnxModel, converted: torch.nn.Module, trials: Seque
             continue
         shapes = ", ".join(str(tuple(each.shape)) for each in given)
         try:
-            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            with torch.no_grad(), draws_kept():
                 expected = converted(*copied_inputs(args))
         except Exception:  # The model takes no such values, as lengths longer than the sequences.
             continue
@@ -218,6 +218,7 @@ def check_in_runtime(model: OnnxModel, converted: torch.nn.Module, trials: Seque
         except Exception as cause:
             raise _refused(f"{cause}, at {shapes}") from cause
         results = [torch.from_numpy(each) if hasattr(each, "dtype") else each for each in results]
+        expected = pytree.tree_map_only(Tensor, Tensor.cpu, expected)
         problem = difference(_floats(expected), _floats(results), LEAST)
         if problem is not None:
             warn_user(
