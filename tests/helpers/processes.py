@@ -36,7 +36,9 @@ def device(rank: int) -> torch.device:
 def in_processes(function: Callable[..., Any], ranks: int, folder: Path, *arguments: Any) -> list[Any]:
     """Return what ``function(rank, ranks, *arguments)``, a function of a module, returns on each rank."""
     given = (function, ranks, str(folder), _free_port(), arguments)
-    mp.start_processes(_run, given, nprocs=ranks, start_method="forkserver", join=True)
+    # torchao asks for CUDA at its import, and a fork of what did has none.
+    method = "spawn" if DEVICE == "cuda" else "forkserver"
+    mp.start_processes(_run, given, nprocs=ranks, start_method=method, join=True)
     results = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
     for rank, result in enumerate(results):
         assert not isinstance(result, str) or not result.startswith("Traceback"), f"rank {rank}: {result}"
