@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from torchq_compat.annotate.quantizers import quantizer_from
     from torchq_compat.annotate.sharing import Output
     from torchq_compat.annotate.tuple_rerouting import reroute_tuples
-    from torchq_compat.comparison.comparing import compare
+    from torchq_compat.comparison.collect import compare
     from torchq_compat.comparison.suggesting import suggest
     from torchq_compat.eager.quantize_dynamic import quantize_dynamic
     from torchq_compat.lower.executorch.lowering import to_executorch
@@ -92,7 +92,7 @@ HOMES.update(
         "annotate_outputs": "torchq_compat.annotate.outputs",
         "check_annotations": "torchq_compat.annotate.outputs",
         "check_sharing": "torchq_compat.annotate.outputs",
-        "compare": "torchq_compat.comparison.comparing",
+        "compare": "torchq_compat.comparison.collect",
         "explain": "torchq_compat.quantize.explain",
         "export": "torchq_compat.lower.export",
         "merge_observers": "torchq_compat.quantize.distributed.merge_observers",

@@ -8,7 +8,7 @@ name no class. Scripts add a kind with ``register``.
 from __future__ import annotations
 
 # Each registers its kinds when it is imported; the kinds of scripts come later, and take precedence.
-import torchq_compat.modules.attention_handler
+import torchq_compat.modules.attention
 import torchq_compat.modules.standalone
 import torchq_compat.recurrent.handler
 import torchq_compat.recurrent.python_loops  # noqa: F401

@@ -506,7 +506,7 @@ def test_only_one_module_calls_the_fx_engine() -> None:
         "fx_side.py",
     }
     code = (
-        "import sys; from torchq_compat.comparison import causes, comparing;"
+        "import sys; from torchq_compat.comparison import causes, collect;"
         "import torchq_compat.comparison.collect;"
         "print('torchq_compat.comparison.fx_side' in sys.modules)"
     )

@@ -39,7 +39,7 @@ RUNNING = "torchq_compat.port.running"
 #: What ``run`` and ``compare`` import before the script.
 IMPORTED = (
     "torchq_compat.cli",
-    "torchq_compat.comparison.comparing",
+    "torchq_compat.comparison.collect",
     f"{RUNNING}.fx_draws",
     f"{RUNNING}.recorder",
     f"{RUNNING}.redirections",

@@ -16,8 +16,14 @@ from torch import nn
 from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e.quantizer import QuantizationSpec
 
-from torchq_compat.annotate.annotation import EdgeOrNode, NodeSpecs, ObservedEdges, OpRecord
-from torchq_compat.annotate.computed_values import buffer_updates, find_constants
+from torchq_compat.annotate.annotation import (
+    EdgeOrNode,
+    NodeSpecs,
+    ObservedEdges,
+    OpRecord,
+    buffer_updates,
+    find_constants,
+)
 from torchq_compat.annotate.patterns import (
     FusedPattern,
     SourcePartition,

@@ -33,7 +33,7 @@ def main() -> int:
     path = Path(result).absolute()
     try:
         with import_noise_held_back():
-            from torchq_compat.comparison.comparing import compare_case
+            from torchq_compat.comparison.collect import compare_case
         cases = case_of_function(target) if target.is_function else _cases_of_script(target)
         with _told_without_lines(is_known=not target.is_function):
             outcome: object = tuple(compare_case(case, target.fx_setting) for case in cases)

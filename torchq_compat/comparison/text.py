@@ -14,8 +14,7 @@ from rich.text import Text
 
 from torchq_compat.comparison import results
 from torchq_compat.comparison.causes import decibel_text, qparams_text
-from torchq_compat.support.report import counted
-from torchq_compat.support.text_table import folded_prefixes, text_table
+from torchq_compat.support.report import counted, folded_prefixes, text_table
 
 # A comparison in words and numbers: how near to float, how small, how fast, and the outcome of FX.
 

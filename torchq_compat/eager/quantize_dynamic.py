@@ -15,7 +15,7 @@ from torchq_compat.errors import ConfigError
 from torchq_compat.model.graph_module import record_of
 from torchq_compat.read.observers import SMALLEST_SCALE, asks_for_whole_range, with_whole_range
 from torchq_compat.recurrent.families import family_of, quantize_recurrent
-from torchq_compat.recurrent.kernel.linear_calls import LINEAR_OPERATOR, LinearCall, LinearWeight, linear_call
+from torchq_compat.recurrent.kernel.direct_calls import LINEAR_OPERATOR, LinearCall, LinearWeight, linear_call
 from torchq_compat.recurrent.kernel.program import DynamicQParams
 from torchq_compat.support.argument_checks import FLAG, checked_arguments, instance_of, optional, shown
 from torchq_compat.support.graph_nodes import copied_model

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from torchq_compat.annotate import observed_graph
-from torchq_compat.annotate.annotation import op_record
-from torchq_compat.annotate.computed_values import RANDOM
+from torchq_compat.annotate.annotation import RANDOM, op_record
 from torchq_compat.annotate.unmatched import unmatched_at_convert
 from torchq_compat.capture import opaque_calls
 from torchq_compat.capture.torch_export import copied_inputs

@@ -58,7 +58,7 @@ from torchq_compat.support.graph_nodes import (
     stop_sharing_written,
 )
 from torchq_compat.support.process_state import draws_kept
-from torchq_compat.support.text_table import slow_stage
+from torchq_compat.support.report import slow_stage
 from torchq_compat.support.user_warnings import warn_user
 
 # Inserts observers into a captured model, where FX's configuration or a user's Quantizer puts them.

@@ -17,7 +17,7 @@ from torchao.quantization.pt2e.quantizer import QuantizationSpec, Quantizer
 
 from torchq_compat.annotate.quantizers import QuantizerFailedError, UserQuantizer, own_copy
 from torchq_compat.annotate.sharing import Output, read_specs
-from torchq_compat.capture.loops.looped_sizes import LoopedSizes, find_looped_sizes
+from torchq_compat.capture.loops.loop_module import LoopedSizes, find_looped_sizes
 from torchq_compat.capture.loops.roll import roll_loops
 from torchq_compat.capture.loops.step_flow import NotALoopError
 from torchq_compat.capture.opaque_stub import StubRegistry

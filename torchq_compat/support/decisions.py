@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torchq_compat.errors import ScriptError, install_extra
 from torchq_compat.support import report
 from torchq_compat.support.argument_checks import INDEX, Expected, checked_arguments, instance_of, optional
-from torchq_compat.support.text_table import fitted_width
+from torchq_compat.support.report import fitted_width
 
 if TYPE_CHECKING:
     import pandas as pd

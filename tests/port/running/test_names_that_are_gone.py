@@ -13,7 +13,7 @@ from torch.ao.quantization import get_default_qconfig_mapping
 
 import torchq_compat
 from torchq_compat.errors import QuantizationWarning
-from torchq_compat.port.running import private_functions
+from torchq_compat.port.running import redirections
 
 MAPPING = get_default_qconfig_mapping("x86")
 ROOT = Path(torchq_compat.__file__).parents[1]
@@ -84,4 +84,4 @@ def test_the_private_convert_hands_on_every_argument() -> None:
     prepared = torchq_compat.prepare_fx(nn.Sequential(nn.Linear(4, 4)).eval(), MAPPING, (torch.randn(2, 4),))
     prepared(torch.randn(2, 4))
     with pytest.warns(QuantizationWarning, match="keep_original_weights=True changes nothing"):
-        private_functions.convert_fx(prepared, keep_original_weights=True)
+        redirections.convert_fx(prepared, keep_original_weights=True)

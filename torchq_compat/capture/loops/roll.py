@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from torchq_compat.capture.inlined_blocks import inline_blocks
-from torchq_compat.capture.loops.loop_module import GraphModel, Loop
-from torchq_compat.capture.loops.looped_sizes import LoopedSizes
+from torchq_compat.capture.loops.loop_module import GraphModel, Loop, LoopedSizes
 from torchq_compat.capture.loops.roll_graph import RolledGraph, roll_graph
 from torchq_compat.capture.loops.segments import LIFTED
 from torchq_compat.capture.loops.step_flow import NotALoopError

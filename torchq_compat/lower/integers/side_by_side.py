@@ -17,7 +17,7 @@ from torchq_compat.lower.integers.operators import CONVOLUTION, LINEAR, forget_w
 from torchq_compat.lower.integers.qdq_graph import Place
 from torchq_compat.model.graph_module import ConvertedModel
 from torchq_compat.read.qdq import DEQUANTIZES, WeightByWeight, dequantizes_constant
-from torchq_compat.recurrent.kernel.linear_calls import LINEAR_OPERATOR
+from torchq_compat.recurrent.kernel.direct_calls import LINEAR_OPERATOR
 from torchq_compat.recurrent.kernel.op import drop_forgotten, forget
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.upstream import data_address, pytree

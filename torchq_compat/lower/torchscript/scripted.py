@@ -21,8 +21,7 @@ from torchq_compat.capture.call_layouts import CallLayout
 from torchq_compat.capture.opaque_calls import OpaqueModule
 from torchq_compat.capture.torch_export import capture_freely
 from torchq_compat.errors import ExportError
-from torchq_compat.lower.torchscript.operators import HELPERS
-from torchq_compat.lower.torchscript.source import FunctionSource, flat_results, write_function
+from torchq_compat.lower.torchscript.source import HELPERS, FunctionSource, flat_results, write_function
 from torchq_compat.read.qparams import PerTensorQParams
 from torchq_compat.recurrent.over_time import LoopShape, exporting_loops_as
 from torchq_compat.support import metadata

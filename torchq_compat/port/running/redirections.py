@@ -12,12 +12,16 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from torchq_compat import pt2e
+from torch import nn
+from torch.fx import GraphModule
+
+from torchq_compat import pt2e, quantize_fx
 from torchq_compat.model.graph_module import record_of
 from torchq_compat.model.other_tools import StateOfCaptured, suite_error
 from torchq_compat.port.legacy_api import names
 from torchq_compat.port.running.removed_imports import legacy_module, put_stand_in
 from torchq_compat.port.source.moved_tables import MOVED_FUNCTIONS, Moved, unchanged
+from torchq_compat.quantize.first_call import at_once
 from torchq_compat.support.torch_ao import QConfigMapping
 
 # Legacy FX functions -> the functions of this package, in the process that runs a legacy script.
@@ -42,7 +46,7 @@ BATCH_NORM_SWITCHES = Moved(
 PRIVATE_FUNCTIONS = (
     Moved(
         "torch.ao.quantization.quantize_fx",
-        "torchq_compat.port.running.private_functions",
+        "torchq_compat.port.running.redirections",
         {"_prepare_fx": "prepare_fx", "_convert_fx": "convert_fx", "_fuse_fx": "fuse_fx"},
     ),
 )
@@ -208,3 +212,66 @@ def _is_ours(value: Any) -> bool:
     if isinstance(value, Mapping):
         return any(isinstance(key, str) and OUR_KEY.fullmatch(key) for key in value)
     return record_of(value) is not None
+
+
+# Private functions of FX that scripts call, with their signatures, on the functions of this package.
+
+
+def prepare_fx(
+    model: nn.Module,
+    qconfig_mapping: Any,
+    is_qat: bool,
+    example_inputs: tuple[Any, ...],
+    prepare_custom_config: Any = None,
+    _equalization_config: Any = None,
+    backend_config: Any = None,
+    is_standalone_module: bool = False,
+) -> GraphModule:
+    """Replace ``torch.ao.quantization.quantize_fx._prepare_fx``."""
+    prepare = at_once(quantize_fx.prepare_qat_fx) if is_qat else at_once(quantize_fx.prepare_fx)
+    prepared: GraphModule = prepare(
+        model,
+        qconfig_mapping,
+        example_inputs,
+        prepare_custom_config,
+        _equalization_config=_equalization_config,
+        backend_config=backend_config,
+    )
+    return prepared
+
+
+def convert_fx(
+    graph_module: GraphModule,
+    is_reference: bool = False,
+    convert_custom_config: Any = None,
+    is_standalone_module: bool = False,
+    _remove_qconfig: bool = True,
+    qconfig_mapping: Any = None,
+    backend_config: Any = None,
+    is_decomposed: bool = False,
+    keep_original_weights: bool = False,
+    *,
+    observer_qparams: bool = False,
+) -> GraphModule:
+    """Replace ``torch.ao.quantization.quantize_fx._convert_fx``."""
+    arguments = [graph_module, convert_custom_config, _remove_qconfig, qconfig_mapping, backend_config]
+    convert = at_once(quantize_fx.convert_to_reference_fx)
+    if not is_reference and not is_decomposed:
+        convert = at_once(quantize_fx.convert_fx)
+        arguments.append(keep_original_weights)
+    converted: GraphModule = convert(*arguments, observer_qparams=observer_qparams)
+    return converted
+
+
+def convert_to_reference_fx(
+    graph_module: GraphModule, is_reference: bool = False, *args: Any, **kwargs: Any
+) -> GraphModule:
+    """Convert as ``convert_fx`` does, always to a reference model; for ``torchq-compat run --reference``."""
+    return convert_fx(graph_module, True, *args, **kwargs)
+
+
+def fuse_fx(
+    model: nn.Module, is_qat: bool = False, fuse_custom_config: Any = None, backend_config: Any = None
+) -> nn.Module:
+    """Replace ``torch.ao.quantization.quantize_fx._fuse_fx``; ``prepare_qat_fx`` fuses by itself."""
+    return model if is_qat else quantize_fx.fuse_fx(model, fuse_custom_config, backend_config)

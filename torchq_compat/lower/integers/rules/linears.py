@@ -16,7 +16,7 @@ from torchq_compat.lower.integers.qdq_graph import Site, constant_of, integers_a
 from torchq_compat.lower.integers.rules.convolutions import Weight, bias_fault, ends, weight_of
 from torchq_compat.read import qdq
 from torchq_compat.read.qparams import PerTensorQParams
-from torchq_compat.recurrent.kernel.linear_calls import LINEAR_OPERATOR, LinearCall, LinearWeight, linear_call
+from torchq_compat.recurrent.kernel.direct_calls import LINEAR_OPERATOR, LinearCall, LinearWeight, linear_call
 from torchq_compat.recurrent.kernel.program import ColumnQParams, DynamicQParams
 from torchq_compat.support.dtypes import KERNEL_DTYPES
 
