@@ -1,8 +1,16 @@
 """The command ``torchq-compat compare SCRIPT | module:function``: FX and this package side by side.
 
-Only a separate process, ``comparison.comparison_process``, uses torch, so that it can be stopped; it
-returns its measurements as plain values, which are shown here. Exit code: 0 nothing got worse, 1 something
-got worse or nothing is quantized, 2 an error.
+examples:
+  torchq-compat compare quantize.py
+  torchq-compat compare --html report.html mymodels.cases:tagger
+  torchq-compat compare --json --timeout 600 quantize.py --epochs 1
+
+SCRIPT prepares, calibrates and converts models with prepare_fx and convert_fx; its output goes to standard
+error. module:function names a function without arguments that returns model, qconfig_mapping, example_inputs
+and calibration_data, as a dict or an object with these attributes.
+
+exit code: 0 nothing got worse, 1 an output is farther from the float model than with FX or nothing is
+quantized, 2 an error
 """
 
 from __future__ import annotations
@@ -26,7 +34,7 @@ from torchq_compat.comparison.page import check_page, write_page
 from torchq_compat.comparison.results import ComparedModel, Target
 from torchq_compat.comparison.text import as_text, print_report, report_data
 from torchq_compat.errors import ScriptError, TorchQCompatError
-from torchq_compat.port.process import stopping_cleanly
+from torchq_compat.port.process import Subparsers, add_command, stopping_cleanly
 from torchq_compat.port.run_command import (
     PACKAGE_PARENT,
     TRAINED_QPARAMS_HELP,
@@ -46,30 +54,21 @@ sys.exit(main())
 """
 OPTIONS = ("--json", "--html", "--timeout", "--fx", "--trained-qparams")
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
-EXAMPLES = """\
-examples:
-  torchq-compat compare quantize.py
-  torchq-compat compare --html report.html mymodels.cases:tagger
-  torchq-compat compare --json --timeout 600 quantize.py --epochs 1
-
-SCRIPT prepares, calibrates and converts models with prepare_fx and convert_fx; its output goes to standard
-error. module:function names a function without arguments that returns model, qconfig_mapping, example_inputs
-and calibration_data, as a dict or an object with these attributes.
-
-exit code: 0 nothing got worse, 1 an output is farther from the float model than with FX or nothing is
-quantized, 2 an error
-"""
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "compare",
+# Only a separate process, ``comparison.comparison_process``, uses torch, so that it can be stopped; it
+# returns its measurements as plain values, which are shown here.
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    parser = add_command(
+        subparsers,
+        compare_command,
+        __doc__,
         help="run FX and PT2E on the same weights and data, and show every difference",
         description="Quantize a model by FX and by torchq_compat with the same weights and calibration "
         "data, measure "
         "both against the float model at every module, part and output, and say what differs and why.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", action="store_true", help="print the measured values as JSON")
     parser.add_argument(
@@ -95,7 +94,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="the script that quantizes, or the function that returns the case",
     )
     add_script_arguments(parser)
-    parser.set_defaults(command=compare_command)
 
 
 def compare_command(args: argparse.Namespace) -> int:

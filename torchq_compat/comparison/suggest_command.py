@@ -1,13 +1,5 @@
-"""The command ``torchq-compat suggest module:function``: the modules to leave float, by sensitivity."""
+"""The command ``torchq-compat suggest module:function``: the modules to leave float, by sensitivity.
 
-from __future__ import annotations
-
-import argparse
-
-from torchq_compat.comparison.results import Target
-from torchq_compat.errors import ScriptError
-
-EXAMPLES = """\
 example:
   torchq-compat suggest -n 3 mymodels.cases:tagger
   torchq-compat suggest --instead 16-bit mymodels.cases:tagger
@@ -15,6 +7,14 @@ example:
 module:function names a function without arguments that returns model, qconfig_mapping, example_inputs and
 calibration_data, as for compare
 """
+
+from __future__ import annotations
+
+import argparse
+
+from torchq_compat.comparison.results import Target
+from torchq_compat.errors import ScriptError
+from torchq_compat.port.process import Subparsers, add_command, import_noise_held_back
 
 #: The name of the 16-bit QConfig in the printed lines.
 SIXTEEN_BITS = "sixteen_bits"
@@ -28,14 +28,14 @@ QCONFIG_LINE = f"""\
 )"""
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "suggest",
+def add_parser(subparsers: Subparsers) -> None:
+    parser = add_command(
+        subparsers,
+        suggest_command,
+        __doc__,
         help="measure the accuracy each module costs, and list those to leave float",
         description="Quantize a model, measure the accuracy that each module costs, and print the lines for "
         "its QConfigMapping that leave the worst modules float.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("-n", type=_count, default=3, help="the maximum number of modules (default 3)")
     parser.add_argument(
@@ -46,7 +46,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "(default float)",
     )
     parser.add_argument("target", metavar="module:function", help="the function that returns the case")
-    parser.set_defaults(command=suggest_command)
 
 
 def suggest_command(args: argparse.Namespace) -> int:
@@ -63,7 +62,6 @@ def suggest_command(args: argparse.Namespace) -> int:
             code="TQ973",
         )
     from torchq_compat.comparison.comparison_process import case_of_function
-    from torchq_compat.port.process import import_noise_held_back
 
     with import_noise_held_back():
         from torchq_compat.comparison.suggesting import suggest

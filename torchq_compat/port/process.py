@@ -9,10 +9,10 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, metadata, version
-from typing import TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from rich.console import Console
 from rich.progress import track
@@ -104,6 +104,24 @@ def _without(part: str) -> logging.Filter:
 
 
 # Terminal output of the commands: progress on standard error, tables on standard output.
+
+
+Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+def add_command(
+    subparsers: Subparsers, command: Callable[[argparse.Namespace], int], doc: str | None, **texts: Any
+) -> argparse.ArgumentParser:
+    """Add the command of a module ``NAME_command``: its docstring, after the first line, ends the help."""
+    name = command.__name__.removesuffix("_command")
+    parser = subparsers.add_parser(
+        name,
+        epilog=(doc or "").partition("\n\n")[2],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        **texts,
+    )
+    parser.set_defaults(command=command)
+    return parser
 
 
 def add_limits(parser: argparse.ArgumentParser) -> None:

@@ -1,8 +1,13 @@
 """The command ``torchq-compat rewrite PATH...``: turn legacy FX code into code for this package.
 
-It prints the differences, or writes them with ``--write``, each file in one step. Code that cannot be
-rewritten safely is not changed, but listed. Exit code: 0 all done, 1 something is left for manual review, 2
-an error of usage or a file that could not be read or written.
+examples:
+  torchq-compat rewrite train.py
+  torchq-compat rewrite src notebooks --write
+  torchq-compat rewrite src --only quantize-fx-functions --only qconfig-dicts
+  torchq-compat rewrite --list
+
+exit code: 0 all done, 1 something is left for manual review, 2 an error of usage or a file that could not be
+read or written
 """
 
 from __future__ import annotations
@@ -20,7 +25,14 @@ from rich.text import Text
 
 from torchq_compat.errors import PathError, ScriptError
 from torchq_compat.port import scanner
-from torchq_compat.port.process import add_limits, print_problems, progress, stopping_cleanly
+from torchq_compat.port.process import (
+    Subparsers,
+    add_command,
+    add_limits,
+    print_problems,
+    progress,
+    stopping_cleanly,
+)
 from torchq_compat.port.rewrites import REWRITES
 from torchq_compat.port.source.files import Document, Problem, UnreadableError, replace_file
 from torchq_compat.support.report import counted
@@ -28,16 +40,6 @@ from torchq_compat.support.report import counted
 DONE, LEFT, PROBLEM = 0, 1, 2
 NAMES = tuple(rewrite.construct.name for rewrite in REWRITES)
 COLOURS = {"+": "green", "-": "red", "@": "cyan"}
-EXAMPLES = """\
-examples:
-  torchq-compat rewrite train.py
-  torchq-compat rewrite src notebooks --write
-  torchq-compat rewrite src --only quantize-fx-functions --only qconfig-dicts
-  torchq-compat rewrite --list
-
-exit code: 0 all done, 1 something is left for manual review, 2 an error of usage or a file that could not be
-read or written
-"""
 
 
 @dataclass(frozen=True)
@@ -53,14 +55,14 @@ class Change:
         return self.document.path
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "rewrite",
+def add_parser(subparsers: Subparsers) -> None:
+    parser = add_command(
+        subparsers,
+        rewrite_command,
+        __doc__,
         help="rewrite legacy FX code for this package",
         description="Print the changes to Python files and notebooks, or make them with --write. "
         "Formatting, comments, line endings and encoding are kept.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "paths", metavar="PATH", nargs="*", type=Path, help="a file, or a folder to search recursively"
@@ -81,7 +83,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--skip", metavar="NAME", action="append", choices=NAMES, help="skip this rewrite; may be repeated"
     )
     parser.add_argument("--list", action="store_true", help="list the rewrites by name")
-    parser.set_defaults(command=rewrite_command)
 
 
 def rewrite_command(args: argparse.Namespace) -> int:

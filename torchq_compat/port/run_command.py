@@ -1,4 +1,12 @@
-"""The command ``torchq-compat run SCRIPT [ARGS...]``: run an unmodified legacy script on PT2E."""
+"""The command ``torchq-compat run SCRIPT [ARGS...]``: run an unmodified legacy script on PT2E.
+
+examples:
+  torchq-compat run train.py --epochs 3
+  torchq-compat run --strict --explain decisions.json quantize.py
+  torchq-compat run --reference quantize.py
+
+options of this command come before SCRIPT; what follows SCRIPT is passed to the script
+"""
 
 from __future__ import annotations
 
@@ -16,6 +24,7 @@ from types import FrameType
 from typing import Any
 
 from torchq_compat.errors import ScriptError
+from torchq_compat.port.process import Subparsers, add_command
 
 # The options of ``torchq-compat run``, passed from the command line to the script's process.
 
@@ -97,28 +106,20 @@ sys.path.insert(0, sys.argv[1])
 from torchq_compat.port.running.script_process import main
 sys.exit(main())
 """
-EXAMPLES = """\
-examples:
-  torchq-compat run train.py --epochs 3
-  torchq-compat run --strict --explain decisions.json quantize.py
-  torchq-compat run --reference quantize.py
-
-options of this command come before SCRIPT; what follows SCRIPT is passed to the script
-"""
 OPTIONS = ("--reference", "--lower", "--explain", "--strict", "--trained-qparams")
 PYTHON_SUFFIXES = (".py", ".pyw")
 FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP")
 SIGNAL_EXIT_BASE = 128
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "run",
+def add_parser(subparsers: Subparsers) -> None:
+    parser = add_command(
+        subparsers,
+        run_command,
+        __doc__,
         help="run an unmodified legacy script on torch.export and torchao",
         description="Run an unmodified legacy script with prepare_fx, convert_fx and related functions "
         "redirected to torchq_compat. Output and exit code are the script's; a summary goes to stderr.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     convert = parser.add_mutually_exclusive_group()
     convert.add_argument(
@@ -149,7 +150,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--trained-qparams", action="store_true", help=TRAINED_QPARAMS_HELP)
     parser.add_argument("script", metavar="SCRIPT", help="the file you would give to python")
     add_script_arguments(parser)
-    parser.set_defaults(command=run_command)
 
 
 def run_command(args: argparse.Namespace) -> int:

@@ -6,8 +6,10 @@ module that carries a pass out binds its function with ``carries_out``; ``run_pa
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 State = TypeVar("State")
@@ -25,113 +27,15 @@ class Pass:
     """
 
     name: str
-    needs: tuple[str, ...]
-    gives: tuple[str, ...]
+    needs: list[str]
+    gives: list[str]
     guarantees: str
 
 
-PREPARE = (
-    Pass(
-        "copy the model",
-        ("model", "request"),
-        ("working", "signature", "modules", "cumulative"),
-        "the user's model stays as it is; training flags and computed weights are settled in the copy",
-    ),
-    Pass(
-        "roll loops",
-        ("working", "signature"),
-        ("with_loops",),
-        "a loop over time that can be rolled is a module with one step",
-    ),
-    Pass(
-        "select custom modules",
-        ("with_loops", "working"),
-        ("swaps", "decisions", "leftovers"),
-        "every module that is not traced has a handler; what is left behind is a decision",
-    ),
-    Pass(
-        "capture",
-        ("swaps", "with_loops"),
-        ("tried", "captured"),
-        "one graph without in-place writes, run beside the float model at each size it takes",
-    ),
-    Pass(
-        "observe custom modules",
-        ("captured", "swaps"),
-        ("boundaries",),
-        "each opaque call calls an observed module, with the specs of its inputs and results",
-    ),
-    Pass(
-        "insert observers",
-        ("captured", "boundaries"),
-        ("interface", "batch_norms", "observed"),
-        "every annotated edge and node has its observer; shared ones are one module",
-    ),
-    Pass(
-        "wrap",
-        ("observed", "interface", "batch_norms", "decisions"),
-        ("prepared",),
-        "a model with the float model's signature, and a record of every decision",
-    ),
-    Pass(
-        "check",
-        ("prepared", "captured"),
-        (),
-        "with its observers off it computes what the float model does, or a decision says where not",
-    ),
-)
-
-CONVERT = (
-    Pass(
-        "check what is given",
-        ("prepared", "settings", "rules", "backend"),
-        ("record", "switched_off"),
-        "a model of ours, prepared; what is given and changes nothing is told",
-    ),
-    Pass(
-        "copy the prepared model",
-        ("prepared", "record"),
-        ("working", "removed"),
-        "the prepared model stays usable; observers that the script took away are gone",
-    ),
-    Pass(
-        "convert custom modules",
-        ("working",),
-        ("owners",),
-        "every opaque call calls a converted module",
-    ),
-    Pass(
-        "convert the graph",
-        ("working", "owners"),
-        ("converted", "replaced"),
-        "q-dq where observers were, none twice at a boundary; inputs and results are integers as asked",
-    ),
-    Pass(
-        "wrap",
-        ("converted", "removed", "replaced", "owners"),
-        ("reference",),
-        "the q-dq graph, on which every other form is based, with its decisions",
-    ),
-)
-
-LOWER = (
-    Pass(
-        "hand qparams through dropout",
-        ("reference",),
-        (),
-        "a dropout of integers returns the integers it is given",
-    ),
-    Pass(
-        "rewrite to plain integers",
-        ("reference", "trial_inputs"),
-        ("lowered",),
-        "a graph of plain tensors, with the bits of the reference where both were run",
-    ),
-    Pass("tell", ("lowered",), (), "what stays in floats and could mislead is warned about once"),
-)
-
+_STAGES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 #: Stage -> its passes.
-PASSES = {"prepare": PREPARE, "convert": CONVERT, "lower": LOWER}
+PASSES = {stage: tuple(Pass(**row) for row in rows) for stage, rows in _STAGES.items()}
+PREPARE, CONVERT, LOWER = PASSES["prepare"], PASSES["convert"], PASSES["lower"]
 
 _BOUND: dict[tuple[int, str], Callable[[Any], None]] = {}
 
