@@ -28,6 +28,7 @@ class Facts:
     tags: tuple[str, ...] = ()
     parameters: Mapping[str, int] = field(default_factory=dict)
     dimensions: int = 0
+    index: tuple[int, ...] = ()
     training: int | None = None
 
 

@@ -207,9 +207,6 @@ def _no_such_index(setting: str, index: object, count: int) -> ConfigError:
 # The values that an op of a prepared or converted graph reads as integers: its weights and inputs.
 
 
-QUANTIZES = (qdq.QUANTIZE, qdq.QUANTIZE_PER_CHANNEL)
-
-
 def result_details(node: Node | None) -> dict[str, Any]:
     """Return dtype, scale and zero point of the value of ``node``; empty if it is not quantized."""
     for user in node.users if node else ():
@@ -257,7 +254,8 @@ def _edges_into(model: GraphModule, last: Node, others: Collection[Node]) -> Ite
 def _is_edge(model: GraphModule, node: Node) -> bool:
     if node.op == "call_module":
         return bool(is_activation_post_process(model.get_submodule(str(node.target))))
-    return node.target in (*qdq.DEQUANTIZES, *QUANTIZES, qdq.DEQUANTIZE_DYNAMIC)
+    quantizes = (qdq.QUANTIZE, qdq.QUANTIZE_PER_CHANNEL)
+    return node.target in (*qdq.DEQUANTIZES, *quantizes, qdq.DEQUANTIZE_DYNAMIC)
 
 
 def _of_edge(model: GraphModule, edge: Node, path: str, quantized: Collection[Node]) -> QuantizedValue | None:

@@ -31,9 +31,6 @@ from torchq_compat.support.user_warnings import is_of_treespec, silenced
 # over which a tensor is spread.
 
 
-PER_TENSOR = (QUANTIZE, DEQUANTIZE, CHOOSE_QPARAMS)
-
-
 def qparams_state(graph_module: GraphModule) -> Tensor:
     """Return the qparams of ``graph_module``, in graph order, as a float64 tensor of shape (q-dq nodes, 4).
 
@@ -94,7 +91,9 @@ def _with_row(node: Node, row: list[float]) -> tuple[Any, ...]:
 
 
 def _per_tensor_nodes(graph_module: GraphModule) -> list[Node]:
-    return [node for node in graph_module.graph.nodes if node.target in PER_TENSOR]
+    return [
+        node for node in graph_module.graph.nodes if node.target in (QUANTIZE, DEQUANTIZE, CHOOSE_QPARAMS)
+    ]
 
 
 # Check a state before it is loaded: ``nn.Module.load_state_dict`` accepts some bad states, and crashes on

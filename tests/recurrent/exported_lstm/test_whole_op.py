@@ -17,7 +17,7 @@ from tests.helpers.oracle import leaves, sqnr
 from tests.helpers.quantizers import prepared_by_torchao
 from torchq_compat.errors import QuantizationWarning
 from torchq_compat.pt2e import whole_op_lstm_quantizer, whole_op_recurrent_quantizer
-from torchq_compat.recurrent.exported_lstm.aten_recurrent import RECURRENT_OPS
+from torchq_compat.recurrent.exported_lstm.aten_recurrent import KINDS
 
 OPS = torch.ops.quantized_decomposed
 PER_TENSOR, PER_CHANNEL = OPS.dequantize_per_tensor.default, OPS.dequantize_per_channel.default
@@ -224,7 +224,7 @@ def test_weights_may_stay_float(states: bool) -> None:
     torch.manual_seed(0)
     model, data = Three().eval(), [(torch.randn(6, 3, 8),) for _ in range(3)]
     converted = quantize(model, data, whole_op_recurrent_quantizer(weights=False, states=states))
-    for op in RECURRENT_OPS[:3]:
+    for op in list(KINDS)[:3]:
         (node,) = (each for each in converted.graph.nodes if each.target is op)
         x, given, parameters = node.args[:3]
         assert dq(x)[2] is torch.int8

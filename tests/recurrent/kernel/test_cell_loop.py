@@ -26,7 +26,6 @@ from torch.ao.quantization import (
 )
 from torch.fx import GraphModule
 from torch.nn.utils.rnn import pack_padded_sequence
-from torchq_compat.recurrent.kernel.direct_calls import LinearWeight, linear_call
 
 import torchq_compat as tc
 from tests.helpers.cell_loop_shared import X_QPARAMS, attribute, inputs_of, native, on
@@ -40,6 +39,7 @@ from torchq_compat.nn import quantized
 from torchq_compat.read.qparams import PerChannelQParams, PerTensorQParams
 from torchq_compat.recurrent.cell_graph import ConvertedCellGraphModule
 from torchq_compat.recurrent.kernel import build, op
+from torchq_compat.recurrent.kernel.direct_calls import LinearWeight, linear_call
 from torchq_compat.recurrent.kernel.interpreter import run_interpreted
 from torchq_compat.recurrent.kernel.module_numbers import floats_around
 from torchq_compat.recurrent.kernel.program import DynamicQParams, Op, as_numbers, column_qparams

@@ -13,13 +13,11 @@ from torch.fx import Graph, GraphModule, Node
 
 from torchq_compat.capture.opaque_stub import OPAQUE_OP, StubRegistry
 from torchq_compat.capture.sizes.shape_program import ShapeProgram
-from torchq_compat.ops import those
+from torchq_compat.ops import facts, those
 from torchq_compat.support.graph_nodes import SLICE_END, module_path_of
 from torchq_compat.support.upstream import OpOverload, pytree
 
 ATEN = torch.ops.aten
-#: Op -> the positions of the arguments that select the step to read or write.
-INDEX_ARGUMENTS: dict[Any, tuple[int, ...]] = {ATEN.select.int: (2,), ATEN.slice.Tensor: (2, 3)}
 #: Op that computes with a number -> the position of the number, and the same op of a tensor.
 WITH_NUMBER: dict[Any, tuple[int, Any]] = {
     **{op: (1, op) for op in (ATEN.add.Tensor, ATEN.sub.Tensor, ATEN.mul.Tensor, ATEN.div.Tensor)},
@@ -74,9 +72,7 @@ def tidy_graph(graph_module: GraphModule, stubs: StubRegistry, lengths: Collecti
 
 def _is_written(source: Any) -> bool:
     """Return whether a part of ``source`` is written in place, so that its readers must not move."""
-    parts = (
-        [user for user in source.users if user.target in INDEX_ARGUMENTS] if isinstance(source, Node) else []
-    )
+    parts = [user for user in source.users if facts(user.target).index] if isinstance(source, Node) else []
     return any(writes_in_place(user) for part in parts for user in part.users)
 
 
@@ -164,7 +160,7 @@ def _number_steps(graph: Graph, lengths: Collection[tuple[int, int]]) -> None:
         is_sum = node.target in (operator.add, operator.sub) and not numbers.keys().isdisjoint(node.args)
         if is_size or (is_sum and all(type(leaf) is int or leaf in numbers for leaf in node.args)):
             numbers[node] = node.meta["val"]
-        for index in INDEX_ARGUMENTS.get(node.target, ()):
+        for index in facts(node.target).index:
             if index < len(node.args) and isinstance(node.args[index], Node) and node.args[index] in numbers:
                 node.update_arg(index, int(numbers[node.args[index]]))
     graph.eliminate_dead_code()
@@ -332,7 +328,7 @@ def _partial_step(
 def _token(node: Node, stubs: StubRegistry) -> Hashable:
     if node.op == "call_module":
         return node  # A loop that is already rolled.
-    wild = INDEX_ARGUMENTS.get(node.target, ())
+    wild = facts(node.target).index
     number, _ = WITH_NUMBER.get(node.target, (None, None))
     args: Any = tuple(
         "#" if index in wild or (index == number and type(arg) is int) else arg

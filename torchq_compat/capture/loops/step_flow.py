@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from torchq_compat.capture.loops import segments
+from torchq_compat.ops import facts
 from torchq_compat.support.graph_nodes import SLICE_END
 from torchq_compat.support.upstream import OpOverload, pytree
 
@@ -205,11 +206,7 @@ def _leaves_by_step(nodes: list[Node | None]) -> Iterator[list[segments.Leaf]]:
 
 
 def _wild_leaves(node: Node) -> tuple[int, ...]:
-    return (
-        segments.INDEX_ARGUMENTS.get(node.target, ())
-        if len(segments.leaves_of(node)) == len(node.args)
-        else ()
-    )
+    return facts(node.target).index if len(segments.leaves_of(node)) == len(node.args) else ()
 
 
 def _read(column: tuple[segments.Leaf, ...], where: dict[Node, tuple[int, int]]) -> Read:

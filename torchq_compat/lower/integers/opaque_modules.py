@@ -124,9 +124,6 @@ def _decision(path: str, opaque: OpaqueModule, action: Action, reason: str) -> D
 # take time.
 
 
-IN_FLOATS = (DEQUANTIZE, qdq.DEQUANTIZE, qdq.DEQUANTIZE_PER_CHANNEL)
-
-
 def hand_over_floats(
     graph: Graph, modules: Mapping[str, OpaqueModule], stands_for: MutableMapping[Node, Any]
 ) -> None:
@@ -149,7 +146,7 @@ def hand_over_floats(
         for result in list(call.users):
             position = result.args[1]
             assert isinstance(position, int)
-            readers = [user for user in result.users if user.target not in IN_FLOATS]
+            readers = [user for user in result.users if user.target not in (DEQUANTIZE, *qdq.DEQUANTIZES)]
             if readers and layout.output_qparams and layout.output_qparams[position] is not None:
                 asked.append(position)
                 continue

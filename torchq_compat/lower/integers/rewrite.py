@@ -30,7 +30,7 @@ from torchq_compat.lower.integers.qdq_graph import (
     result_of,
 )
 from torchq_compat.lower.integers.rules import FAMILIES
-from torchq_compat.lower.integers.rules.moves import COPYING, clamp, moved_qparams, write_move
+from torchq_compat.lower.integers.rules.moves import clamp, copying, moved_qparams, write_move
 from torchq_compat.lower.integers.rules.tables import requantize, table_of_chain
 from torchq_compat.ops import those
 from torchq_compat.read.qdq import ALL_OPS, DEQUANTIZE, QUANTIZE, is_dequantize
@@ -282,7 +282,7 @@ class Rewriter:
         graph = self.lowered.graph
         graph.eliminate_dead_code(lambda node: node.op == "call_module" or node.is_impure())
         for node in list(graph.nodes):
-            node.target = COPYING.get(node.target, node.target)
+            node.target = copying(node.target)
             if node.target not in (QUANTIZE, DEQUANTIZE) or node.kwargs:
                 continue
             qparams = PerTensorQParams.of_node(node)

@@ -38,7 +38,6 @@ KINDS: dict[Any, CellKind] = {
     ATEN.rnn_tanh.input: RNN_TANH,
     ATEN.rnn_relu.input: RNN_RELU,
 }
-RECURRENT_OPS: tuple[Any, ...] = tuple(KINDS)
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ class AtenRecurrent:
 
     @classmethod
     def of(cls, node: Node) -> AtenRecurrent:
-        """Read ``node``, which calls one of ``RECURRENT_OPS``."""
+        """Read ``node``, which calls one of ``KINDS``."""
         arguments: Any = node.args
         x, hx, parameters, has_biases, num_layers, dropout, train, bidirectional, batch_first = arguments
         return cls(
@@ -117,9 +116,7 @@ class AtenRecurrent:
             yield self.directions[first : first + width]
 
 
-def aten_recurrents(
-    graph_module: GraphModule, operators: Collection[Any] = RECURRENT_OPS
-) -> list[AtenRecurrent]:
+def aten_recurrents(graph_module: GraphModule, operators: Collection[Any] = KINDS) -> list[AtenRecurrent]:
     """Return every call of ``operators`` in the graph, in order."""
     return [AtenRecurrent.of(node) for node in graph_module.graph.nodes if node.target in operators]
 

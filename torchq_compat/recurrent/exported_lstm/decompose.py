@@ -19,8 +19,8 @@ from torchq_compat.errors import AnnotationError
 from torchq_compat.recurrent.cell_graph import CellGraphModule
 from torchq_compat.recurrent.exported_lstm import shapes
 from torchq_compat.recurrent.exported_lstm.aten_recurrent import (
+    KINDS,
     LSTM_OP,
-    RECURRENT_OPS,
     AtenRecurrent,
     Direction,
     NodeWriter,
@@ -109,7 +109,7 @@ def decompose_recurrent(
         >>> decompose_recurrent(program)(torch.randn(9, 1, 4))[0].shape
         torch.Size([9, 1, 8])
     """
-    return _decompose(program, shape, RECURRENT_OPS)
+    return _decompose(program, shape, KINDS)
 
 
 def _decompose(

@@ -128,7 +128,7 @@ def whole_op_recurrent_quantizer(
 class WholeOpRecurrentQuantizer(Quantizer):  # type: ignore[misc]
     """The Quantizer of ``whole_op_recurrent_quantizer``. It skips nodes that are already annotated."""
 
-    operators: tuple[Any, ...] = aten_recurrent.RECURRENT_OPS
+    operators: tuple[Any, ...] = tuple(aten_recurrent.KINDS)
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class WholeOpRecurrentQuantizer(Quantizer):  # type: ignore[misc]
         return model
 
     def _tell_others(self, model: GraphModule) -> None:
-        present = {node.target for node in model.graph.nodes if node.target in aten_recurrent.RECURRENT_OPS}
+        present = {node.target for node in model.graph.nodes if node.target in aten_recurrent.KINDS}
         if present and not present.intersection(self.operators):
             names = ", ".join(sorted(map(str, present)))
             warn_user(

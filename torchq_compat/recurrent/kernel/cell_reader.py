@@ -28,12 +28,14 @@ from torchq_compat.recurrent.kernel.program import (
 )
 
 ATEN = torch.ops.aten
-UNARY = {
-    ATEN.sigmoid.default: Op.SIGMOID,
-    ATEN.tanh.default: Op.TANH,
-    ATEN.relu.default: Op.RELU,
+#: Operator -> instruction, and the number of its arguments.
+ELEMENTWISE = {
+    ATEN.sigmoid.default: (Op.SIGMOID, 1),
+    ATEN.tanh.default: (Op.TANH, 1),
+    ATEN.relu.default: (Op.RELU, 1),
+    ATEN.add.Tensor: (Op.ADD, 2),
+    ATEN.mul.Tensor: (Op.MUL, 2),
 }
-BINARY = {ATEN.add.Tensor: Op.ADD, ATEN.mul.Tensor: Op.MUL}
 
 
 class UnsupportedCellError(Exception):
@@ -128,10 +130,9 @@ class _Reader:
         args = _arguments(node)
         if target is ATEN.linear.default:
             return self._linear(node)
-        if target in UNARY:
-            return self._emit(UNARY[target], args[:1])
-        if target in BINARY and node.kwargs.get("alpha", 1) == 1:
-            return self._emit(BINARY[target], args)
+        if target in ELEMENTWISE and node.kwargs.get("alpha", 1) == 1:
+            instruction, count = ELEMENTWISE[target]
+            return self._emit(instruction, args[:count])
         if target is ATEN.rsub.Scalar and args[1:] == (1,):
             return self._emit(Op.COMPLEMENT, args[:1])
         if target in those("slices") and args[2] in (1, -1):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from torchq_compat.lower.integers.lowered_graph import Family, Kernel, LoweredGraph, Refusal, Rule, numbers_of
+from torchq_compat.lower.integers.lowered_graph import Family, Kernel, LoweredGraph, Refusal, numbers_of
 from torchq_compat.lower.integers.operators import CONVOLUTION
 from torchq_compat.lower.integers.qdq_graph import Integers, Site, constant_of, integers_at, rank_of
 from torchq_compat.ops import those
@@ -227,8 +227,6 @@ def _spread(lowered: LoweredGraph, x: Node, stride: Sequence[int], zero: int) ->
     return x
 
 
-RULES: dict[Any, Rule] = {
-    **dict.fromkeys(those("convolution"), _convolution),
-    **dict.fromkeys(those("transposed"), _transposed),
-}
-CONVOLUTION_RULES = Family(RULES)
+CONVOLUTIONS = Family(
+    {**dict.fromkeys(those("convolution"), _convolution), **dict.fromkeys(those("transposed"), _transposed)}
+)

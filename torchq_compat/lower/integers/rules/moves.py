@@ -31,8 +31,11 @@ from torchq_compat.support.upstream import OpOverload
 
 ATEN = torch.ops.aten
 PAD, DROPOUT = ATEN.pad.default, ATEN.dropout.default
-#: A view of channels-last activations, which convolutions return, may need a copy.
-COPYING: dict[Any, Any] = {ATEN.view.default: ATEN.reshape.default}
+
+
+def copying(target: Any) -> Any:
+    """Return ``target``; for a view, which channels-last activations may not allow, what copies if needed."""
+    return ATEN.reshape.default if target is ATEN.view.default else target
 
 
 def moved_qparams(node: Node) -> PerTensorQParams | None:
@@ -81,7 +84,7 @@ def write_move(lowered: LoweredGraph, node: Node, qparams: PerTensorQParams) -> 
     if node.target is PAD:
         value = _filled_with(node, qparams) if arguments["mode"] == "constant" else None
         args, kwargs = (source, arguments["pad"], arguments["mode"], value), {}
-    return lowered.call(COPYING.get(node.target, node.target), *args, **kwargs)
+    return lowered.call(copying(node.target), *args, **kwargs)
 
 
 def _max_pool(lowered: LoweredGraph, source: Node, arguments: dict[str, Any]) -> Node:
@@ -151,16 +154,17 @@ def _cat(site: qdq_graph.Site) -> Kernel | Refusal | None:
     return Kernel(f"{site.op.target} on integers", write)
 
 
-RULES: dict[Any, Rule] = {
-    ATEN.add.Tensor: _pair_rule("add"),
-    ATEN.sub.Tensor: _pair_rule("sub"),
-    ATEN.mul.Tensor: _pair_rule("mul"),
-    ATEN.div.Tensor: _pair_rule("div"),
-    ATEN.maximum.default: _pair_rule("maximum"),
-    ATEN.minimum.default: _pair_rule("minimum"),
-    ATEN.cat.default: _cat,
-}
-PAIRS = Family(RULES)
+PAIRS = Family(
+    {
+        ATEN.add.Tensor: _pair_rule("add"),
+        ATEN.sub.Tensor: _pair_rule("sub"),
+        ATEN.mul.Tensor: _pair_rule("mul"),
+        ATEN.div.Tensor: _pair_rule("div"),
+        ATEN.maximum.default: _pair_rule("maximum"),
+        ATEN.minimum.default: _pair_rule("minimum"),
+        ATEN.cat.default: _cat,
+    }
+)
 
 
 # Means over dimensions of a quantized tensor, and pools of one average. Legacy: FX calls ATen's kernels on
