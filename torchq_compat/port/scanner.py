@@ -128,9 +128,7 @@ def _found(source: ParsedSource, rewrite: Finder) -> Iterator[Site]:
 def stays_with_fx(source: ParsedSource) -> str:
     """Return why the FX functions of a file stay FX's, all of them: what one engine prepared the other cannot
     convert. Empty if they can move."""
-    names = [source.follow(name) for name in source.imported_names()]
-    names += [name for node in source.nodes(cst.Attribute) for name in source.names(node)]
-    engine = next((name for name in names if name.startswith(MAKES_MODELS)), "")
+    engine = next((name for name in source.used_names() if name.startswith(MAKES_MODELS)), "")
     if engine:
         return f"the file also uses {engine}, which stays with FX; its FX names move all or none"
     refused = (s for rewrite in REWRITES if rewrite.code in MOVING[:2] for s in rewrite.find(source))

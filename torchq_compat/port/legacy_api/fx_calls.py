@@ -9,7 +9,7 @@ from functools import lru_cache
 import libcst as cst
 from libcst.metadata import Assignment
 
-from torchq_compat.port.legacy_api.names import PARAMETERS
+from torchq_compat.port.legacy_api.names import PARAMETERS, PT2E_FUNCTIONS
 from torchq_compat.port.source.moved_tables import MOVED
 from torchq_compat.port.source.parsed import ParsedSource
 from torchq_compat.read.old_forms import KEYWORDS
@@ -57,12 +57,14 @@ class FxCall:
 
 def uses_fx(source: ParsedSource) -> bool:
     """Return whether the text uses FX graph mode at all, before or after rewriting."""
-    imported = {source.follow(name) for name in source.imported_names()}
-    used = {name for node in source.nodes(cst.Attribute) for name in source.names(node)}
     known = FX_MODULES | FX_NAMES | set(CANONICAL)
-    return not known.isdisjoint(imported | used) or not FX_MODULES.isdisjoint(
-        name.rpartition(".")[0] for name in imported
+    return not known.isdisjoint(source.used_names()) or not FX_MODULES.isdisjoint(
+        source.follow(name).rpartition(".")[0] for name in source.imported_names()
     )
+
+
+def uses_pt2e(source: ParsedSource) -> bool:
+    return any(name.rpartition(".")[2] in PT2E_FUNCTIONS for name in source.used_names())
 
 
 def canonical_function(source: ParsedSource, node: cst.CSTNode) -> str:

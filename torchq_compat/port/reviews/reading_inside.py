@@ -10,8 +10,8 @@ import libcst as cst
 
 from torchq_compat.port.constructs import Site
 from torchq_compat.port.finders import Finder
-from torchq_compat.port.legacy_api.fx_calls import fx_call, fx_calls, last_value, only_value
-from torchq_compat.port.legacy_api.names import CONVERTING, PREPARING, PT2E_FUNCTIONS
+from torchq_compat.port.legacy_api.fx_calls import fx_call, fx_calls, last_value, only_value, uses_pt2e
+from torchq_compat.port.legacy_api.names import CONVERTING, PREPARING
 from torchq_compat.port.source.parsed import ParsedSource
 
 CODE = "TQ208"
@@ -78,7 +78,7 @@ def find(source: ParsedSource) -> Iterator[Site]:
             continue
         if _is_converted(source, state.value):
             yield Site(CODE, source.start(subscript), source.code(subscript), refusal=KEYS)
-    if _uses_pt2e(source):
+    if uses_pt2e(source):
         return  # Whose models the rest is about is not known.
     for string in source.nodes(cst.SimpleString):
         if KEY_OF_FX.fullmatch(string.raw_value):
@@ -98,16 +98,11 @@ def _in_prepared(source: ParsedSource) -> Iterator[Site]:
         graph_of = _graph_of(attribute)
         if graph_of is not None and _is_made_by(source, graph_of, PREPARING):
             yield Site(CODE, source.start(attribute), source.code(attribute), refusal=LAYERS)
-        elif OBSERVER.fullmatch(attribute.attr.value) and not _uses_pt2e(source):
+        elif OBSERVER.fullmatch(attribute.attr.value) and not uses_pt2e(source):
             yield Site(CODE, source.start(attribute), source.code(attribute), refusal=OBSERVERS)
-    for string in () if _uses_pt2e(source) else source.nodes(cst.SimpleString):
+    for string in () if uses_pt2e(source) else source.nodes(cst.SimpleString):
         if OBSERVER.fullmatch(string.raw_value):
             yield Site(CODE, source.start(string), source.code(string), refusal=OBSERVERS)
-
-
-def _uses_pt2e(source: ParsedSource) -> bool:
-    names = {*source.imported_names(), *(n for a in source.nodes(cst.Attribute) for n in source.names(a))}
-    return any(name.rpartition(".")[2] in PT2E_FUNCTIONS for name in names)
 
 
 def _graph_of(attribute: cst.Attribute) -> cst.BaseExpression | None:

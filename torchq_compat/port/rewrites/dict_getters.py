@@ -10,17 +10,13 @@ from torchq_compat.port.constructs import Edit, Site
 from torchq_compat.port.finders import Finder
 from torchq_compat.port.legacy_api.fx_calls import fx_calls, only_value
 from torchq_compat.port.legacy_api.names import DICT_GETTERS
-from torchq_compat.port.source.parsed import ParsedSource, dotted, imported_module
+from torchq_compat.port.source.parsed import ParsedSource, dotted
 
 
 def find(source: ParsedSource) -> Iterator[Site]:
-    for node in source.nodes(cst.ImportFrom):
-        if isinstance(node.names, cst.ImportStar):
-            continue
-        for alias in node.names:
-            new_name = DICT_GETTERS.get(f"{imported_module(node)}.{dotted(alias.name)}")
-            if new_name is not None:
-                yield _import_site(source, node, alias, new_name)
+    for node, alias, full in source.names_from():
+        if full in DICT_GETTERS:
+            yield _import_site(source, node, alias, DICT_GETTERS[full])
     for attribute in source.nodes(cst.Attribute):
         names = source.names(attribute)
         new_name = DICT_GETTERS.get(next(iter(names))) if len(names) == 1 else None

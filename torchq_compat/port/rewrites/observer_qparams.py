@@ -57,10 +57,9 @@ def _has_argument(call: FxCall) -> bool:
 
 def _trains(source: ParsedSource) -> bool:
     """Return whether the file names anything of quantization-aware training."""
-    names = {source.follow(name) for name in source.imported_names()}
-    names |= {name for node in source.nodes(cst.Attribute) for name in source.names(node)}
     return any(
-        name.startswith(QUANTIZATION) and any(word in name.lower() for word in OF_TRAINING) for name in names
+        name.startswith(QUANTIZATION) and any(word in name.lower() for word in OF_TRAINING)
+        for name in source.used_names()
     )
 
 

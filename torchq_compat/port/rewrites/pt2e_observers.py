@@ -6,8 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-import libcst as cst
-
 from torchq_compat.port.constructs import Site
 from torchq_compat.port.finders import Finder
 from torchq_compat.port.legacy_api.fx_calls import uses_fx
@@ -27,7 +25,7 @@ MOVED = MovedNames(CODE, (), PT2E_OBSERVERS)
 
 
 def find(source: ParsedSource) -> Iterator[Site]:
-    used = _names_today(source)
+    used = {new_module(name) or name for name in source.used_names()}
     if not any(f"{name}.".startswith((f"{PT2E}.", f"{OURS}.")) for name in used):
         return
     legacy_configuration = uses_fx(source) or any("qconfig" in name.lower() for name in used)
@@ -42,13 +40,6 @@ def find(source: ParsedSource) -> Iterator[Site]:
                 refusal="the file also has QConfigs, which take torch.ao's; the specs of prepare_pt2e take "
                 "torchao's",
             )
-
-
-def _names_today(source: ParsedSource) -> set[str]:
-    """Return the full names that the file imports or uses, as they are called now."""
-    names = {source.follow(name) for name in source.imported_names()}
-    names |= {name for node in source.nodes(cst.Attribute) for name in source.names(node)}
-    return {new_module(name) or name for name in names}
 
 
 REWRITE = Finder(CODE, find)

@@ -5,13 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import libcst as cst
-
 from torchq_compat.port.constructs import Site
 from torchq_compat.port.finders import Finder
 from torchq_compat.port.legacy_api.moved_names import MovedNames
 from torchq_compat.port.source.moved_tables import FUNCTIONS, MOVED_FUNCTIONS
-from torchq_compat.port.source.parsed import ParsedSource, dotted, imported_module
+from torchq_compat.port.source.parsed import ParsedSource
 
 ROWS = tuple(row for row in MOVED_FUNCTIONS if row.replacement == "torchq_compat.quantize_fx")
 #: These names never were here, but a docstring of FX says so, and scripts copy it.
@@ -20,15 +18,11 @@ PACKAGES = frozenset(row.legacy.rpartition(".")[0] for row in ROWS)
 
 def find(source: ParsedSource) -> Iterator[Site]:
     yield from MovedNames("TQ101", ROWS).find(source)
-    for node in source.nodes(cst.ImportFrom):
-        package = imported_module(node)
-        if package not in PACKAGES or isinstance(node.names, cst.ImportStar):
-            continue
-        for alias in node.names:
-            name = dotted(alias.name)
-            if name in FUNCTIONS:
-                refusal = f"{package} never had it; import {name} from torchq_compat.quantize_fx"
-                yield Site("TQ101", source.start(alias), f"{package}.{name}", refusal=refusal)
+    for _, alias, full in source.names_from():
+        package, _, name = full.rpartition(".")
+        if package in PACKAGES and name in FUNCTIONS:
+            refusal = f"{package} never had it; import {name} from torchq_compat.quantize_fx"
+            yield Site("TQ101", source.start(alias), full, refusal=refusal)
 
 
 REWRITE = Finder("TQ101", find)

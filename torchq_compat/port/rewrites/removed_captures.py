@@ -7,17 +7,18 @@ records.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 import libcst as cst
 
 from torchq_compat.port.constructs import Edit, ImportRequest, Site
 from torchq_compat.port.finders import Finder
-from torchq_compat.port.legacy_api.names import PT2E_FUNCTIONS, REMOVED_CAPTURES, RemovedCapture
+from torchq_compat.port.legacy_api.fx_calls import uses_pt2e
+from torchq_compat.port.legacy_api.names import REMOVED_CAPTURES, RemovedCapture
 from torchq_compat.port.source.imports import NewImport, is_free, plan_name, statement_edits
 from torchq_compat.port.source.moved_tables import Moved
-from torchq_compat.port.source.parsed import ParsedSource, dotted, imported_module
+from torchq_compat.port.source.parsed import ParsedSource
 
 CODE = "TQ114"
 NEW_MODULE, NEW_NAME = "torch.export", "export"
@@ -29,19 +30,14 @@ KEYWORDS = ("args", "kwargs", "dynamic_shapes", "strict", "preserve_module_call_
 
 
 def find(source: ParsedSource) -> Iterator[Site]:
-    for node in source.nodes(cst.ImportFrom):
-        if not isinstance(node.names, cst.ImportStar):
-            yield from _import_sites(source, node, node.names)
+    yield from _import_sites(source)
     for attribute in source.nodes(cst.Attribute):
         yield from _dotted_site(source, attribute)
 
 
-def _import_sites(
-    source: ParsedSource, node: cst.ImportFrom, aliases: Sequence[cst.ImportAlias]
-) -> Iterator[Site]:
-    for alias in aliases:
-        name = dotted(alias.name)
-        removed = REMOVED_CAPTURES.get(f"{imported_module(node)}.{name}")
+def _import_sites(source: ParsedSource) -> Iterator[Site]:
+    for node, alias, full in source.names_from():
+        name, removed = full.rpartition(".")[2], REMOVED_CAPTURES.get(full)
         if removed is None:
             continue
         site = Site(CODE, source.start(alias), name)
@@ -116,8 +112,7 @@ DROPPED = {"aten_graph": ("True",), "tracing_mode": ('"real"', "'real'"), "pre_d
 
 def find_dynamo(source: ParsedSource) -> Iterator[Site]:
     """Yield calls of dynamo's export in files for PT2E; elsewhere it is used for other things."""
-    used = {*source.imported_names(), *(n for a in source.nodes(cst.Attribute) for n in source.names(a))}
-    if not any(name.rpartition(".")[2] in PT2E_FUNCTIONS for name in used):
+    if not uses_pt2e(source):
         return
     for call in source.nodes(cst.Call):
         if source.names(call.func) == {DYNAMO}:
@@ -167,20 +162,15 @@ def _dynamo_edit(source: ParsedSource, call: cst.Call) -> tuple[Edit | None, str
 
 def find_dynamic_dim(source: ParsedSource) -> Iterator[Site]:
     """Yield imports of ``dynamic_dim``, with its calls in lists that are given as ``constraints``."""
-    for node in source.nodes(cst.ImportFrom):
-        if imported_module(node) not in ("torch.export", "torch._export") or isinstance(
-            node.names, cst.ImportStar
-        ):
+    for node, alias, full in source.names_from():
+        if full not in (f"torch.export.{DYNAMIC_DIM}", f"torch._export.{DYNAMIC_DIM}"):
             continue
-        for alias in node.names:
-            if dotted(alias.name) != DYNAMIC_DIM:
-                continue
-            site = Site("TQ122", source.start(alias), DYNAMIC_DIM)
-            edits, refusal = _constraints(source, node, alias.evaluated_alias or DYNAMIC_DIM)
-            new = statement_edits(source, node, [NewImport(alias, NEW_MODULE, "Dim")])
-            if not new or source.binds("Dim"):
-                refusal = refusal or "Dim cannot be imported here"
-            yield replace(site, refusal=refusal) if refusal else replace(site, edits=(*new, *edits))
+        site = Site("TQ122", source.start(alias), DYNAMIC_DIM)
+        edits, refusal = _constraints(source, node, alias.evaluated_alias or DYNAMIC_DIM)
+        new = statement_edits(source, node, [NewImport(alias, NEW_MODULE, "Dim")])
+        if not new or source.binds("Dim"):
+            refusal = refusal or "Dim cannot be imported here"
+        yield replace(site, refusal=refusal) if refusal else replace(site, edits=(*new, *edits))
 
 
 def _constraints(source: ParsedSource, node: cst.ImportFrom, local: str) -> tuple[list[Edit], str]:

@@ -244,6 +244,19 @@ class ParsedSource:
         for node in self.imports():
             yield from names_in_import(node)
 
+    def used_names(self) -> list[str]:
+        """Return the full names that the file imports, as written and as other files mean them, or spells."""
+        written = list(self.imported_names())
+        spelled = (name for node in self.nodes(cst.Attribute) for name in self.names(node))
+        return list(dict.fromkeys([*map(self.follow, written), *written, *spelled]))
+
+    def names_from(self) -> Iterator[tuple[cst.ImportFrom, cst.ImportAlias, str]]:
+        """Yield each name of a from-import, with its statement and full name; ``import *`` has none."""
+        for node in self.nodes(cst.ImportFrom):
+            if not isinstance(node.names, cst.ImportStar):
+                for alias in node.names:
+                    yield node, alias, f"{imported_module(node)}.{dotted(alias.name)}"
+
     def is_top_level(self, node: cst.CSTNode) -> bool:
         """Return whether a small statement is at the top level, outside any block."""
         return self.parent(self.parent(node)) is self.module
