@@ -131,7 +131,8 @@ def _calibrate_on_one_device(rank: int, ranks: int, place: str) -> dict[str, Any
     calibrate(whole, batches, device)
     outputs = [run(tc.convert_to_reference_fx(each), batches[0], device) for each in (prepared, whole)]
     trained, batches = prepared_qat(device, "convolutions")
-    wrapped: nn.Module = DistributedDataParallel(trained)
+    # nccl wants a device for each rank.
+    wrapped: nn.Module = DistributedDataParallel(trained, process_group=dist.new_group(backend="gloo"))
     losses = train(wrapped, batches, device)
     tc.merge_observers(wrapped)
     trained.eval()
