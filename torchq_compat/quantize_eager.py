@@ -32,6 +32,8 @@ from torchq_compat.eager.observe import ObserveSettings, forget_observers, obser
 from torchq_compat.errors import ConfigError
 from torchq_compat.lower.integers.lowered_module import lower_to_integers
 from torchq_compat.model.graph_module import ConvertedGraphModule, ConvertedModel, record_of
+from torchq_compat.quantize.distributed.ranks import meet_other_ranks, whole_weights
+from torchq_compat.quantize.distributed.wrappers import unwrapped
 from torchq_compat.quantize_fx import convert_to_reference_fx, prepare_fx
 from torchq_compat.support.argument_checks import (
     ANYTHING,
@@ -273,6 +275,8 @@ def convert(
         config.get("observed_to_quantized_custom_module_class", {}),
         as_trained=use_precomputed_fake_quant,
     )
+    module = unwrapped(module, "convert")
+    meet_other_ranks(module, "convert")
     working = _working(module, "convert", inplace=inplace)
     tell_of_observers(working)
     with silenced(lambda text: "must run observer" in text):  # Those without data are told of above.
@@ -559,7 +563,10 @@ def _working(model: nn.Module, function: str, *, inplace: bool) -> nn.Module:
             hint="give the float model.",
             code="TQ905",
         )
-    return model if inplace else copied_model(model)
+    if inplace:
+        return model
+    with whole_weights(model) as whole:
+        return copied_model(model, whole)
 
 
 def _fused(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.ao.quantization import get_default_qat_qconfig_mapping
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -18,7 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 import torchq_compat as tc
 from tests.distributed.test_ranks import Net, converted_state, prepared_for_training, same
 from tests.helpers.processes import device, in_processes
-from torchq_compat.errors import ConvertError
+from torchq_compat.errors import TorchQCompatError
+from torchq_compat.quantize.distributed import ranks as ranks_module
 
 
 def sharded(prepared: nn.Module, **settings: Any) -> Any:
@@ -97,19 +102,62 @@ def test_gradients_are_reduced_in_bfloat16(tmp_path: Path) -> None:
     assert first[0] > first[2] > 0
 
 
-def old_wrapper(rank: int, ranks: int) -> str:
-    prepared = prepared_for_training(Net, rank)
-    try:
-        tc.convert_fx(FullyShardedDataParallel(prepared, device_id=device(rank)))
-    except ConvertError as error:
-        return str(error)
-    return "no error"
+def refusals(rank: int, ranks: int) -> list[str]:
+    x = batches(rank, 1)
+    mapping = get_default_qat_qconfig_mapping("x86")
+    in_parts = prepared_for_training(Net, rank)
+    for module in (in_parts.get_submodule("fc"), in_parts):
+        fully_shard(module)
+    calls: list[Callable[[], Any]] = [
+        lambda: tc.convert_fx(
+            FullyShardedDataParallel(prepared_for_training(Net, rank), device_id=device(rank))
+        ),
+        lambda: in_parts(x[0]),
+        lambda: tc.prepare_qat_fx(fully_shard(Net().train()), mapping, (x[0],)),
+        lambda: tc.prepare_qat_fx(DistributedDataParallel(Net().train()), mapping, (x[0],)),
+    ]
+    caught = []
+    for call in calls:
+        with pytest.raises(TorchQCompatError) as raised:
+            call()
+        caught.append(str(raised.value))
+    return caught
 
 
-def test_the_wrapper_of_fsdp1_is_refused(tmp_path: Path) -> None:
-    for told in in_processes(old_wrapper, 2, tmp_path):
-        assert "convert_fx: FullyShardedDataParallel holds the model" in told
-        assert "Hint: train with torch.distributed.fsdp.fully_shard(prepared)" in told
+def test_what_holds_or_shards_a_model_in_a_way_that_cannot_work_is_refused(tmp_path: Path) -> None:
+    for old, part, sharded, wrapped in in_processes(refusals, 2, tmp_path):
+        assert "convert_fx: FullyShardedDataParallel holds the model" in old
+        assert "Hint: train with torch.distributed.fsdp.fully_shard(prepared)" in old
+        assert "Hint: shard the whole model, fully_shard(prepared)" in part
+        assert "the model to prepare is sharded" in sharded
+        assert "the model to prepare is a DistributedDataParallel" in wrapped
+
+
+def convert_one_after_the_other(rank: int, ranks: int) -> tuple[list[str], Any]:
+    ranks_module.WAIT = timedelta(seconds=0.1)
+    model = sharded(prepared_for_training(Net, rank))
+    tc.merge_observers(model)
+    store, warn_user = ranks_module.default_store(), ranks_module.warn_user
+
+    def warn_and_note(code: str, message: str) -> None:
+        warn_user(code, message)
+        store.set("told", code)
+
+    ranks_module.warn_user = warn_and_note
+    if rank:
+        store.wait(["told"])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        converted = tc.convert_fx(model)
+    told = [str(each.message) for each in caught if "TQ429" in str(each.message)]
+    return told, converted(batches(rank, 1)[0]).cpu()
+
+
+def test_a_rank_that_converts_first_says_what_it_waits_for(tmp_path: Path) -> None:
+    (told, one), (nothing, other) = in_processes(convert_one_after_the_other, 2, tmp_path)
+    assert ["rank 0 waits for rank 1 to convert too" in each for each in told] == [True]
+    assert nothing == []
+    assert torch.equal(one, other)
 
 
 def save(rank: int, ranks: int, folder: str) -> dict[str, Any]:

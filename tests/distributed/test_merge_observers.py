@@ -30,6 +30,7 @@ import torchq_compat as tc
 from tests.helpers.once import made_once
 from tests.helpers.oracle import MAP_LSTM, sqnr
 from tests.helpers.user_modules import Custom, settings_for
+from torchq_compat import quantize_eager
 from torchq_compat.errors import ArgumentError, ConvertError, InputError, QuantizationWarning
 
 WEIGHT = default_weight_observer
@@ -265,6 +266,27 @@ def test_observers_inside_users_modules_and_standalone_modules() -> None:
         assert torch.equal(merged.state_dict()[name], whole.state_dict()[name]), name
     with pytest.raises(InputError, match=r"(?s)states\[0\] has no 1\.inner.*Hint: .*prepared.state_dict"):
         tc.merge_observers(merged, states=[get_observer_state_dict(model) for model in models])
+
+
+def test_models_of_eager_mode() -> None:
+    torch.manual_seed(0)
+    model = quantize_eager.QuantWrapper(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))).eval()
+    model.qconfig = QConfig(MinMaxObserver.with_args(dtype=torch.quint8), default_weight_observer)
+    prepared = quantize_eager.prepare(model)
+    parts = [[torch.randn(8, 4)], [torch.randn(8, 4) * 3]]
+    whole, merged = calibrated(prepared, [*parts[0], *parts[1]]), merged_of(prepared, parts)
+    assert same_state(merged, whole)
+    ours, theirs = (quantize_eager.convert(each)(parts[1][0]) for each in (merged, whole))
+    assert torch.equal(ours, theirs)
+
+
+def test_what_no_single_process_could_convert_is_refused_there_too() -> None:
+    prepared = linear_with(HistogramObserver)
+    states = [get_observer_state_dict(calibrated(prepared, [torch.randn(2, 4)])) for _ in range(2)]
+    states[1]["activation_post_process_0.max_val"].fill_(torch.nan)
+    tc.merge_observers(prepared, states=states)
+    with pytest.raises(ConvertError, match="have seen NaN or infinity"):
+        tc.convert_fx(prepared)
 
 
 def test_files_of_states(tmp_path: Path) -> None:

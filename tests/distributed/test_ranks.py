@@ -6,6 +6,7 @@ Written for CUDA too, by ``tests.helpers.processes.DEVICE``; untried there.
 from __future__ import annotations
 
 import copy
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -182,6 +183,12 @@ def refusals(rank: int, ranks: int) -> dict[str, Any]:
     attempt("other model", prepared if rank else prepared_net(rank, HistogramObserver))
     attempt("one is none", prepared if rank else nn.Linear(2, 2))
     attempt("user's", prepared_net(rank, Unmergeable))
+    attempt("settings", prepared_net(rank, MinMaxObserver.with_args(quant_min=0, quant_max=127 * (1 + rank))))
+    attempt("not a group", prepared, "all")
+    unsent = prepared_net(rank, MinMaxObserver)
+    if rank:
+        vars(unsent.get_submodule("activation_post_process_0"))["tensor_val"] = threading.Lock()
+    attempt("state", unsent)
     group = dist.new_group([1])
     attempt("group", prepared, group if rank == 0 else None) if rank == 0 else None
     with torch.no_grad():
@@ -197,6 +204,9 @@ def test_what_cannot_be_merged_is_refused_on_every_rank(tmp_path: Path) -> None:
         assert "Unmergeable" in caught["user's"]
         assert "def merge_observer_states" in caught["user's"]
         assert "the parameters of the ranks differ" in caught["weights"]
+        assert "quant_max=127" in caught["settings"]
+        assert "group must be a process group, got str 'all'" in caught["not a group"]
+        assert "rank 1: merge_observers: the state of the observers cannot be read" in caught["state"]
         assert "is not a member" in caught.get("group", "is not a member")
 
 

@@ -22,6 +22,12 @@ from torchq_compat.support.upstream import pytree
 #: What kernels and generated code raise on arguments that do not fit; a MemoryError has another cause.
 FAILURES = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
+#: What helps if ``fully_shard`` was called on a module whose forward the graph does not call.
+SHARDED = (
+    "shard the whole model, fully_shard(prepared), and by itself only a mapped recurrent module: the graph "
+    "reads the weights of other modules without calling them."
+)
+
 
 def explain_failed_call(
     model: Any, stage: str, args: tuple[Any, ...], cause: BaseException
@@ -178,6 +184,8 @@ def _call_failed(stage: str, place: str, problem: str, cause: BaseException, wan
     reason = f"{type(cause).__name__}: {lines[0]}"
     return CallError(
         f"the call of the {stage} model failed{where}: {f'{problem}; ' if problem else ''}{reason}",
-        hint=f"it was prepared for ({wanted}); compare the arguments in number, structure, shape, dtype "
+        hint=SHARDED
+        if "DTensor" in reason
+        else f"it was prepared for ({wanted}); compare the arguments in number, structure, shape, dtype "
         "and device.",
     )

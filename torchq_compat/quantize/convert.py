@@ -26,6 +26,7 @@ from torchq_compat.modules.parts import PartOwner
 from torchq_compat.modules.registry import ConvertRequest, CustomModuleHandler
 from torchq_compat.modules.user_modules import convert_float_calls
 from torchq_compat.ops import those, weight_of
+from torchq_compat.quantize.distributed.ranks import whole_weights
 from torchq_compat.quantize.edited_observers import settle_observers, with_removed_observers
 from torchq_compat.quantize.passes import CONVERT, carries_out, run_passes
 from torchq_compat.read import qconfig_mappings
@@ -358,7 +359,8 @@ def _working_copy(prepared: GraphModule, settings: ConvertSettings) -> GraphModu
         if not name.startswith(tuple(f"{path}." for path in sharing))
     }
     parameters = [each for opaque in sharing.values() for each in opaque.parameters() if id(each) not in tied]
-    return copy.deepcopy(prepared, {id(parameter): parameter for parameter in parameters})
+    with whole_weights(prepared) as whole:
+        return copy.deepcopy(prepared, {id(parameter): parameter for parameter in parameters} | whole)
 
 
 def _quantized_class(

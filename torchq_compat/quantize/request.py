@@ -29,6 +29,7 @@ from torchq_compat.model.graph_module import record_of
 from torchq_compat.model.other_tools import OBSERVED_KEY
 from torchq_compat.modules.registry import ObserveRequest
 from torchq_compat.modules.swap import apply_swaps, decide_swaps
+from torchq_compat.quantize.distributed.wrappers import check_not_wrapped
 from torchq_compat.read.backend_configs import BackendTable
 from torchq_compat.read.custom_configs import PrepareSettings
 from torchq_compat.read.qconfig_mappings import QConfigRules, read_qconfig_mapping
@@ -129,6 +130,7 @@ def check_float_model(model: nn.Module) -> None:
             f"the model must be an nn.Module, got {type(model).__name__}.",
             hint="pass the float model itself.",
         )
+    check_not_wrapped(model)
     converted: list[str] = []
     for path, module in model.named_modules():
         stage = _stage_of(module)

@@ -129,9 +129,9 @@ _SHARING = Lock()
 WRITES_TO_WEIGHTS = (nn.LSTM,)
 
 
-def copied_model(model: Model) -> Model:
+def copied_model(model: Model, known: Mapping[int, Any] | None = None) -> Model:
     """Return a deep copy of ``model``; its computed weights have their current values until recomputed."""
-    return copy.deepcopy(model, copied_weights(model))
+    return copy.deepcopy(model, copied_weights(model, known))
 
 
 def copied_weights(model: nn.Module, known: Mapping[int, Any] | None = None) -> dict[int, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,11 +22,13 @@ from torchq_compat.modules.user_modules import OpaqueUserModule
 from torchq_compat.quantize.distributed import merge_rules
 from torchq_compat.quantize.distributed.wrappers import is_sharded, unwrapped
 from torchq_compat.read.observers import is_of_torch_ao
+from torchq_compat.support.argument_checks import shown
 from torchq_compat.support.upstream import BatchNormBase, is_activation_post_process
 from torchq_compat.support.user_warnings import warn_user
 
 #: The attribute of an observer with the digest of its merged state, and the number of ranks merged.
 MERGED = "merged_digest"
+SETTINGS = ("dtype", "qscheme", "quant_min", "quant_max", "ch_axis", "averaging_constant", "bins")
 
 
 def merge_observers(
@@ -48,8 +51,8 @@ def merge_observers(
     Legacy: FX has no such function; each process converts with the ranges that it saw itself.
 
     Args:
-        prepared: what ``prepare_fx`` or ``prepare_qat_fx`` returned, or its DistributedDataParallel wrapper;
-            changed in place.
+        prepared: what ``prepare_fx``, ``prepare_qat_fx`` or a ``prepare`` of ``quantize_eager`` returned, or
+            its DistributedDataParallel wrapper; changed in place.
         group: the process group, by default all processes. Every rank of it has to call this function.
         states: instead of a process group, the states of observers that were calibrated elsewhere: what
             ``torch.ao.quantization.get_observer_state_dict`` or ``state_dict`` returned for models that were
@@ -98,6 +101,15 @@ def observers_of(model: nn.Module) -> dict[str, nn.Module]:
     return units
 
 
+def _settings_of(unit: nn.Module) -> str:
+    """Return the classes of ``unit`` and what their constructors were given, which the ranks have alike."""
+    named = (
+        [f"{name}={value}" for name in SETTINGS if (value := getattr(part, name, None)) is not None]
+        for part in unit.modules()
+    )
+    return f"{type(unit).__qualname__}: {'; '.join(', '.join(each) for each in named)}"
+
+
 def digest(values: Mapping[str, Any]) -> int:
     """Return a checksum of ``values``, with the bits of its tensors."""
     total = 0
@@ -118,15 +130,17 @@ def is_merged(module: nn.Module, ranks: int) -> bool:
     return vars(module).get(MERGED) == (digest(merge_rules.state_of(module)), ranks)
 
 
-def _prepared_model(prepared: nn.Module) -> GraphModule:
+def _prepared_model(prepared: Any) -> nn.Module:
     model = unwrapped(prepared, "merge_observers")
     record = record_of(model)
-    if record is None or record.stage is not Stage.PREPARED or not isinstance(model, GraphModule):
+    is_eager = record is None and isinstance(model, nn.Module) and observers_of(model)
+    if not is_eager and (record is None or record.stage is not Stage.PREPARED):
         raise ConvertError(
             f"merge_observers: this {type(model).__name__} is not a prepared model.",
             hint="call it before convert_fx, on what prepare_fx or prepare_qat_fx returned.",
         )
-    return model
+    prepared_model: nn.Module = model
+    return prepared_model
 
 
 def _check_group(group: dist.ProcessGroup | None) -> None:
@@ -135,6 +149,12 @@ def _check_group(group: dist.ProcessGroup | None) -> None:
             "merge_observers: there is no process group.",
             hint="call torch.distributed.init_process_group() first, or give states of other processes as "
             "merge_observers(prepared, states=[...]).",
+        )
+    outside: Any = dist.GroupMember.NON_GROUP_MEMBER
+    if group is not None and group != outside and not isinstance(group, dist.ProcessGroup):
+        raise ArgumentError(
+            f"merge_observers: group must be a process group, got {shown(group)}.",
+            hint="give what torch.distributed.new_group returned, or nothing for all processes.",
         )
     if dist.get_rank(group) < 0:
         raise ArgumentError(
@@ -147,25 +167,34 @@ def _merge_ranks(prepared: nn.Module, group: dist.ProcessGroup | None) -> None:
     """Gather, and merge on each rank by itself. A rank that fails says so in the gathered value, or the other
     ranks would wait for it."""
     ranks = dist.get_world_size(group)
+    sent: Any
     try:
         model = _prepared_model(prepared)
         units = observers_of(model)
         tensors = _tensors_outside(model, units)
-        report: Any = (
-            {path: type(unit).__qualname__ for path, unit in units.items()},
+        report = (
+            {path: _settings_of(unit) for path, unit in units.items()},
             {
                 path: (merge_rules.state_of(unit), is_merged(unit, ranks), vars(unit).get(MERGED))
                 for path, unit in units.items()
             },
             {name: digest({name: tensor}) for name, tensor in tensors.items()},
         )
+        sent = pickle.dumps(report)
     except TorchQCompatError as error:
-        report = error
-    reports: list[Any] = [None] * ranks
-    dist.all_gather_object(reports, report, group=group)
-    for rank, other in enumerate(reports):
+        sent = error
+    except Exception as error:  # A user's observer may fail, or keep what cannot be sent.
+        sent = ConvertError(
+            f"merge_observers: the state of the observers cannot be read or sent: {type(error).__name__}: "
+            f"{error}",
+            hint=f"give the class a state_dict() of tensors, or a method {merge_rules.METHOD} beside it.",
+        )
+    received: list[Any] = [None] * ranks
+    dist.all_gather_object(received, sent, group=group)
+    for rank, other in enumerate(received):
         if isinstance(other, TorchQCompatError):
             raise ConvertError(f"rank {rank}: {other.message}", hint=other.hint)
+    reports = [pickle.loads(each) for each in received]
     _check_same_model(reports)
     differing = [name for name in tensors if len({digests[name] for _, _, digests in reports}) > 1]
     _check_may_differ(model, differing)
@@ -197,13 +226,15 @@ def _check_same_model(reports: Sequence[Any]) -> None:
         first_classes, _, first_digests = reports[0]
         other = sorted({*classes.items()} ^ {*first_classes.items()}) or sorted({*digests} ^ {*first_digests})
         if other:
+            path, *settings = other[0] if isinstance(other[0], tuple) else (other[0],)
+            what = f"{path} ({settings[0]})" if settings else path
             raise ConvertError(
-                f"merge_observers: ranks 0 and {rank} have different models: {other[0]} is on one of them.",
+                f"merge_observers: ranks 0 and {rank} have different models: {what} is on one of them.",
                 hint="prepare the same model with the same settings on every rank.",
             )
 
 
-def _check_may_differ(model: GraphModule, names: Sequence[str]) -> None:
+def _check_may_differ(model: nn.Module, names: Sequence[str]) -> None:
     parameters = [name for name in names if name in dict(model.named_parameters())]
     if parameters:
         raise ConvertError(
@@ -249,7 +280,7 @@ def _merge(units: Mapping[str, nn.Module], states: Mapping[str, Sequence[merge_r
         merge_rules.merge_states(unit, states[path], path)
 
 
-def _merge_given(model: GraphModule, given: Any) -> None:
+def _merge_given(model: nn.Module, given: Any) -> None:
     if isinstance(given, (Mapping, str, os.PathLike)) or not isinstance(given, Sequence) or not given:
         raise InputError(
             "merge_observers: states has to be a list of at least one state dict.",
@@ -282,7 +313,7 @@ def _merge_given(model: GraphModule, given: Any) -> None:
         )
 
 
-def _is_of_weight(model: GraphModule, path: str) -> bool:
+def _is_of_weight(model: nn.Module, path: str) -> bool:
     """Return whether the observer at ``path`` of the graph observes a weight."""
     parent, _, name = path.rpartition(".")
     owner = model.get_submodule(parent)

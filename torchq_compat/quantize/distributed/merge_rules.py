@@ -133,7 +133,8 @@ def _merge_ranges(module: Any, states: Sequence[State], path: str) -> None:
         low, high = (bounds.double().mean(0).to(bounds.dtype) for bounds in (lows, highs))
     else:
         low, high = lows.amin(0), highs.amax(0)
-    if "histogram" in module._buffers:
+    is_finite = bool(low.isfinite().all() and high.isfinite().all())
+    if "histogram" in module._buffers and is_finite:  # Else convert refuses, as in one process.
         histogram = torch.zeros_like(states[0]["histogram"])
         for state in states:
             histogram = _rebinned(module, state, histogram, low, high)

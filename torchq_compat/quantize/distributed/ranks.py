@@ -1,13 +1,13 @@
-"""What convert does under a process group: takes wrappers off, and says when the ranks differ."""
+"""What convert does under a process group: it unwraps, gathers weights, and says when the ranks differ."""
 
 from __future__ import annotations
 
-import copy
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from threading import Event
 from typing import Any
 
 import torch.distributed as dist
@@ -18,66 +18,91 @@ from torchq_compat.model.graph_module import Stage, record_of
 from torchq_compat.quantize.distributed.merge_observers import digest, is_merged, observers_of
 from torchq_compat.quantize.distributed.merge_rules import state_of
 from torchq_compat.quantize.distributed.wrappers import is_sharded, unwrapped
+from torchq_compat.read.qspecs import FAKE_QUANTIZES
 from torchq_compat.support.upstream import default_store
 from torchq_compat.support.user_warnings import warn_user
 
 #: How long a rank looks for the other ranks' numbers. It must not wait for good: many scripts convert on
 #: rank 0 only.
 WAIT = timedelta(seconds=3)
+#: Set once a rank has waited in vain: such a script converts on one rank, and waits no more.
+_ALONE = Event()
 #: Structure of a model -> how many like it this process has converted.
 _CONVERTED: Counter[int] = Counter()
 
 
 def ready_to_convert(model: Any, function: str) -> Any:
-    """Return ``model`` without the wrappers of torch.distributed and with whole weights, and warn if the
-    ranks have different observers.
+    """Return ``model`` without the wrappers of torch.distributed, and warn if the ranks have different
+    observers.
 
     Raises:
-        ConvertError: the weights cannot be put together here.
+        ConvertError: a wrapper has only parts of its weights.
     """
     model = unwrapped(model, function)
     record = record_of(model)
-    if record is None or record.stage is not Stage.PREPARED:
-        return model
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        _warn_of_other_ranks(model, function, is_trained=record.is_qat)
-    return _gathered(model) if any(map(is_sharded, model.parameters())) else model
+    if record is not None and record.stage is Stage.PREPARED:
+        meet_other_ranks(model, function)
+    return model
 
 
-def _warn_of_other_ranks(model: nn.Module, function: str, *, is_trained: bool) -> None:
+def meet_other_ranks(model: nn.Module, function: str) -> None:
     """Compare one number with the ranks that convert too, through the store of the process group: a
-    collective would hang where only some ranks convert."""
-    units = observers_of(model)
-    if units and all(is_merged(unit, dist.get_world_size()) for unit in units.values()):
+    collective would hang where only some ranks convert.
+
+    The rank that comes last finds the numbers of all others and warns. One that comes first waits for them
+    only if it has to tell something else: that nothing was merged, or that it waits for their weights.
+    """
+    if not dist.is_available() or not dist.is_initialized() or default_store() is None:
+        return  # None: that of MPI
+    units, rank, world = observers_of(model), dist.get_rank(), dist.get_world_size()
+    is_trained = any(isinstance(unit, FAKE_QUANTIZES) for unit in units.values())
+    in_parts = any(map(is_sharded, model.parameters()))
+    is_one = world == 1 or not units or all(is_merged(unit, world) for unit in units.values())
+    if world == 1 or (is_one and not in_parts):
         return
     structure = zlib.crc32("\n".join(model.state_dict()).encode())
     _CONVERTED[structure] += 1
     prefix = f"torchq_compat/convert/{structure}/{_CONVERTED[structure]}"
-    rank, world = dist.get_rank(), dist.get_world_size()
     own = str(_digest_of(model, units)).encode()
-    store = default_store()
-    store.set(f"{prefix}/{rank}", own)
-    keys = {other: f"{prefix}/{other}" for other in range(world) if other != rank}
     try:
-        store.wait(list(keys.values()), WAIT)
-        present = keys
-    except RuntimeError:  # the time is up
-        present = {other: key for other, key in keys.items() if store.check([key])}
-    differing = [other for other, key in present.items() if store.get(key) != own]
+        others = _exchanged(prefix, own, waits=in_parts or not (is_trained or _ALONE.is_set()))
+    except RuntimeError:  # A store that is gone, or that of a fake group: convert does without.
+        return
+    missing = sorted({*range(world)} - {rank, *others})
+    if in_parts and missing:
+        warn_user(
+            "TQ429",
+            f"{function}: the weights are sharded, and rank {rank} waits for rank "
+            f"{', '.join(map(str, missing))} to convert too.\nHint: convert on every rank.",
+        )
+    differing = [other for other, number in others.items() if number != own]
+    if is_one or (not differing and (is_trained or not missing)):
+        return
     if differing:
         problem = f"the observers of rank {rank} differ from those of rank {', '.join(map(str, differing))}"
-    elif len(present) < len(keys) and not is_trained:
+    else:
         problem = (
             f"rank {rank} converts with the ranges that it saw itself; the observers of {world} processes "
             "were not merged"
         )
-    else:
-        return
     warn_user(
         "TQ420",
         f"{function}: {problem}.\nHint: call torchq_compat.merge_observers(prepared) on every rank before; "
         "the model is not that of one process over all the data.",
     )
+
+
+def _exchanged(prefix: str, own: bytes, *, waits: bool) -> dict[int, bytes]:
+    """Put the number of this rank into the store, and return those of the other ranks that are there."""
+    store, rank = default_store(), dist.get_rank()
+    store.set(f"{prefix}/{rank}", own)
+    keys = {other: f"{prefix}/{other}" for other in range(dist.get_world_size()) if other != rank}
+    if waits:
+        try:
+            store.wait(list(keys.values()), WAIT)
+        except RuntimeError:  # the time is up
+            _ALONE.set()
+    return {other: store.get(key) for other, key in keys.items() if store.check([key])}
 
 
 def _digest_of(model: nn.Module, units: Mapping[str, nn.Module]) -> int:
@@ -90,9 +115,17 @@ def _digest_of(model: nn.Module, units: Mapping[str, nn.Module]) -> int:
     return digest(values)
 
 
-def _gathered(model: nn.Module) -> nn.Module:
-    """Return a copy of ``model``, sharded by ``fully_shard``, with whole parameters, gathered one by one.
-    Every rank of the mesh has to take part."""
+@contextmanager
+def whole_weights(model: nn.Module) -> Iterator[dict[int, Any]]:
+    """Yield the memo with which ``copy.deepcopy`` copies ``model`` with whole parameters, gathered one by
+    one, if ``fully_shard`` sharded it. Every rank of the mesh has to take part.
+
+    Raises:
+        ConvertError: there is no process group.
+    """
+    if not any(map(is_sharded, model.parameters())):
+        yield {}
+        return
     if not dist.is_initialized():
         raise ConvertError(
             "convert: the model is sharded, and there is no process group to gather its weights.",
@@ -110,7 +143,7 @@ def _gathered(model: nn.Module) -> nn.Module:
         if is_sharded(parameter)
     }
     with _without_fsdp(model):
-        return copy.deepcopy(model, whole)
+        yield whole
 
 
 @contextmanager
