@@ -21,6 +21,7 @@ RECIPES = dict(re.findall(r"^```py (\w+)\n(.*?)^```", PAGE.read_text(), re.MULTI
 
 
 def run_recipe(rank: int, ranks: int, name: str) -> dict[str, Any]:
+    dist.barrier()  # Another rank may still be connecting.
     dist.destroy_process_group()
     namespace: dict[str, Any] = {"__name__": "recipe"}
     exec(compile(RECIPES["setup"], "setup", "exec"), namespace)
