@@ -19,6 +19,7 @@ from torchq_compat.port import rewrite_command as rewrite
 from torchq_compat.port import run_command as run
 from torchq_compat.port import scan_command as scan
 from torchq_compat.port.process import package_version, project_address
+from torchq_compat.support.report import QUIET
 
 PROGRAM = "torchq-compat"
 USAGE_ERROR = 2
@@ -35,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{PROGRAM}: error: standard output is closed", file=sys.stderr)
         return USAGE_ERROR
     args = _parser().parse_args(argv)
+    if args.quiet:
+        os.environ[QUIET] = "1"
     command: Callable[[argparse.Namespace], int] = args.command
     try:
         code = command(args)
@@ -71,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Bring FX graph mode quantization scripts to torch.export and torchao.",
         epilog=project_address(),
     )
+    parser.add_argument("--quiet", action="store_true", help="show no progress")
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {package_version()}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:

@@ -21,6 +21,7 @@ from torchq_compat.comparison.results import Capture, Costs, FxOutcome, FxRun, K
 from torchq_compat.comparison.sides import Key, QuantizedModel, Reading
 from torchq_compat.errors import ScriptError
 from torchq_compat.support.argument_checks import FLAG, checked_arguments, instance_of, one_of
+from torchq_compat.support.report import slow_stages
 from torchq_compat.support.upstream import pytree
 
 # Run the float model, this package and FX on the same weights and batches, and measure every place.
@@ -46,22 +47,27 @@ def capture(case: Case, fx: FxSetting) -> Capture:
         TorchQCompatError: this package cannot quantize the model.
         ScriptError: ``fx`` is True and FX cannot run the model.
     """
-    ours = quantize_by_us(case)
-    theirs, fx_run = _quantize_by_fx(case, ours.places) if fx else (None, FxRun(FxOutcome.NOT_ASKED))
-    if theirs is not None:
-        try:
-            measured = _measure(case, ours, theirs)
-        except _FxFailedError as error:
-            theirs, fx_run = None, FxRun(FxOutcome.RAISED, error.what)
-    if fx is True and theirs is None:
-        raise ScriptError(
-            f"FX cannot run this model: {fx_run.error}",
-            hint='leave fx at "auto" to compare with the float model alone.',
-            code="TQ972",
-        )
-    if theirs is None:
-        measured = _measure(case, ours, None)
-    costs = _costs(case, ours, theirs)
+    with slow_stages("compare") as begin:
+        begin("quantize here")
+        ours = quantize_by_us(case)
+        begin("quantize by FX")
+        theirs, fx_run = _quantize_by_fx(case, ours.places) if fx else (None, FxRun(FxOutcome.NOT_ASKED))
+        begin("measure values")
+        if theirs is not None:
+            try:
+                measured = _measure(case, ours, theirs)
+            except _FxFailedError as error:
+                theirs, fx_run = None, FxRun(FxOutcome.RAISED, error.what)
+        if fx is True and theirs is None:
+            raise ScriptError(
+                f"FX cannot run this model: {fx_run.error}",
+                hint='leave fx at "auto" to compare with the float model alone.',
+                code="TQ972",
+            )
+        if theirs is None:
+            measured = _measure(case, ours, None)
+        begin("measure time")
+        costs = _costs(case, ours, theirs)
     name = type(case.model).__name__
     return Capture(
         name,

@@ -25,7 +25,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -145,8 +144,7 @@ def _compared(target: Target, timeout: float | None) -> tuple[ComparedModel, ...
     with tempfile.TemporaryDirectory(prefix="torchq-compat-") as folder:
         result = Path(folder) / "result"
         command = [sys.executable, "-P", "-c", START_CHILD, PACKAGE_PARENT, target.to_json(), str(result)]
-        with _working(target.name):
-            code = _run(command, target, timeout)
+        code = _run(command, target, timeout)
         if not result.exists():
             raise ScriptError(
                 f"the process that compared {target.name} ended with code {code} and no result.",
@@ -184,16 +182,6 @@ def _stop(child: subprocess.Popen[bytes]) -> None:
         else:
             child.kill()
     child.wait()
-
-
-@contextlib.contextmanager
-def _working(name: str) -> Iterator[None]:
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield
-        return
-    with console.status(f"Comparing {name}"):
-        yield
 
 
 def _show(comparisons: tuple[ComparedModel, ...], *, as_json: bool) -> None:

@@ -18,7 +18,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.fx import GraphModule
-from tqdm import tqdm  # type: ignore[import-untyped]
 
 from torchq_compat import errors
 from torchq_compat.capture.trial_runs import sqnr
@@ -29,6 +28,7 @@ from torchq_compat.quantize_fx import convert_to_reference_fx, prepare_fx
 from torchq_compat.support import torch_ao
 from torchq_compat.support.argument_checks import INDEX, checked_arguments, instance_of, one_of
 from torchq_compat.support.decisions import Action
+from torchq_compat.support.report import slow_stages
 from torchq_compat.support.user_warnings import warn_user
 
 FLOAT, SIXTEEN_BITS = "float", "16-bit"
@@ -258,9 +258,11 @@ def _sensitivities(model: nn.Module, trial: _Trial) -> Iterator[Sensitivity]:
     paths = [path for path in decided if path not in inside]
     if not trial.can_switch_off(*paths):
         paths = [path for path in paths if trial.can_switch_off(path)]
-    for path in tqdm(paths, desc="suggest", unit="module", disable=None, leave=False):
-        others = tuple(other for other in paths if other != path)
-        yield Sensitivity(path, type(modules[path]).__name__, trial.sqnr(others))
+    with slow_stages("suggest") as begin:
+        for index, path in enumerate(paths, 1):
+            begin(f"{path} ({index} of {len(paths)})")
+            others = tuple(other for other in paths if other != path)
+            yield Sensitivity(path, type(modules[path]).__name__, trial.sqnr(others))
 
 
 def _best_together(trial: _Trial, paths: list[str], n: int, before: float) -> tuple[tuple[str, ...], float]:

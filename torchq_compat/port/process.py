@@ -19,6 +19,7 @@ from rich.progress import track
 from rich.text import Text
 
 from torchq_compat.port.source.files import Problem
+from torchq_compat.support.report import shows_progress
 
 # Handle SIGTERM in the commands, so that no temporary file and no process is left.
 
@@ -145,7 +146,7 @@ ItemT = TypeVar("ItemT")
 def progress(description: str, items: Sequence[ItemT]) -> Iterable[ItemT]:
     """Return ``items``, with a progress bar while they are iterated, on a terminal only."""
     console = Console(stderr=True)
-    return track(items, description, console=console, transient=True, disable=not console.is_terminal)
+    return track(items, description, console=console, transient=True, disable=not shows_progress())
 
 
 class _Console(Console):

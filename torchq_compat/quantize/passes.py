@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torchq_compat.support.report import slow_stages
+
 State = TypeVar("State")
 
 
@@ -55,7 +57,9 @@ def carries_out(
 
 def run_passes(passes: tuple[Pass, ...], state: Any) -> None:
     """Run ``passes`` on ``state``, each with what it needs."""
-    for each in passes:
-        assert all(hasattr(state, name) for name in each.needs), each
-        _BOUND[id(passes), each.name](state)
-        assert all(hasattr(state, name) for name in each.gives), each
+    with slow_stages(next(stage for stage, listed in PASSES.items() if listed is passes)) as begin:
+        for each in passes:
+            assert all(hasattr(state, name) for name in each.needs), each
+            begin(each.name)
+            _BOUND[id(passes), each.name](state)
+            assert all(hasattr(state, name) for name in each.gives), each

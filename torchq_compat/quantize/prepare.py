@@ -58,7 +58,6 @@ from torchq_compat.support.graph_nodes import (
     stop_sharing_written,
 )
 from torchq_compat.support.process_state import draws_kept
-from torchq_compat.support.report import slow_stage
 from torchq_compat.support.user_warnings import warn_user
 
 # Inserts observers into a captured model, where FX's configuration or a user's Quantizer puts them.
@@ -241,7 +240,6 @@ class _Preparing:
     def __init__(self, model: nn.Module, request: PrepareRequest) -> None:
         self.model = model
         self.request = request
-        self.name = type(model).__name__
         self.is_qat = request.is_qat
 
 
@@ -276,8 +274,7 @@ def _copy(state: _Preparing) -> None:
 
 @carries_out(PREPARE, "roll loops")
 def _roll_loops(state: _Preparing) -> None:
-    with slow_stage(f"looking for loops in {state.name}"):
-        state.with_loops = with_rolled_loops(state.working, state.signature, state.request)
+    state.with_loops = with_rolled_loops(state.working, state.signature, state.request)
 
 
 @carries_out(PREPARE, "select custom modules")
@@ -297,11 +294,8 @@ def _capture(state: _Preparing) -> None:
         if state.is_qat
         else training.EvaluationRun()
     )
-    with slow_stage(f"capturing {state.name}"):
-        state.tried = try_model(state.working, state.swaps, request, state.with_loops)
-        state.captured = capture_model(
-            working, state.model, state.tried, state.signature, state.swaps, request
-        )
+    state.tried = try_model(state.working, state.swaps, request, state.with_loops)
+    state.captured = capture_model(working, state.model, state.tried, state.signature, state.swaps, request)
     graph_module = state.captured.found.graph_module
     checked.mark_infinite_values(graph_module, state.captured.case, request.first_inputs)
     training.fix_modes(graph_module, working, state.in_evaluation, is_qat=state.is_qat)
@@ -344,8 +338,7 @@ def _observe(state: _Preparing) -> None:
         state.cumulative,
         state.batch_norms,
     )
-    with slow_stage(f"observing {state.name}"):
-        state.observed, decided = _insert_observers(captured, state.request)
+    state.observed, decided = _insert_observers(captured, state.request)
     named = {decision.path for decision in state.decisions}
     decided = tuple(_with_growth(each, reads_growing.get(each.node)) for each in decided)
     state.decisions.extend(decision for decision in decided if decision.path not in named)
@@ -397,11 +390,10 @@ def _wrap(state: _Preparing) -> None:
 
 @carries_out(PREPARE, "check")
 def _check(state: _Preparing) -> None:
-    with slow_stage(f"checking {state.name}"):
-        users_own = tuple(swap.paths[0] for swap in state.swaps if maps_to_users_class(swap))
-        lost = tuple(swap.paths[0] for swap in state.swaps if loses_forward(swap))
-        captured = state.captured
-        differing = checked.check_prepared(state.prepared, captured.case, captured.found, users_own, lost)
+    users_own = tuple(swap.paths[0] for swap in state.swaps if maps_to_users_class(swap))
+    lost = tuple(swap.paths[0] for swap in state.swaps if loses_forward(swap))
+    captured = state.captured
+    differing = checked.check_prepared(state.prepared, captured.case, captured.found, users_own, lost)
     state.prepared.add_decisions(differing)
     vars(state.prepared).pop(LAST_CALL, None)  # a trial, and no calibration
     if state.is_qat:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import textwrap
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -118,34 +121,57 @@ def _cells(cells: Sequence[str], widths: Sequence[int], note: str) -> list[str]:
 # Progress lines on the terminal for slow stages.
 
 
-#: Seconds before the first line, and between lines.
-PATIENCE = 5.0
+#: Seconds before the first line; each later wait is half as long again.
+PATIENCE = 2.0
+#: Set by ``--quiet``, also for the processes that a command starts.
+QUIET = "TORCHQ_COMPAT_QUIET"
+_is_inside: ContextVar[bool] = ContextVar("is_inside", default=False)
 
 
-def _is_notebook() -> bool:
-    """Return whether the standard streams go to the cells of a notebook."""
-    return type(sys.stderr).__module__.startswith("ipykernel.")
+def shows_progress() -> bool:
+    """Return whether standard error is a terminal or a notebook's cell, and progress is not switched off."""
+    is_watched = sys.stderr.isatty() or type(sys.stderr).__module__.startswith("ipykernel.")
+    return is_watched and not os.environ.get(QUIET)
 
 
 @contextmanager
-def slow_stage(what: str) -> Iterator[None]:
-    """Print ``what`` and the elapsed time while a slow stage runs, in a terminal or a notebook only."""
-    if not (sys.stderr.isatty() or _is_notebook()):
-        yield
+def slow_stages(what: str) -> Iterator[Callable[[str], None]]:
+    """Yield a function that names the stage that begins.
+
+    Where progress is shown, a long run prints its stage and time so far, and at the end the time of each
+    stage; a run inside another prints nothing of its own.
+    """
+    if _is_inside.get() or not shows_progress():
+        yield lambda stage: None
         return
-    done, start = threading.Event(), time.monotonic()
+    stages = [("", time.monotonic())]
+    token, done = _is_inside.set(True), threading.Event()
 
-    def tell() -> None:
-        while not done.wait(PATIENCE):
-            print(f"torchq_compat: {what}, {time.monotonic() - start:.0f} s", file=sys.stderr)
+    def begin(stage: str) -> None:
+        stages.append((stage, time.monotonic()))
 
-    teller = threading.Thread(target=tell, daemon=True)
-    teller.start()
+    def print_stages() -> None:
+        wait = PATIENCE
+        while not done.wait(wait):
+            seconds = time.monotonic() - stages[0][1]
+            where = ": ".join(filter(None, (what, stages[-1][0])))
+            print(f"torchq_compat: {where}, {seconds:.0f} s", file=sys.stderr)
+            wait *= 1.5
+
+    printer = threading.Thread(target=print_stages, daemon=True)
+    printer.start()
     try:
-        yield
+        yield begin
     finally:
         done.set()
-        teller.join()
+        printer.join()
+        _is_inside.reset(token)
+    begin("")
+    seconds = stages[-1][1] - stages[0][1]
+    longest = sorted(((end - start, stage) for (stage, start), (_, end) in pairwise(stages)), reverse=True)
+    times = ", ".join(f"{stage} {taken:.1f} s" for taken, stage in longest[:3] if stage)
+    if seconds >= PATIENCE:
+        print(f"torchq_compat: {what} took {seconds:.1f} s" + (times and f": {times}"), file=sys.stderr)
 
 
 # The rows of ``explain``: decisions, their weights and inputs, and the counts of all rows.

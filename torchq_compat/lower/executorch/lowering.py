@@ -25,6 +25,7 @@ from torchq_compat.support.argument_checks import PATH, checked_arguments, optio
 from torchq_compat.support.atomic_files import whole_file
 from torchq_compat.support.dtypes import dtype_name
 from torchq_compat.support.process_state import alone
+from torchq_compat.support.report import slow_stages
 from torchq_compat.support.upstream import pytree
 from torchq_compat.support.user_warnings import warn_user
 
@@ -412,22 +413,25 @@ def to_executorch(
         load_recurrent_kernel()
     args = read_example_inputs(example_inputs)
     bounds = bounded_by(args) if dynamic_shapes is None else dynamic_shapes
-    exported = export(converted, args, recurrent=recurrent, dynamic_shapes=bounds)
-    inputs = read_inputs(exported)
-    if dynamic_shapes is None:
-        # The q-dq graph of a lowered model is its attribute ``reference``.
-        reference: Any = getattr(converted, "reference", converted)
-        sizes = reference.record.signature.sizes.of_placeholders(reference.graph)
-        _warn_of_fixed_sizes(unexpectedly_fixed(inputs, sizes))
-    structure = exported.call_spec.out_spec
-    try:
-        # With gradients enabled, every pass over the graph would also trace the backward of its loops.
-        with alone(), torch.no_grad():
-            pte, report = _lower(exported, backend)
-    except ExportError:
-        raise
-    except Exception as cause:
-        raise _cannot_lower(backend, cause) from cause
+    with slow_stages("to_executorch") as begin:
+        begin("export")
+        exported = export(converted, args, recurrent=recurrent, dynamic_shapes=bounds)
+        inputs = read_inputs(exported)
+        if dynamic_shapes is None:
+            # The q-dq graph of a lowered model is its attribute ``reference``.
+            reference: Any = getattr(converted, "reference", converted)
+            sizes = reference.record.signature.sizes.of_placeholders(reference.graph)
+            _warn_of_fixed_sizes(unexpectedly_fixed(inputs, sizes))
+        begin("lower")
+        structure = exported.call_spec.out_spec
+        try:
+            # With gradients enabled, every pass over the graph would also trace the backward of its loops.
+            with alone(), torch.no_grad():
+                pte, report = _lower(exported, backend)
+        except ExportError:
+            raise
+        except Exception as cause:
+            raise _cannot_lower(backend, cause) from cause
     if backend != "portable" and not report.subgraphs:
         warn_user(
             "TQ704", f"{backend} takes no operator of this model; all run on portable kernels.\n{report}"

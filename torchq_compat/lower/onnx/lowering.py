@@ -30,6 +30,7 @@ from torchq_compat.recurrent.over_time import LoopShape
 from torchq_compat.support.argument_checks import PATH, Expected, checked_arguments, optional
 from torchq_compat.support.atomic_files import whole_file
 from torchq_compat.support.process_state import alone, draws_kept
+from torchq_compat.support.report import slow_stages
 from torchq_compat.support.upstream import pytree
 from torchq_compat.support.user_warnings import silenced, warn_user
 
@@ -367,13 +368,17 @@ def to_onnx(
     args = read_example_inputs(example_inputs)
     # The loop shape for ONNX Runtime's own operator has no public name.
     shape: Any = DYNAMIC_LSTMS[dynamic_lstm]
-    program = export(converted, args, recurrent=shape, dynamic_shapes=dynamic_shapes)
-    _look_up_integers(program)
-    keep_biases(program)
-    drop_idle_squeezes(program)
-    model = read_model(_translate(program, opset, translations), opset)
-    if dynamic_lstm == "loop":
-        check_in_runtime(model, converted, [args, *_at_other_sizes(converted, args)])
+    with slow_stages("to_onnx") as begin:
+        begin("export")
+        program = export(converted, args, recurrent=shape, dynamic_shapes=dynamic_shapes)
+        begin("translate")
+        _look_up_integers(program)
+        keep_biases(program)
+        drop_idle_squeezes(program)
+        model = read_model(_translate(program, opset, translations), opset)
+        begin("check")
+        if dynamic_lstm == "loop":
+            check_in_runtime(model, converted, [args, *_at_other_sizes(converted, args)])
     if path is not None:
         model.save(Path(path))
     return model
