@@ -130,7 +130,7 @@ def test_what_is_drawn(comparison: Comparison, text: str) -> None:
     drawn = [attributes["aria-label"] for tag, attributes in Collector(text).tags if tag == "figure"]
     cells = [cell.path for cell in comparison.capture.cells]
     headings = list(dict.fromkeys((label or "").rpartition(": ")[0] or label for label in drawn))
-    assert drawn[0] == "Float against quantized: output 0 over time"
+    assert drawn[:2] == ["SQNR and dtype of every place", "Float against quantized: output 0 over time"]
     assert not any("dimension" in (label or "") for label in drawn), "a batch has no time"
     for path in ("outputs, modules and ops", *cells):
         assert f"Values against the qparams: {path}" in headings
@@ -178,6 +178,35 @@ def test_a_reason_is_told_once(comparison: Comparison) -> None:
         "  apart: else",
         "    another reason",
     ]
+
+
+def test_of_many_places_the_noisiest_are_drawn_apart(comparison: Comparison) -> None:
+    point = next(each for each in comparison.capture.points if each.histogram and each.ours.qparams)
+    assert point.histogram is not None
+    low = point.histogram.low
+    points = tuple(
+        replace(
+            point,
+            name=f"layer.{index}",
+            kind=Kind.OP,
+            ours=replace(
+                point.ours, sqnr=50.0 - index % 50, qparams=point.ours.qparams if index % 3 else None
+            ),
+            histogram=replace(point.histogram, low=low - index),
+        )
+        for index in range(150)
+    )
+    capture = replace(without_parts(comparison.capture), points=points)
+    shown = page((replace(comparison, capture=capture),))
+    drawn = [attributes["aria-label"] or "" for tag, attributes in Collector(shown).tags if tag == "figure"]
+    assert drawn[0] == "SQNR and dtype of every place"
+    assert "uint8 (100)" in shown
+    assert "float (50)" in shown
+    # 8 of each 50 have the least dB, and are drawn in the order of computation.
+    noisiest = [50 * turn + index for turn in range(3) for index in range(42, 50)]
+    assert [int(label.rpartition(".")[2]) for label in drawn if "layer." in label] == noisiest
+    assert shown.count('<div class="bar"') == 60
+    assert all(f"layer.{index}<" in shown for index in range(150)), "the table has all"
 
 
 def test_what_fx_has_the_same_is_told_once(comparison: Comparison) -> None:

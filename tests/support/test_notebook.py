@@ -36,7 +36,9 @@ def test_every_cell_runs_and_shows_itself_once(capsys: pytest.CaptureFixture[str
     shown += [displayed(source, namespace) for source in sources[1:]]
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", "")
-    _, report, weights, comparison, worst = shown
+    _, prepared, report, weights, comparison, worst = shown
+    assert "qconfig from global" in prepared
+    assert "int8" in prepared
     assert "2 quantized (12 parts inside), 0 float" in report
     assert report.count("igates.weight") == 1
     assert weights.count("weight</td>") == 3

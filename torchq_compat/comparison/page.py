@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from html import escape
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchq_compat.comparison.causes import decibel_text
 from torchq_compat.comparison.results import Capture, ComparedModel, FxOutcome, Kind, Point, QParamsView, Side
@@ -42,12 +42,15 @@ from torchq_compat.support.report import html_table
 if TYPE_CHECKING:
     import pandas as pd
 
+NoisyT = TypeVar("NoisyT", Point, Place)
 
 # The tables and bars of the page; a column that would be empty is left out.
 
 
 #: The SQNR in dB from which noise is not shown: the bar has no length.
 INVISIBLE = 60.0
+#: Of more places than this, the page shows bars and histograms for the noisiest.
+MOST_BARS, MOST_HISTOGRAMS = 60, 24
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ def bars(capture: Capture, worst: Sequence[Place]) -> list[Bar]:
     """Return the bars: one for each side of each place; its length shows the noise."""
     marked = {place.point.name for place in worst}
     found = []
-    for place in told_places((*capture.outputs, *capture.points)):
+    for place in noisiest(told_places((*capture.outputs, *capture.points)), MOST_BARS):
         point = place.point
         sides = [_bar_side(point.ours, is_fx=False)]
         if point.fx is not None:
@@ -92,6 +95,16 @@ def bars(capture: Capture, worst: Sequence[Place]) -> list[Bar]:
         more = f" and {len(place.names) - 1} more" if len(place.names) > 1 else ""
         found.append(Bar(f"{point.name}{more}", tuple(sides), not marked.isdisjoint(place.names)))
     return found
+
+
+def noisiest(items: list[NoisyT], most: int) -> list[NoisyT]:
+    """Return the ``most`` points or places with the most noise here, in the order of ``items``."""
+
+    def sqnr(index: int) -> float:
+        item = items[index]
+        return (item.point if isinstance(item, Place) else item).ours.sqnr
+
+    return [items[index] for index in sorted(sorted(range(len(items)), key=sqnr)[:most])]
 
 
 def _bar_side(side: Side, *, is_fx: bool) -> BarSide:
@@ -267,6 +280,8 @@ def page(comparisons: Sequence[ComparedModel]) -> str:
 
 
 def _section(comparison: ComparedModel) -> dict[str, Any]:
+    from torchq_compat.comparison import pictures
+
     capture = comparison.capture
     worst = worst_places(capture)
     plots = list(_plots(comparison))
@@ -286,6 +301,7 @@ def _section(comparison: ComparedModel) -> dict[str, Any]:
         "findings": findings_by_reason(comparison.verdict.findings),
         "has_fx": any(point.fx is not None for point in (*capture.outputs, *capture.points)),
         "worst": worst,
+        "overview": pictures.overview(capture.points, INVISIBLE) if capture.points else "",
         "bars": bars(capture, [place for place, _ in worst]),
         "outputs": page_table(capture.outputs),
         "points": page_table(capture.points),
@@ -313,11 +329,12 @@ def _plots(comparison: ComparedModel) -> Iterator[Plots]:
             yield Plots(
                 f"Values against the qparams: {title}",
                 "The float model's values; the integers cover the shaded range between the dashed lines, "
-                "and ticks are their steps (at most 64 are drawn).",
+                "and ticks are their steps (at most 64 are drawn)."
+                + (f" The {MOST_HISTOGRAMS} noisiest of {len(points)}." * (len(points) > MOST_HISTOGRAMS)),
                 "several",
                 tuple(
                     Picture(", ".join(point.name for point in alike), plots.histogram(alike))
-                    for alike in _alike(points)
+                    for alike in _alike(noisiest(points, MOST_HISTOGRAMS))
                 ),
             )
     for cell in capture.cells:

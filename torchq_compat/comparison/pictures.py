@@ -175,7 +175,7 @@ MAX_TICKS = 64
 #: The height of a tick, as a share of the axes.
 TICK = 0.07
 #: Sizes of figures in inches, readable on a telephone.
-SERIES, SMALL = (6.4, 3.6), (3.1, 1.9)
+SERIES, SMALL, OVERVIEW = (6.4, 3.6), (3.1, 1.9), (9.6, 3.8)
 MAX_NAME = 44
 
 
@@ -199,6 +199,33 @@ def over_time(series: results.Series) -> str:
         axes.grid(alpha=0.3)
     figure.legend(loc="outside upper right", ncols=3, frameon=False)
     return _svg(figure, f"{series.output} over {series.axis}")
+
+
+def overview(points: Sequence[results.Point], ceiling: float) -> str:
+    """Plot the SQNR of the points in the order of computation, and below it the dtypes of their values."""
+    figure = Figure(figsize=OVERVIEW, layout="constrained")
+    sqnr, dtypes = figure.subplots(2, 1, sharex=True, height_ratios=(8, 1))
+    for label, marker, colour in (("FX", "o", FX), ("here", ".", OURS)):
+        sides = [point.fx if label == "FX" else point.ours for point in points]
+        heights = [min(side.sqnr, ceiling) if side else math.nan for side in sides]
+        if any(sides):
+            style = "none" if label == "FX" else colour
+            sqnr.plot(heights, marker, color=colour, markerfacecolor=style, markersize=6, label=label)
+    worst = min(range(len(points)), key=lambda index: points[index].ours.sqnr)
+    place = (worst, max(0.0, min(points[worst].ours.sqnr, ceiling)))
+    align = "right" if worst > len(points) / 2 else "left"
+    sqnr.annotate(f" {_shortened(points[worst].name)} ", place, ha=align, va="top", fontsize=8, color=INK)
+    sqnr.set_ylabel(f"SQNR in dB, {ceiling:.0f} and more at the top")
+    sqnr.grid(alpha=0.3)
+    used = [point.ours.qparams.dtype if point.ours.qparams else "float" for point in points]
+    for dtype in dict.fromkeys(used):
+        colour = FLOAT if dtype == "float" else DTYPE_COLOURS.get(dtype, OTHER_COLOUR)
+        spans = [(index - 0.5, 1.0) for index, name in enumerate(used) if name == dtype]
+        dtypes.broken_barh(spans, (0, 1), color=colour, label=f"{dtype} ({len(spans)})")
+    dtypes.set_yticks([])
+    dtypes.set_xlabel("places in the order of computation")
+    figure.legend(loc="outside upper right", ncols=5, frameon=False)
+    return _svg(figure, "overview")
 
 
 def histogram_groups(capture: results.Capture) -> Iterator[tuple[str, list[results.Point]]]:
