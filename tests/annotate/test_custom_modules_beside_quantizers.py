@@ -113,6 +113,19 @@ def test_sizes_are_fixed_for_a_quantizer_that_needs_it_and_that_is_told() -> Non
                 annotate(node, {node.args[0]: int8_spec()}, int8_spec())
             return model
 
+        def prepare_obs_or_fq_callback(self, model: GraphModule, observers: dict[Any, Any]) -> None:
+            if any(isinstance(size, torch.SymInt) for point in observers for size in shape_of(point)):
+                raise ValueError("sizes have to be numbers")
+
+    def shape_of(point: Any) -> Any:
+        node = point[0] if isinstance(point, tuple) else point
+        return node.meta["val"].shape
+
+    free = torch.export.Dim.AUTO
+    with pytest.warns(QuantizationWarning, match=r"OfRecurrences needs fixed sizes \(ValueError: sizes"):
+        tc.prepare_fx(
+            model, OfRecurrences(lambda node: None), (batches[0],), dynamic_shapes=({0: free, 1: free},)
+        )
     quantizer = Tracing(OfRecurrences(lambda node: None), only_numbers=True)
     with pytest.warns(QuantizationWarning, match=r"Tracing needs fixed sizes \(ValueError: sizes have"):
         prepared = tc.prepare_fx(model, quantizer, (batches[0],))

@@ -17,6 +17,7 @@ import torchao.quantization.pt2e.quantizer.x86_inductor_quantizer as x86
 from torch import Tensor, fx, nn
 from torch.ao.quantization import get_default_qconfig_mapping
 from torch.fx import GraphModule
+from torchao.quantization.granularity import PerGroup
 from torchao.quantization.pt2e import (
     MinMaxObserver,
     compare_results,
@@ -24,6 +25,8 @@ from torchao.quantization.pt2e import (
     prepare_for_propagation_comparison,
     quantize_pt2e,
 )
+from torchao.quantization.pt2e._affine_quantization import AffineQuantizedMinMaxObserver
+from torchao.quantization.pt2e.observer import MappingType
 from torchao.quantization.pt2e.quantizer import (
     ComposableQuantizer,
     DerivedQuantizationSpec,
@@ -318,16 +321,20 @@ def test_a_derived_spec_needs_no_qscheme() -> None:
     assert torch.equal(plain(graph, ByNode(annotate), [x])(x), ours(graph, ByNode(annotate), [x])(x))
 
 
-def in_pt2e(model: nn.Module, x: Tensor) -> tuple[GraphModule, list[GraphModule]]:
+def in_pt2e(
+    model: nn.Module, x: Tensor, quantizer: Quantizer | None = None
+) -> tuple[GraphModule, list[GraphModule]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", QuantizationNote)
-        prepared = pt2e.prepare_pt2e(exported(model, x), x86_quantizer())
+        prepared = pt2e.prepare_pt2e(exported(model, x), quantizer or x86_quantizer())
     prepared(x)
     return copy.deepcopy(prepared), [pt2e.convert_pt2e(prepared)]
 
 
-def in_fx(model: nn.Module, x: Tensor) -> tuple[GraphModule, list[GraphModule]]:
-    prepared = tc.prepare_fx(model, get_default_qconfig_mapping("x86"), (x,))
+def in_fx(
+    model: nn.Module, x: Tensor, quantizer: Quantizer | None = None
+) -> tuple[GraphModule, list[GraphModule]]:
+    prepared = tc.prepare_fx(model, quantizer or get_default_qconfig_mapping("x86"), (x,))
     prepared(x)
     return prepared, [tc.convert_to_reference_fx(prepared), tc.convert_fx(prepared)]
 
@@ -362,3 +369,26 @@ def test_the_numeric_debugger_finds_every_value(flow: Any) -> None:
         assert float(found["linear_1"].sqnr) > 20
         if each is converted[0]:
             assert all(float(found[name].sqnr) > 20 for name in ("linear", "relu", "add"))
+
+
+@pytest.mark.parametrize("flow", [in_pt2e, in_fx])
+def test_block_wise_observers(flow: Any) -> None:
+    """They have no dtype, and write their q-dq themselves."""
+    grouped = AffineQuantizedMinMaxObserver.with_args(
+        mapping_type=MappingType.SYMMETRIC, target_dtype=torch.int8, granularity=PerGroup(4)
+    )
+    spec = QuantizationSpec(torch.int8, grouped, -7, 7)
+
+    def annotate(node: fx.Node) -> QuantizationAnnotation | None:
+        is_linear = node.target is ATEN.linear.default
+        return QuantizationAnnotation({node.args[1]: spec}, None, _annotated=True) if is_linear else None
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8)).eval(), torch.randn(5, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", QuantizationNote)
+        _, converted = flow(model, x, ByNode(annotate))
+    expected = plain(exported(model, x), ByNode(annotate), [x])(x)
+    for each in converted:
+        assert torch.equal(each(x), expected)
+    assert 15 < sqnr(model(x), expected) < 40

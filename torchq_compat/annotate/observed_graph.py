@@ -438,7 +438,8 @@ def _range_of_quantize_op(module: nn.Module, dtype: torch.dtype, *, is_trained: 
 
 
 def _quantizes_static(module: nn.Module) -> bool:
-    return is_integer(module.dtype) and not getattr(module, "is_dynamic", False)  # type: ignore[arg-type]
+    dtype = getattr(module, "dtype", None)  # A block-wise observer writes its q-dq itself, and has none.
+    return dtype is not None and is_integer(dtype) and not getattr(module, "is_dynamic", False)
 
 
 def observer_fault(module: nn.Module) -> ObserverFault | None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
-from torchao.quantization.pt2e.observer import NoopObserver, RecordingObserver
+from torchao.quantization.pt2e.observer import AffineQuantizedObserverBase, NoopObserver, RecordingObserver
 from torchao.quantization.pt2e.quantizer import (
     ComposableQuantizer,
     QuantizationAnnotation,
@@ -210,7 +210,7 @@ def quantizes(observer: nn.Module) -> bool:
     """Return whether convert replaces ``observer`` by q-dq or by a cast to a narrower float dtype."""
     dtype = getattr(observer, "dtype", None)
     if dtype is None or isinstance(observer, WATCHING_ONLY):
-        return False
+        return isinstance(observer, AffineQuantizedObserverBase)
     return is_integer(dtype) or dtype.itemsize < 4
 
 
