@@ -18,7 +18,12 @@ from torchao.quantization.pt2e.quantizer import Quantizer
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from torchq_compat.annotate.outputs import annotate_outputs, check_annotations, check_sharing
-from torchq_compat.annotate.quantizers import QuantizerFailedError, UserQuantizer, quantizer_from
+from torchq_compat.annotate.quantizers import (
+    QuantizerFailedError,
+    UserQuantizer,
+    is_annotated,
+    quantizer_from,
+)
 from torchq_compat.annotate.sharing import Output
 from torchq_compat.annotate.tuple_rerouting import reroute_tuples
 from torchq_compat.ops import preserves_values
@@ -181,19 +186,14 @@ class _CheckedQuantizer(UserQuantizer):
             and node.all_input_nodes
             and _computes_floats(node.meta.get("val"))
             and not preserves_values(node)
-            and not _is_annotated(node)
+            and not is_annotated(node)
             and not any(_is_fused_into(node, user) for user in node.users)
         )
 
 
-def _is_annotated(node: Node) -> bool:
-    annotation = node.meta.get(Q_ANNOTATION_KEY)
-    return annotation is not None and bool(annotation._annotated)
-
-
 def _is_fused_into(node: Node, user: Node) -> bool:
     """Return whether ``user`` is annotated, and not where it reads ``node``: as the last op of a pattern."""
-    return _is_annotated(user) and user.meta[Q_ANNOTATION_KEY].input_qspec_map.get(node) is None
+    return is_annotated(user) and user.meta[Q_ANNOTATION_KEY].input_qspec_map.get(node) is None
 
 
 def _computes_floats(value: object) -> bool:

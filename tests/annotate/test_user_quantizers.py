@@ -16,6 +16,7 @@ from torch._higher_order_ops.scan import scan
 from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e.fake_quantize import FakeQuantize
 from torchao.quantization.pt2e.observer import (
+    HistogramObserver,
     MinMaxObserver,
     MovingAveragePerChannelMinMaxObserver,
     PerChannelMinMaxObserver,
@@ -129,6 +130,10 @@ def itself(node: Node) -> Any:
         ),
         (at(ATEN.relu.default, lambda n: annotate(n, output="int8")), ["output of relu is a str"]),
         (
+            at(ATEN.relu.default, lambda n: annotate(n, output=int8_spec(PlaceholderObserver))),
+            ["output of relu", "computes no qparams"],
+        ),
+        (
             at(
                 ATEN.relu.default,
                 lambda n: annotate(n, {next(iter(n.graph.nodes)): INT8}),
@@ -158,7 +163,7 @@ def test_one_edge_told_twice() -> None:
             again = node.graph.call_function(operator.getitem, node.args[0].args)
         again.meta["val"] = node.args[0].meta["val"]
         node.args = (node.args[0], again)
-        annotate_outputs(node, {node.args[0]: INT8, again: int8_spec(PlaceholderObserver)}, [None])
+        annotate_outputs(node, {node.args[0]: INT8, again: int8_spec(HistogramObserver)}, [None])
 
     with pytest.raises(AnnotationError, match=r"getitem and getitem_\w+ are the same input of node 'add'"):
         converted_by(at(ATEN.add.Tensor, write))
@@ -167,7 +172,7 @@ def test_one_edge_told_twice() -> None:
             at(
                 ATEN.add.Tensor,
                 lambda n: annotate_outputs(
-                    n, {n.args[0]: INT8, Output(n.args[0].args[0], 0): int8_spec(PlaceholderObserver)}, [None]
+                    n, {n.args[0]: INT8, Output(n.args[0].args[0], 0): int8_spec(HistogramObserver)}, [None]
                 ),
             )
         )

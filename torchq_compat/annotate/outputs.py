@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
+from torch.utils._pytree import tree_leaves
 from torchao.quantization.pt2e.quantizer import QuantizationAnnotation
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 from torchao.quantization.pt2e.quantizer.quantizer import QuantizationSpecBase as Spec
@@ -227,15 +228,13 @@ def _check_annotation(node: Node) -> None:
 
 def _check_keywords(node: Node, *, is_annotated: bool) -> None:
     """Refuse an annotated node with a tensor passed by keyword, on which torchao fails with an assertion."""
-    given = [name for name, value in node.kwargs.items() if _holds_node(value)]
+    given = [
+        name
+        for name, value in node.kwargs.items()
+        if any(isinstance(leaf, Node) for leaf in tree_leaves(value))
+    ]
     if is_annotated and node.op == "call_function" and given:
         raise AnnotationError(
             f"node {node.name!r} ({node.target}) is annotated and takes {', '.join(given)} by keyword.",
             hint="torchao observes positional arguments only: call the function with positional tensors.",
         )
-
-
-def _holds_node(value: object) -> bool:
-    if isinstance(value, (tuple, list)):
-        return any(_holds_node(item) for item in value)
-    return isinstance(value, Node)

@@ -75,7 +75,7 @@ class TranslatedQuantizer(SpecQuantizer):
 
     def _decide(self, model: GraphModule) -> Mapping[Node, NodeSpecs]:
         decided = decide_graph(model, None, self._rules, self._backend, boundaries={})
-        taken = {node for node in model.graph.nodes if _is_annotated(node)}
+        taken = {node for node in model.graph.nodes if is_annotated(node)}
         names = {node.name for node in taken}
         self.report = Report(
             tuple(_left_alone(each) if each.node in names else each for each in decided.decisions)
@@ -124,9 +124,10 @@ def quantizer_from(
     return TranslatedQuantizer(qconfig_mapping, backend_config)
 
 
-def _is_annotated(node: Node) -> bool:
+def is_annotated(node: Node) -> bool:
+    """Return whether a Quantizer has annotated ``node``."""
     annotation = node.meta.get(Q_ANNOTATION_KEY)
-    return annotation is not None and annotation._annotated
+    return annotation is not None and bool(annotation._annotated)
 
 
 def _left_alone(decision: Decision) -> Decision:

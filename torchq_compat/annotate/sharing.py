@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
+from torchao.quantization.pt2e.observer import PlaceholderObserver
 from torchao.quantization.pt2e.quantizer import (
     DerivedQuantizationSpec,
     FixedQParamsQuantizationSpec,
@@ -23,6 +24,7 @@ from torchao.quantization.pt2e.quantizer.quantizer import QuantizationSpecBase a
 
 from torchq_compat.errors import AnnotationError, ConfigError
 from torchq_compat.read.qspecs import with_torchao_observer
+from torchq_compat.support import torch_ao
 from torchq_compat.support.argument_checks import INDEX, check_arguments, instance_of
 from torchq_compat.support.dtypes import dtype_name, dtype_range, is_integer
 
@@ -90,7 +92,11 @@ def canonical_source(source: Source) -> Source:
     if isinstance(source, Output):
         values = output_values(source.node)
         if not -len(values) <= source.index < len(values):
-            raise _no_such_output(source.node, source.index, len(values))
+            raise AnnotationError(
+                f"output {source.index} of node {source.node.name!r} ({source.node.target}) does not exist: "
+                f"it has {len(values)}.",
+                hint=f"outputs are numbered from 0 to {len(values) - 1}.",
+            )
         if isinstance(source.node.meta["val"], Tensor):
             return source.node
         return Output(source.node, source.index % len(values))
@@ -175,14 +181,10 @@ def shown_source(source: Source) -> str:
     return f"output {source.index} of {source.node.name}" if isinstance(source, Output) else source.name
 
 
-def _no_such_output(node: Node, index: int, count: int) -> AnnotationError:
-    return AnnotationError(
-        f"output {index} of node {node.name!r} ({node.target}) does not exist: it has {count}.",
-        hint=f"outputs are numbered from 0 to {count - 1}.",
-    )
-
-
 # Check one spec at one point: that a tensor is there to quantize, and that torchao can make its observer.
+
+
+PLACEHOLDERS = (PlaceholderObserver, torch_ao.PlaceholderObserver)
 
 
 def checked_spec(point: EdgeOrNode, spec: Any) -> Spec:
@@ -222,8 +224,15 @@ def checked_spec(point: EdgeOrNode, spec: Any) -> Spec:
             hint="torchao calls observer_or_fake_quant_ctr.with_args(dtype=, quant_min=, quant_max=, "
             "qscheme=, ch_axis=, is_dynamic=)(); see which of the spec's settings it refuses.",
         ) from cause
+    if not is_integer(spec.dtype) or spec.is_dynamic:
+        return translated
+    if isinstance(getattr(made, "legacy", made), PLACEHOLDERS):
+        raise AnnotationError(
+            f"the observer of {shown(point)}, a {type(made).__name__}, computes no qparams.",
+            hint="give the spec is_dynamic=True, or an observer of ranges, such as MinMaxObserver.",
+        )
     # A block-wise observer of torchao has no qscheme, and no attribute for one.
-    if getattr(made, "qscheme", spec) is None and is_integer(spec.dtype) and not spec.is_dynamic:
+    if getattr(made, "qscheme", spec) is None:
         raise _without_qscheme(point, spec)
     return translated
 
@@ -376,7 +385,15 @@ class SpecTable:
 
     def _walk(self, point: EdgeOrNode, path: list[EdgeOrNode], done: set[EdgeOrNode]) -> None:
         if point in path:
-            raise _cycle([shown(p) for p in path[path.index(point) :]])
+            circle = [shown(each) for each in path[path.index(point) :]]
+            chain = "; ".join(
+                f"{each} takes its qparams from {source}"
+                for each, source in zip(circle, [*circle[1:], circle[0]], strict=True)
+            )
+            raise AnnotationError(
+                f"the specs go round in a circle: {chain}.",
+                hint="give one of them a QuantizationSpec or FixedQParamsQuantizationSpec of its own.",
+            )
         if point in done or point not in self.specs:
             return
         for source in references(self.specs[point]):
@@ -393,9 +410,13 @@ class SpecTable:
             for source in references(spec):
                 if source in self.specs:
                     continue
-                if _graphs_of(source) != _graphs_of(point):
-                    raise _of_another_graph(shown(point), shown(source))
-                raise _unobserved(shown(point), shown(source))
+                is_of_another = _graphs_of(source) != _graphs_of(point)
+                raise AnnotationError(
+                    f"{shown(point)} takes its qparams from {shown(source)}"
+                    + (" of another graph." if is_of_another else ", which no spec observes."),
+                    hint="annotate that too, in the graph that annotate(model) is given; an edge is "
+                    "(producer, node), an output Output(node, index).",
+                )
 
     def settled(self) -> dict[EdgeOrNode, Spec | None]:
         """Return specs with the same sharing, in a form and order from which torchao can make the observers.
@@ -502,31 +523,6 @@ def with_nodes(spec: Spec, node_of: Callable[[Any], Node]) -> Spec:
     return spec
 
 
-def _cycle(points: list[str]) -> AnnotationError:
-    chain = "; ".join(
-        f"{point} takes its qparams from {source}"
-        for point, source in zip(points, [*points[1:], points[0]], strict=True)
-    )
-    return AnnotationError(
-        f"the specs go round in a circle: {chain}.",
-        hint="give one of them a QuantizationSpec or FixedQParamsQuantizationSpec of its own.",
-    )
-
-
 def _graphs_of(point: EdgeOrNode) -> set[Graph]:
     sources = point if isinstance(point, tuple) else (point,)
     return {(each.node if isinstance(each, Output) else each).graph for each in sources}
-
-
-def _of_another_graph(point: str, source: str) -> AnnotationError:
-    return AnnotationError(
-        f"{point} takes its qparams from {source} of another graph.",
-        hint="look the node up in the graph that annotate(model) is given: each prepare captures a new one.",
-    )
-
-
-def _unobserved(point: str, source: str) -> AnnotationError:
-    return AnnotationError(
-        f"{point} takes its qparams from {source}, which no spec observes.",
-        hint=f"annotate {source} as well; an edge is (producer, node), an output Output(node, index).",
-    )
