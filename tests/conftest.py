@@ -14,9 +14,11 @@ import ctypes
 import gc
 import importlib.util
 import os
+import sys
 import warnings
 import zlib
 from collections.abc import Callable, Generator, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,8 +29,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import torch
 
 from tests.costs import COSTLY
+from tests.helpers import once
 from tests.helpers.once import SEED
 from torchq_compat.errors import QuantizationWarning, TorchQCompatError
+from torchq_compat.support.codes import CODES
 
 torch.set_num_threads(int(os.environ.get("TORCHQ_THREADS", "1")))
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the scripts that tests start
@@ -40,30 +44,48 @@ with warnings.catch_warnings():
 
 #: Of the kernel of recurrent modules; without it the best that the CPU has.
 INSTRUCTION_SET = os.environ.get("TORCHQ_INSTRUCTION_SET")
+#: Codes that a command prints and nobody raises; the test asserts what is printed.
+PRINTED = {"TQ512", "TQ984"}
 LEFT_OUT = pytest.StashKey[int]()
 WITHOUT_EXECUTORCH = importlib.util.find_spec("executorch") is None
 #: The extra is optional; .ci/run installs it.
 collect_ignore_glob = ["lower/executorch/*"] if WITHOUT_EXECUTORCH else []
 
 
-def note_codes(file: str) -> None:
-    """Write to ``file`` which test raises which code, for the register: TORCHQ_CODES=FILE pytest."""
-    of_error, of_warning = TorchQCompatError.__init__, QuantizationWarning.__init__
-
-    def noting(original: Callable[..., None]) -> Callable[..., None]:
-        def made(self: Any, *args: Any, **kwargs: Any) -> None:
-            original(self, *args, **kwargs)
-            with open(file, "a") as notes:
-                notes.write(f"{self.code} {os.environ.get('PYTEST_CURRENT_TEST', '').split()[0:1]}\n")
-
-        return made
-
-    TorchQCompatError.__init__ = noting(of_error)  # type: ignore[method-assign]
-    QuantizationWarning.__init__ = noting(of_warning)  # type: ignore[method-assign]
+#: Codes that the running test raised itself: models that tests share may be made by another one.
+RAISED: set[str] = set()
+#: Test, or a case of one -> the codes that the register says it raises.
+NAMED: dict[str, set[str]] = {}
+for entry in CODES.values():
+    NAMED.setdefault(f"tests/{entry.test}", set()).add(entry.code)
 
 
-if os.environ.get("TORCHQ_CODES"):
-    note_codes(os.environ["TORCHQ_CODES"])
+def noting(original: Callable[..., None]) -> Callable[..., None]:
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        frame = sys._getframe()
+        while frame.f_back is not None and frame.f_code.co_filename != once.__file__:
+            frame = frame.f_back
+        if frame.f_back is None:
+            RAISED.add(self.code)
+
+    return made
+
+
+TorchQCompatError.__init__ = noting(TorchQCompatError.__init__)  # type: ignore[method-assign]
+QuantizationWarning.__init__ = noting(QuantizationWarning.__init__)  # type: ignore[method-assign]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
+    """Fail a test that does not raise the codes for which the register names it."""
+    RAISED.clear()
+    yield
+    named = {code for name in (item.nodeid, item.nodeid.partition("[")[0]) for code in NAMED.get(name, ())}
+    if where := os.environ.get("TORCHQ_CODES"):  # the tests that raise a code, for the register
+        with Path(where).open("a") as notes:
+            notes.writelines(f"{code} {item.nodeid}\n" for code in RAISED)
+    assert named <= {*RAISED, *PRINTED}, f"{named - RAISED} not raised: name another test in codes.toml"
 
 
 def seed(node: pytest.Item | pytest.Collector) -> None:

@@ -6,6 +6,8 @@ written where it is raised, or here if several modules raise it.
 
 from __future__ import annotations
 
+from torchq_compat.support.codes import CODES
+
 __all__ = [
     "AnnotationError",
     "ArgumentError",
@@ -33,7 +35,7 @@ class TorchQCompatError(Exception):
 
     Args:
         message: what is wrong and where (module path, setting).
-        hint: what the user can do about it.
+        hint: what the user can do about it; the register's by default.
         code: the code in the register, ``codes.toml``: TQ9xx; the class's own by default.
     """
 
@@ -41,10 +43,9 @@ class TorchQCompatError(Exception):
 
     def __init__(self, message: str, *, hint: str = "", code: str = "") -> None:
         self.message = message
-        self.hint = hint
         self.code = code or type(self).code
-        text = f"{message}\nHint: {hint}" if hint else message
-        super().__init__(f"{text} [{self.code}]")
+        self.hint = hint or CODES[self.code].hint
+        super().__init__(f"{message}\nHint: {self.hint} [{self.code}]")
 
 
 class InputError(TorchQCompatError, ValueError):
@@ -110,10 +111,9 @@ class CaptureError(TorchQCompatError):
     def is_random(cls, model: str, what: str) -> CaptureError:
         return cls(
             f"{model} cannot be quantized: the float model gives other results on each run of the example "
-            f"inputs, with the same random seed ({what}), so nothing can be held to it.",
-            hint="draw with torch's, Python's or NumPy's global generator, which are seeded for each run, or "
-            "give the model what it draws, or counts from call to call, as an argument. The model was not "
-            "changed.",
+            f"inputs ({what}), so nothing can be held to it.",
+            hint="draw with torch's global generator, which is seeded for each run, or give the model what "
+            "it draws, or counts from call to call, as an argument. The model was not changed.",
         )
 
     @classmethod

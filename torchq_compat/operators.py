@@ -44,6 +44,6 @@ def native_library() -> Path:
     if build.library is None:
         raise ExportError(
             f"the library of recurrent modules could not be built: {build.problem}.",
-            hint=f"{build.hint}.",
+            hint=build.hint,
         )
     return build.library

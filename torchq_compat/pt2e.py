@@ -39,6 +39,7 @@ from torchq_compat.recurrent.exported_lstm.whole_op import (
 )
 from torchq_compat.support import process_state
 from torchq_compat.support.argument_checks import FLAG, checked_arguments, instance_of
+from torchq_compat.support.decisions import warn_of_decisions
 from torchq_compat.support.user_warnings import warn_user
 
 __all__ = [
@@ -147,14 +148,11 @@ def _prepare(model: GraphModule, quantizer: Quantizer, *, is_qat: bool) -> Graph
         raise failed.raised from failed.raised.__cause__
     assert checked.outer is not None
     checked.outer.show_checks(prepared)
-    for decision in checked.decisions(prepared):
-        if decision.warn:
-            warn_user(decision.code, f"{decision.kind} at {decision.path!r}: {decision.reason}.")
+    warn_of_decisions(checked.decisions(prepared))
     if left := checked.without_annotation:
         shown = ", ".join(f"{target} x{count}" for target, count in left.most_common(NAMED))
         more = f" and {len(left) - NAMED} other operators" if len(left) > NAMED else ""
-        name = type(quantizer).__name__
-        warn_user("TQ423", f"{name} annotates nothing at {shown}{more}: they stay float.")
+        warn_user("TQ423", quantizer=type(quantizer).__name__, ops=f"{shown}{more}")
     return prepared
 
 

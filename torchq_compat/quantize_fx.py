@@ -453,7 +453,7 @@ def _prepare(
     prepared = prepare(model, request)
     told = misfit(rules.qconfigs, is_qat=is_qat) if quantizer is None else ""
     if told:
-        warn_user("TQ310", told)
+        warn_user("TQ310", what=told)
     return prepared
 
 
@@ -477,14 +477,13 @@ def _warn_unused(*, remove_qconfig: bool, keep_original_weights: bool = False) -
     """Warn about arguments that were given a value and have no effect."""
     if not remove_qconfig:
         warn_user(
-            "TQ304",
-            "_remove_qconfig=False changes nothing: the modules of a converted model have no qconfig.",
+            "TQ304", argument="_remove_qconfig=False", why="the modules of a converted model have no qconfig"
         )
     if keep_original_weights:
         warn_user(
             "TQ304",
-            "keep_original_weights=True changes nothing: the converted model has the quantized weights only; "
-            "the float model still has its own.",
+            argument="keep_original_weights=True",
+            why="the converted model has the quantized weights only",
         )
 
 

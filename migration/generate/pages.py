@@ -12,10 +12,13 @@ from migration.generate.known_differences import guide_table
 from migration.generate.pictures import pictures
 from migration.generate.results_table import gallery_table, results_table
 from migration.generate.support_table import support_page
+from migration.generate.texts import texts_of_errors
 from torchq_compat.port.constructs import CONSTRUCTS
 from torchq_compat.quantize.passes import PASSES
-from torchq_compat.support.codes import CODES, DIFFERENCES, RANGES
+from torchq_compat.support.codes import CODES, DIFFERENCES, RANGES, Code
 
+#: A place in a text of the register.
+PLACE = re.compile(r"\{[^}]*\}")
 #: A link in the page of contents to a page of the guide.
 PAGE = re.compile(r"\]\((guide/[\w-]+\.md)[)#]")
 #: The lines of the contents about what ``scan`` finds, one for each code.
@@ -76,11 +79,28 @@ def _constructs() -> str:
 
 def _codes_at_run_time() -> str:
     parts = []
+    texts = texts_of_errors()
     for first, what in RANGES.items():
-        entries = [entry.section for code, entry in CODES.items() if code[2] == first]
+        entries = [_section(entry, texts.get(code, {})) for code, entry in CODES.items() if code[2] == first]
         if entries:
             parts.append(f"**TQ{first}xx: {what}**\n\n" + "\n".join(entries) + "\n")
     return "\n".join(parts)
+
+
+def _section(entry: Code, texts: dict[str, str]) -> str:
+    """Return the entry of the guide; ``texts`` are those of an error, with their classes."""
+    kind = ", ".join([entry.severity, *sorted({f"`{raised}`" for raised in texts.values()})])
+    said = f" Says {_code(entry.text)}." if any(map(str.isalpha, PLACE.sub("", entry.text))) else ""
+    lines = [
+        f'- <a id="{entry.anchor}"></a>**{entry.code}** ({kind}) {entry.title}.{said} {entry.hint} '
+        f"Raised in `{entry.test}`."
+    ]
+    return "\n".join([*lines, *sorted(f"  - {_code(text)}" for text in texts)])
+
+
+def _code(text: str) -> str:
+    text = " ".join(text.split())
+    return f"`` {text} ``" if "`" in text else f"`{text}`"
 
 
 def _quantizers(path: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import re
@@ -28,7 +29,7 @@ import torchq_compat as tc
 from tests.helpers.once import made_once
 from tests.helpers.oracle import MAP_LSTM, by_fx, by_us, fx_activation_qparams, leaves, sqnr
 from torchq_compat import lstm_utils
-from torchq_compat.comparison.causes import WHY
+from torchq_compat.comparison import causes
 from torchq_compat.comparison.page import Comparison
 from torchq_compat.comparison.results import FxOutcome, Kind, Point, Status
 from torchq_compat.errors import QuantizationWarning, ScriptError
@@ -189,6 +190,7 @@ def test_a_backward_direction_that_saturates_in_fx(
         assert "here 2 sets of qparams, 0.0% saturated" in finding.what
         assert "saturates" in finding.why
         assert finding.link == f"{GUIDE}same-qparams-for-all-directions"
+        assert finding.code == "TQ520"
 
 
 def test_both_cells_part_by_part(uneven: tuple[nn.Module, list[tuple[Tensor, ...]], Comparison]) -> None:
@@ -414,7 +416,7 @@ def test_json_has_a_stable_form(uneven: tuple[nn.Module, list[tuple[Tensor, ...]
     comparison = uneven[2]
     data = json.loads(comparison.to_json())
     assert data == comparison.as_dict()
-    assert data.keys() == {*KEYS, "left_float"}
+    assert data.keys() == {*KEYS, "left_float", "unlike_fx"}
     assert data["verdict"] == "better"
     for entry in (*data["outputs"], *data["points"]):
         assert entry.keys() == POINT_KEYS
@@ -423,7 +425,7 @@ def test_json_has_a_stable_form(uneven: tuple[nn.Module, list[tuple[Tensor, ...]
             qparams_keys = {"dtype", "scales", "zero_points", "quant_min", "quant_max"}
             assert side["qparams"] is None or side["qparams"].keys() == qparams_keys
         assert entry["steps"] is None or entry["steps"].keys() == STEP_KEYS
-    assert data["findings"][0].keys() == {"where", "what", "why", "link"}
+    assert data["findings"][0].keys() == {"where", "what", "why", "link", "code"}
     assert data["costs"].keys() == {"float_bytes", "our_bytes", "fx_bytes", "float_ms", "our_ms", "fx_ms"}
     assert data["fx"] == {"outcome": "ran", "error": "", "lowering_error": ""}
 
@@ -450,5 +452,6 @@ def test_every_link_leads_into_the_guide() -> None:
     guide = (Path(tc.__file__).parents[1] / "migration" / "README.md").read_text()
     headings = [line.lstrip("# ").lower().replace(" ", "-") for line in guide.splitlines() if line[:1] == "#"]
     anchors = {*re.findall(r'<a id="([\w-]+)"></a>', guide), *headings}
-    assert len(WHY) > 5
-    assert anchors.issuperset({*WHY} - {""})
+    named = {*re.findall(r'"([a-z]+(?:-[a-z]+)*)"', inspect.getsource(causes))} & {*causes.WHY}
+    assert len(named) > 8
+    assert named <= anchors

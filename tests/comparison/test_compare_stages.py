@@ -23,12 +23,12 @@ from torchq_compat.comparison.results import (
     FxOutcome,
     FxRun,
     Kind,
-    LeftFloat,
     Point,
     QParamsView,
     Side,
     Status,
     Steps,
+    Told,
 )
 from torchq_compat.comparison.sides import Reading, tap_nodes
 from torchq_compat.errors import QuantizationWarning, ScriptError
@@ -156,7 +156,7 @@ def place(name: str, here: float, there: float | None, **kwargs: Any) -> Point:
 
 def captured(outputs: tuple[Point, ...], points: tuple[Point, ...] = (), **kwargs: Any) -> Capture:
     outcome = FxOutcome.RAN if outputs[0].fx else FxOutcome.NOT_ASKED
-    base = Capture("M", outputs, points, (), (), 1, (), Costs(8, 4, 4, 1.0, 1.0, 1.0), FxRun(outcome))
+    base = Capture("M", outputs, points, (), (), (), 1, (), Costs(8, 4, 4, 1.0, 1.0, 1.0), FxRun(outcome))
     return replace(base, **kwargs)
 
 
@@ -236,9 +236,15 @@ def test_what_is_left_at_the_outputs_is_rounding_or_not_explained() -> None:
 
 
 def test_modules_left_float_and_a_failed_lowering_are_findings() -> None:
-    left = (LeftFloat("gru", "GRU", "not mapped"),)
+    left = (Told("gru", "GRU", "not mapped"),)
     found = links(left_float=left, fx=FxRun(FxOutcome.RAN, lowering_error="KeyError: 1"))
     assert found == {"gru": "known-differences-from-fx", "FX": ""}
+
+
+def test_what_explain_says_of_fx_is_a_finding_where_fx_ran() -> None:
+    told = (Told("sigmoid", "sigmoid.default", "FX cuts its input", "TQ504"),)
+    assert links(unlike_fx=told, fx=FxRun(FxOutcome.RAN)) == {"sigmoid": "tq504"}
+    assert links(unlike_fx=told, fx=FxRun(FxOutcome.NOT_ASKED)) == {}
 
 
 # Cases.

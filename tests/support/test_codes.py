@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import copy
 import re
+import string
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,7 +32,7 @@ from torchq_compat.port.constructs import CONSTRUCTS, RETIRED
 from torchq_compat.profiles import whole_range_dynamic
 from torchq_compat.recurrent.kernel import build
 from torchq_compat.support.codes import CODES, DIFFERENCES, RANGES
-from torchq_compat.support.decisions import Action, Decision
+from torchq_compat.support.decisions import Action, Decision, warn_of_decisions
 from torchq_compat.support.user_warnings import warn_user
 
 X = torch.randn(8, 4)
@@ -46,7 +47,26 @@ def literals() -> Iterator[str]:
 
 
 def test_what_is_written_is_registered_and_the_other_way_round() -> None:
-    assert {*literals()} == set(CODES)
+    assert {*literals()} - set(DIFFERENCES) == set(CODES)
+
+
+def test_places_of_texts_are_filled_where_they_are_said() -> None:
+    """Every ``warn_user`` and ``said`` of a code gives the places of its text, no more and no less."""
+    told: set[str] = set()
+    for tree in package_trees().values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("warn_user", "said", "UnlikeFx.of"):
+                code = node.args[0].value if isinstance(node.args[0], ast.Constant) else ""
+                assert not code or {keyword.arg for keyword in node.keywords} == places(code), code
+                told.add(code)
+    told |= {"TQ801", "TQ805"}  # whose code is in a variable
+    of_decisions = {code for code, entry in CODES.items() if entry.text == "{reason}"}
+    assert (told - {""}) | of_decisions == {code for code, entry in CODES.items() if entry.text}
+    assert all((entry.severity == "error") != bool(entry.text) for entry in CODES.values())
+
+
+def places(code: str) -> set[str]:
+    return {name for _, name, _, _ in string.Formatter().parse(CODES[code].text) if name is not None}
 
 
 def test_every_class_of_errors_has_a_code_of_its_own() -> None:
@@ -67,7 +87,11 @@ def test_a_code_is_used_once_and_says_what_to_do() -> None:
         assert entry.title
         assert entry.hint.endswith(".")
         assert entry.severity in ("note", "warning", "error")
-        assert (PACKAGE.parent / "tests" / entry.test.partition("::")[0]).is_file(), entry
+        file, _, test = entry.test.partition("::")
+        name = test.partition("[")[0]
+        source = (PACKAGE.parent / "tests" / file).read_text()
+        # That it raises the code is asserted whenever it runs: conftest.py.
+        assert f"def {name}(" in source, entry
 
 
 def test_warnings_can_be_filtered_by_code_and_by_severity() -> None:
@@ -80,13 +104,16 @@ def test_warnings_can_be_filtered_by_code_and_by_severity() -> None:
         warnings.filterwarnings("ignore", message=r".*TQ405")
         tc.convert_fx(prepared)
     with pytest.warns(errors.QuantizationNote, match=r"\[TQ304\]$"):
-        warn_user("TQ304", "an argument changes nothing")
+        warn_user("TQ304", argument="an argument", why="it is of FX")
 
 
 def test_a_decision_that_matters_has_a_code() -> None:
     assert not Decision("a", "Linear", Action.FLOAT, "its qconfig is None").code
     for action in Action:
         assert CODES[Decision("a", "Linear", action, "because", warn=True).code].severity != "error"
+    elsewhere = [Decision(path, "Linear", Action.QUANTIZED, "", unlike_fx="FX does not") for path in "abcd"]
+    with pytest.warns(errors.QuantizationNote, match=r"^Linear at 'a', 'b', 'c' and 1 more: FX.*\[TQ599\]$"):
+        warn_of_decisions(elsewhere)
 
 
 class CutInFx(nn.Module):

@@ -43,6 +43,7 @@ from torchq_compat.read.observers import translate_constructor
 from torchq_compat.read.qconfig_mappings import QConfigRules
 from torchq_compat.read.qspecs import OpSpecs, check_axis, make_spec
 from torchq_compat.support import metadata
+from torchq_compat.support.codes import said
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.dtypes import dtype_range, is_integer
 from torchq_compat.support.torch_ao import HistogramObserver, ObservationType
@@ -55,38 +56,24 @@ class UnlikeFx(NamedTuple):
     code: str
     sentence: str
 
+    @classmethod
+    def of(cls, code: str, /, **places: object) -> UnlikeFx:
+        return cls(code, said(code, **places))
 
-LEFT_FLOAT_IN_FX = UnlikeFx(
-    "TQ506",
-    "FX leaves it float: behind a reshape of floats it observes nothing; set_module_name(path, None) does so "
-    "here",
-)
-PRELU_IN_FX = UnlikeFx(
-    "TQ509",
-    "torch's integer kernel, which FX calls, multiplies positive values by the largest slope; computed "
-    "between q-dq here, as in FX's reference",
-)
+
+LEFT_FLOAT_IN_FX = UnlikeFx.of("TQ506")
+PRELU_IN_FX = UnlikeFx.of("TQ509")
 #: FX's lowering runs it on quantized tensors wherever a quantize follows, and drops that quantize.
 JOINS = (torch.ops.aten.cat.default,)
-JOINED_IN_FX = UnlikeFx(
-    "TQ508",
-    "FX's convert_fx joins the integers before it, although they have different qparams, and reads all of "
-    "them with those of the first",
-)
+JOINED_IN_FX = UnlikeFx.of("TQ508")
 INTEGER_KERNELS = {
     torch.ops.aten.sigmoid.default: "sigmoid",
     torch.ops.aten.hardsigmoid.default: "hardsigmoid",
     torch.ops.aten.tanh.default: "tanh",
 }
-RESULT_BORROWED_IN_FX = UnlikeFx(
-    "TQ505", "FX quantizes its result with the qparams of another tensor, from before what computes it"
-)
-CUT_IN_FX = UnlikeFx(
-    "TQ504", "FX quantizes its input with the qparams of its own result, which cuts what is beyond"
-)
-BORROWED_IN_FX = UnlikeFx(
-    "TQ505", "FX quantizes its input with the qparams of another tensor, from before what computes it"
-)
+RESULT_BORROWED_IN_FX = UnlikeFx.of("TQ505", what="result")
+CUT_IN_FX = UnlikeFx.of("TQ504")
+BORROWED_IN_FX = UnlikeFx.of("TQ505", what="input")
 PRELU = (torch.ops.aten.prelu.default,)
 #: Ops that return values without computing, which are neither reported nor observed.
 SILENT_TARGETS = {"getitem", "sym_size.int"}
@@ -222,10 +209,8 @@ class _State:
             self.quantized_in_fx_alone[pattern.last.output] = JOINED_IN_FX
         for node in pattern.first.nodes:
             if node.target in INTEGER_KERNELS:
-                self.quantized_in_fx_alone[pattern.last.output] = UnlikeFx(
-                    "TQ507",
-                    f"FX's convert_fx runs the {INTEGER_KERNELS[node.target]} before it on torch's integer "
-                    "kernel, which has a scale of its own, in place of the observed one",
+                self.quantized_in_fx_alone[pattern.last.output] = UnlikeFx.of(
+                    "TQ507", op=INTEGER_KERNELS[node.target]
                 )
 
     def _unlike_fx(self, pattern: FusedPattern, action: Action) -> UnlikeFx | None:
@@ -459,10 +444,7 @@ def _beyond_the_range_in_fx(pattern: FusedPattern) -> UnlikeFx | None:
         return None
     if low == -high or (low, high) == dtype_range(torch.int8):
         return None
-    return UnlikeFx(
-        "TQ510",
-        f"FX rounds its weights to -128 to 127, not to {low} to {high}: the largest become {high + 1}",
-    )
+    return UnlikeFx.of("TQ510", low=low, high=high, largest=high + 1)
 
 
 def _infinite_value(pattern: FusedPattern) -> str | None:

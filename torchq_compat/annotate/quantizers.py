@@ -486,11 +486,7 @@ def _points_of(partition: SourcePartition) -> list[PointName]:
 
 def _warn_if_annotated(call: Node, quantizer: Quantizer) -> None:
     if annotated_points(call):
-        warn_user(
-            "TQ315",
-            f"what {type(quantizer).__name__} annotates the call of the custom module at {call.target!r} "
-            "with is not used: a custom module says itself what is observed around it.",
-        )
+        warn_user("TQ315", quantizer=type(quantizer).__name__, path=call.target)
 
 
 def _annotation(call: Node, boundary: OpaqueBoundary) -> QuantizationAnnotation:

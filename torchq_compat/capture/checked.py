@@ -47,6 +47,7 @@ from torchq_compat.capture.writes import make_out_of_place
 from torchq_compat.errors import CaptureError, TorchQCompatError
 from torchq_compat.ops import those
 from torchq_compat.support import metadata
+from torchq_compat.support.codes import said
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.graph_nodes import SLICE_END, attribute_of
 from torchq_compat.support.process_state import Kept
@@ -265,6 +266,8 @@ def differs(case: CaptureCase, stage: str, problem: str) -> CaptureError:
     again = case.runs.of_float_model(case.example.args)
     failed = again.error or case.example.error
     itself = None if failed else difference(case.example.value, again.value, CAPTURED)
+    if itself is None and case.runs.draws_outside_torch(case.example.args):
+        itself = "it draws from Python's or NumPy's generator, and a graph has no draws but torch's"
     return (
         CaptureError.differs(name, stage, problem) if itself is None else CaptureError.is_random(name, itself)
     )
@@ -404,7 +407,7 @@ def check_prepared(
 
         problem = compare_runs(case.runs, run, again, least)
         if problem is not None and users_own:
-            reason = f"without observers it computes something else than the float model ({problem})"
+            reason = said("TQ416", problem=problem)
             return (
                 Decision(
                     ", ".join(users_own), "observed class", Action.QUANTIZED, reason, warn=True, code="TQ416"
@@ -445,7 +448,7 @@ def decide_blocks(found: Attempt, *, is_qat: bool) -> Iterator[Decision]:
             )
             yield Decision(block.path, block.context, Action.DROPPED, reason)
         else:
-            reason = "its ops are quantized like the others, and gradients flow through them, as in FX"
+            reason = said("TQ314")
             yield Decision(block.path, block.context, Action.DROPPED, reason, warn=is_qat, code="TQ314")
 
 

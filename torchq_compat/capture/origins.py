@@ -15,6 +15,7 @@ from torch.fx import Node
 
 from torchq_compat.capture.unseen_python import wrapped_call_of
 from torchq_compat.read.qconfig_mappings import ObjectType
+from torchq_compat.support.codes import said
 from torchq_compat.support.decisions import Action, Decision
 
 # The origin of a node of an exported graph, in terms of the graph that FX would have traced.
@@ -197,13 +198,14 @@ def decide_leftovers(model: nn.Module, preserved: Collection[str]) -> Iterator[D
             "torch.export keeps no Python attributes; PrepareCustomConfig.set_preserved_attributes does",
         )
     for path, module in model.named_modules():
-        if any(getattr(module, kind, None) for kind in HOOKS):
+        hooks = [hook for kind in HOOKS for hook in (getattr(module, kind, None) or {}).values()]
+        if hooks:
             yield Decision(
                 path,
                 f"hooks of {type(module).__name__}",
                 Action.DROPPED,
-                "hooks run once, while the model is captured: what they compute on tensors is in the graph, "
-                "their other effects are lost",
-                warn=True,
+                said("TQ311"),
+                # Those of weight_norm, spectral_norm and prune compute a weight, and nobody set them by hand.
+                warn=not all(hook.__module__.startswith("torch.nn.utils.") for hook in hooks),
                 code="TQ311",
             )

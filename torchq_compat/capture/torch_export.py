@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from torchq_compat.errors import CaptureError, InputError, TorchQCompatError
 from torchq_compat.support.graph_nodes import SLICE_END, copied_model
 from torchq_compat.support.process_state import alone
 from torchq_compat.support.upstream import LazyGraphModule, guards_of, pytree, symbolic_shapes_config
+from torchq_compat.support.user_warnings import silenced
 
 # Shortens what torch prints about a failed capture: our error says it once, with the user's line.
 
@@ -116,6 +118,8 @@ OF_LENGTHS = (
     "lengths[:, None]; the last steps are x[torch.arange(x.size(0)), lengths - 1]; they are sorted by "
     "lengths.sort(descending=True); and a loop over time runs over all x.size(1) steps."
 )
+#: The same for a model whose arguments hold no lengths.
+OF_VALUES = "Compute with the tensor itself, or give the model the number as an argument."
 #: Words of errors of torch.export about what runs only without gradients: a block under torch.inference_mode,
 #: and ``out=`` arguments.
 WITHOUT_GRADIENTS = (
@@ -178,8 +182,14 @@ def export_with(model: nn.Module, args: tuple[Any, ...], dynamic_shapes: Any) ->
     elif dynamic_shapes is NO_SIZE:
         dynamic_shapes = None
     export = partial(torch.export.export, model, args, strict=False, dynamic_shapes=dynamic_shapes)
-    with alone(), partial_graphs_held_back(), oblivious:
+    with alone(), partial_graphs_held_back(), oblivious, silenced(_is_of_computed_weight, UserWarning):
         return with_seen_python(model, export)
+
+
+def _is_of_computed_weight(text: str) -> bool:
+    """Return whether ``text`` warns of weights that the hooks of weight_norm or prune assign in a call."""
+    assigned = re.match(r"The tensor attributes? (self(\.\w+)*\.(weight|bias)(, )?)+ w.* assigned", text)
+    return assigned is not None
 
 
 def capture_freely(model: nn.Module, args: tuple[Any, ...]) -> GraphModule:
@@ -226,7 +236,18 @@ def explain_failure(model: nn.Module, args: tuple[Any, ...], cause: Exception) -
         return InputError.does_not_fit(type(model).__name__, reason)
     if isinstance(cause, TorchQCompatError):
         return cause
-    return _capture_refused(type(model).__name__, _user_line(cause), cause)
+    leaves = pytree.tree_leaves(args)
+    may_have_lengths = any(
+        isinstance(leaf, Tensor) and leaf.dim() == 1 and not leaf.is_floating_point() for leaf in leaves
+    )
+    hint = _capture_hint(cause, OF_LENGTHS if may_have_lengths else OF_VALUES)
+    line = _user_line(cause)
+    where = f"{type(model).__name__}{f' at {line}' if line else ''}"
+    first_line = str(cause).strip().split("\n", 1)[0]
+    return CaptureError(
+        f"torch.export cannot capture {where}: {type(cause).__name__}: {first_line}",
+        hint=f"{hint} The model was not changed.",
+    )
 
 
 def _distinct(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -297,18 +318,11 @@ def _user_line(cause: BaseException) -> str | None:
     return None
 
 
-def _capture_refused(model: str, location: str | None, cause: BaseException) -> CaptureError:
-    where = f" at {location}" if location else ""
-    first_line = str(cause).strip().split("\n", 1)[0]
-    return CaptureError(
-        f"torch.export cannot capture {model}{where}: {type(cause).__name__}: {first_line}",
-        hint=f"{_capture_hint(cause, first_line)} The model was not changed.",
-    )
-
-
-def _capture_hint(cause: BaseException, first_line: str) -> str:
-    """Suggest what the user can do about ``cause``, the error of torch.export."""
+def _capture_hint(cause: BaseException, of_values: str) -> str:
+    """Suggest what the user can do about ``cause``, the error of torch.export; ``of_values`` is for one that
+    asks for the values of a tensor."""
     text, kind = str(cause), type(cause)
+    first_line = text.strip().split("\n", 1)[0]
     if "register a pytree" in first_line or "Unsupported input type" in first_line:
         return (
             "register what the model takes or returns: torch.export.register_dataclass for a dataclass, "
@@ -320,14 +334,14 @@ def _capture_hint(cause: BaseException, first_line: str) -> str:
             "argument, so its entries are nested once more: dynamic_shapes=((shape_of_x0, shape_of_x1),)."
         )
     if "specialized integer from data-dependent" in text:
-        return f"int(), range() and a loop over a tensor ask for its values. {OF_LENGTHS}"
+        return f"int(), range() and a loop over a tensor ask for its values. {of_values}"
     if "DataDependent" in kind.__name__ or "data-dependent" in text or "Could not guard" in text:
         return (
             "control flow on tensor values has to become torch.where or torch.cond; "
-            f"see the torch.export programming model. {OF_LENGTHS}"
+            f"see the torch.export programming model. {of_values}"
         )
     if ListOfTensor.__name__ in text:
-        return f"what NumPy or a list would compute of a tensor's values cannot be traced. {OF_LENGTHS}"
+        return f"what NumPy or a list would compute of a tensor's values cannot be traced. {of_values}"
     about_sizes = "sympy" in kind.__module__ or "symbolic" in text or "Constraint" in kind.__name__
     if about_sizes or any(
         word in text for word in ("SymInt", "SymFloat", "SymBool", "Dim", "size of tensor")

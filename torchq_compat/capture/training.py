@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torchq_compat.capture.torch_export import copied_inputs
 from torchq_compat.ops import facts
 from torchq_compat.support import metadata
+from torchq_compat.support.codes import said
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.graph_nodes import copied_model, module_path_of
 from torchq_compat.support.process_state import alone, draws_kept
@@ -272,8 +273,7 @@ def decide_evaluation(working: nn.Module, run: EvaluationRun) -> Iterator[Decisi
             "",
             f"evaluation mode of {type(working).__name__}",
             Action.DROPPED,
-            f"the float model fails in evaluation ({type(run.error).__name__}: {first_line}): what trains "
-            "there on purpose is not known, and every dropout and batch norm follows train() and eval()",
+            said("TQ312", error=f"{type(run.error).__name__}: {first_line}"),
             warn=True,
             code="TQ312",
         )

@@ -249,6 +249,19 @@ class Runs:
         except Exception as cause:
             return FloatRun(args, error=cause)
 
+    def draws_outside_torch(self, args: tuple[Any, ...]) -> bool:
+        """Return whether the float model draws from Python's or NumPy's generator."""
+        states = []
+
+        @contextmanager
+        def noting(model: nn.Module) -> Iterator[None]:
+            states.append(_states())
+            yield
+            states.append(_states())
+
+        self.of_float_model(args, watching=noting)
+        return len({*states}) > 1
+
     def of_graph(
         self,
         graph_module: GraphModule,
@@ -350,6 +363,11 @@ def alone_and_seeded() -> Iterator[None]:
     """Run alone, without gradients and warnings; seed every random generator and restore it afterwards."""
     with alone(), _seeded():
         yield
+
+
+def _states() -> tuple[Any, str]:
+    numpy = sys.modules.get("numpy.random")
+    return random.getstate(), "" if numpy is None else repr(numpy.get_state(legacy=False))
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from torch.nn.utils import parametrize
 from torchq_compat.capture.packed_sequences import ListOfTensor
 from torchq_compat.read.qconfig_mappings import QConfigRules, select_for_module
 from torchq_compat.support import metadata
+from torchq_compat.support.codes import said
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.metadata import CUSTOM
 from torchq_compat.support.process_state import alone, is_exporting
@@ -368,8 +369,4 @@ def _make_plain(module: nn.Module, plain: type[nn.Module]) -> None:
 
 def _why_float(path: str) -> str:
     where = f'model.get_submodule("{path}")' if path else "model"
-    call = f'torch.nn.utils.parametrize.remove_parametrizations({where}, "weight")'
-    return (
-        "a parametrization computes its weight anew in every step of training. "
-        f"Hint: {call} before preparing makes it a plain one."
-    )
+    return said("TQ403", call=f'torch.nn.utils.parametrize.remove_parametrizations({where}, "weight")')

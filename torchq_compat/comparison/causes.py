@@ -16,7 +16,7 @@ from torchq_compat.comparison.results import (
     Status,
     Verdict,
 )
-from torchq_compat.port.constructs import GUIDE
+from torchq_compat.port.constructs import CODES_PAGE, GUIDE
 from torchq_compat.support.codes import DIFFERENCES
 
 # Explain why the two sides differ, based on measured values only.
@@ -35,8 +35,9 @@ WHY = {
     "rounding": "torch.quantize_per_tensor and quantized_decomposed.quantize_per_tensor round a few values "
     "to different integers, and what follows carries the step on.",
     "known-differences-from-fx": "",
-    **{known.anchor: known.why for known in DIFFERENCES.values() if known.why},
+    **{known.anchor: known.sentence for known in DIFFERENCES.values() if known.anchor},
 }
+CODE_OF = {known.anchor: known.code for known in DIFFERENCES.values()}
 LOWERING = "Only FX's reference conversion is compared; its size and latency are not known."
 
 
@@ -49,13 +50,19 @@ def find_causes(capture: Capture) -> tuple[Finding, ...]:
         findings.append(_finding("FX", "", f"convert_fx raised {capture.fx.lowering_error}", LOWERING))
     for left in capture.left_float:
         what = f"{left.kind} stays float here"
-        findings.append(_finding(left.path, "known-differences-from-fx", what, left.reason))
+        findings.append(_finding(left.path, "known-differences-from-fx", what, left.why, left.code))
     of_points = [finding for point in capture.points if (finding := _of_point(point, capture)) is not None]
+    explained = {finding.where for finding in of_points}
+    if capture.fx.outcome is FxOutcome.RAN:
+        for place in (each for each in capture.unlike_fx if each.path not in explained):
+            what, link = f"{place.kind} has other numbers in FX", f"{CODES_PAGE}#{place.code.lower()}"
+            findings.append(Finding(place.path, what, place.why, link, place.code))
     return (*findings, *of_points, *(() if of_points else _of_outputs(capture)))
 
 
-def _finding(where: str, anchor: str, what: str, why: str = "") -> Finding:
-    return Finding(where, what, why or WHY[anchor], f"{GUIDE}#{anchor}" if anchor else "")
+def _finding(where: str, anchor: str, what: str, why: str = "", code: str = "") -> Finding:
+    link = f"{GUIDE}#{anchor}" if anchor else ""
+    return Finding(where, what, why or WHY[anchor], link, code or CODE_OF.get(anchor, ""))
 
 
 def _of_point(point: Point, capture: Capture) -> Finding | None:

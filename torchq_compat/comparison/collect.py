@@ -75,6 +75,7 @@ def capture(case: Case, fx: FxSetting) -> Capture:
         measured.points,
         ours.cells,
         ours.left_float,
+        ours.unlike_fx,
         ours.quantized_count,
         measured.series,
         costs,

@@ -38,7 +38,7 @@ def main() -> int:
         with _told_without_lines(is_known=not target.is_function):
             outcome: object = tuple(compare_case(case, target.fx_setting) for case in cases)
     except TorchQCompatError as error:
-        outcome = TorchQCompatError(error.message, hint=error.hint)
+        outcome = TorchQCompatError(error.message, hint=error.hint, code=error.code)
     path.write_bytes(pickle.dumps(outcome))
     return 0
 

@@ -155,12 +155,17 @@ class CellGraph:
 
 
 @dataclass(frozen=True)
-class LeftFloat:
-    """A module that this package leaves float, and why."""
+class Told:
+    """What ``explain`` says of a module or op: that it stays float, or what FX does otherwise."""
 
     path: str
     kind: str
     reason: str
+    code: str = ""
+
+    @property
+    def why(self) -> str:
+        return f"{self.reason} [{self.code}]" if self.code else self.reason
 
 
 @dataclass(frozen=True)
@@ -216,7 +221,8 @@ class Capture:
     outputs: tuple[Point, ...]
     points: tuple[Point, ...]
     cells: tuple[CellGraph, ...]
-    left_float: tuple[LeftFloat, ...]
+    left_float: tuple[Told, ...]
+    unlike_fx: tuple[Told, ...]
     quantized_count: int
     series: tuple[Series, ...]
     costs: Costs
@@ -225,13 +231,14 @@ class Capture:
 
 @dataclass(frozen=True)
 class Finding:
-    """A difference: where, what and why; ``link`` leads into the guide, empty if the guide does not explain
-    it."""
+    """A difference: where, what and why; ``link`` leads into the guide, and ``code`` into the register: both
+    are empty if they do not explain it."""
 
     where: str
     what: str
     why: str
     link: str
+    code: str = ""
 
 
 @dataclass(frozen=True)

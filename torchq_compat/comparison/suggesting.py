@@ -164,10 +164,7 @@ def suggest(
     if more := tuple(each.path for each in found if each.path in growing and each.path not in chosen):
         chosen, after = (*chosen, *more), trial.sqnr((*chosen, *more))
     if not chosen:
-        warn_user(
-            "TQ417",
-            "suggest: leaving out these modules makes the model no better; the mapping is the one given.",
-        )
+        warn_user("TQ417")
     suggested = _suggested(mapping, tuple(found), chosen, instead)
     if chosen and instead == SIXTEEN_BITS:
         after = _measured_in_16_bits(calibrated(suggested), chosen)
@@ -180,11 +177,7 @@ def _measured_in_16_bits(trial: _Trial, chosen: tuple[str, ...]) -> float:
     left = {decision.path: decision.reason for decision in explain(trial.prepared).left_float()}
     refused = [path for path in chosen if path in left]
     if refused:
-        warn_user(
-            "TQ418",
-            f"suggest: the backend has no 16 bits for {', '.join(map(repr, refused))}, left float instead: "
-            f"{left[refused[0]]}. A BackendConfig lists them as a DTypeConfig with int16.",
-        )
+        warn_user("TQ418", paths=", ".join(map(repr, refused)), reason=left[refused[0]])
     return trial.sqnr(())
 
 

@@ -341,6 +341,7 @@ def as_data(comparison: results.ComparedModel) -> dict[str, Any]:
             "outputs": [_point(point) for point in capture.outputs],
             "points": [_point(point) for point in capture.points],
             "left_float": [asdict(left) for left in capture.left_float],
+            "unlike_fx": [asdict(place) for place in capture.unlike_fx],
             "costs": asdict(capture.costs),
             "fx": {**asdict(capture.fx), "outcome": capture.fx.outcome.value},
         }

@@ -79,11 +79,7 @@ def tell_of_observers(model: nn.Module) -> None:
             code="TQ905",
         )
     if unseen := faults.get(ObserverFault.UNSEEN):
-        warn_user(
-            "TQ405",
-            f"{len(unseen)} observers have seen no data, so their qparams mean nothing: "
-            f"{', '.join(unseen[:5])}. Run the prepared model on calibration data before converting it.",
-        )
+        warn_user("TQ405", count=len(unseen), observers=", ".join(unseen[:5]))
 
 
 def convert_children(module: nn.Module, settings: ConvertSettings, path: str = "") -> None:

@@ -78,12 +78,8 @@ def fuse(model: nn.Module, preserved: Iterable[str], backend: BackendTable | Non
     try:
         graph = _ModuleTracer().trace(working)
     except Exception as cause:
-        warn_user(
-            "TQ317",
-            f"fuse_fx returns the model as it is: torch.fx cannot trace {type(model).__name__} "
-            f"({type(cause).__name__}: {str(cause).splitlines()[0] if str(cause) else ''}). prepare_fx "
-            "fuses.",
-        )
+        reason = f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}"
+        warn_user("TQ317", model=type(model).__name__, cause=reason)
         return model
     fused = GraphModule(working, graph, type(model).__name__)
     fusions = DEFAULT if backend is None else _fusions_of(backend)

@@ -299,23 +299,11 @@ def _kind_of(value: Any) -> tuple[torch.Size, torch.dtype] | None:
 def _tell(name: str, grid: FollowGrid) -> bool:
     """Warn about what the call did and eager mode would not have done; return whether there was any."""
     if grid.unquantized:
-        warn_user(
-            "TQ425",
-            f"{name}: quantized modules are given floats that no QuantStub or quantized module rounded, at "
-            f"{_first(grid.unquantized)}; eager mode fails there. They compute with these floats.",
-        )
+        warn_user("TQ425", model=name, place=_first(grid.unquantized))
     if grid.left:
-        warn_user(
-            "TQ426",
-            f"{name}: {_first(grid.left)} of quantized values computes floats; eager mode fails there. Use "
-            "a FloatFunctional, or put a DeQuantStub in front.",
-        )
+        warn_user("TQ426", model=name, function=_first(grid.left))
     if grid.by_hand:
-        warn_user(
-            "TQ427",
-            f"{name} calls {_first(grid.by_hand)} of torch.ops.quantized by hand, which runs on quantized "
-            "tensors, and cannot be exported. Use the float module with a qconfig, or a FloatFunctional.",
-        )
+        warn_user("TQ427", model=name, function=_first(grid.by_hand))
     return bool(grid.unquantized or grid.left or grid.by_hand)
 
 

@@ -94,10 +94,7 @@ def observe(model: nn.Module, settings: ObserveSettings) -> list[Decision]:
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())} - {torch.device("meta")}
     device = next(iter(devices)) if len(devices) == 1 else None
     if not any(getattr(module, "qconfig", None) for module in model.modules()):
-        warn_user(
-            "TQ424",
-            "prepare: no module has a qconfig, so nothing is observed. Set model.qconfig before prepare.",
-        )
+        warn_user("TQ424")
     _observe(model, "", settings, device)
     return list(_decisions(model))
 

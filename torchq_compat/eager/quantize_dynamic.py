@@ -108,7 +108,7 @@ def _warn_of_no_match(model: nn.Module, spec: ModuleSpec, paths: Container[str])
     if unmatched:
         verb = "matches" if len(unmatched) == 1 else "match"
         warn_user(
-            "TQ308", f"qconfig_spec: {', '.join(unmatched)} {verb} no module of {type(model).__name__}."
+            "TQ308", what=f"qconfig_spec: {', '.join(unmatched)} {verb} no module of {type(model).__name__}."
         )
 
 
@@ -247,11 +247,7 @@ def quantize_dynamic(
             quantized[module] = _with_hooks_of(module, made)
     is_asked = any(qconfig is not None for qconfig in qconfigs.values())
     if not quantized and (mapping is not None or not (is_asked or qconfig_spec)):
-        warn_user(
-            "TQ411",
-            "quantize_dynamic: nothing was quantized: no module has a type or a path that qconfig_spec and "
-            "mapping name for this dtype.",
-        )
+        warn_user("TQ411")
     if working in quantized:
         return _root(working, quantized[working], inplace=inplace)
     for parent in list(working.modules()):
@@ -280,7 +276,7 @@ def _quantized(
         return None
     obstacle = _obstacle(module, qconfig) if isinstance(module, EMBEDDINGS) else None
     if obstacle is not None:
-        warn_user("TQ412", f"{kind.__name__} at {path!r} stays float: {obstacle}.")
+        warn_user("TQ412", kind=kind.__name__, path=path, obstacle=obstacle)
         return None
     if not hasattr(quantized_class, "from_float"):
         raise ConfigError(
@@ -291,10 +287,7 @@ def _quantized(
         if quantized_class is WholeRangeLinear.__base__:
             quantized_class = WholeRangeLinear
         else:
-            warn_user(
-                "TQ320",
-                f"{kind.__name__} at {path!r} quantizes its activations as torch.ao does, not whole_range.",
-            )
+            warn_user("TQ320", kind=kind.__name__, path=path)
     # from_float reads ``qconfig`` of the module; set it on a copy, as ``module`` may be the user's own.
     float_module = copy.copy(module)
     vars(float_module)["qconfig"] = qconfig
@@ -325,9 +318,5 @@ def _with_hooks_of(module: nn.Module, made: nn.Module) -> nn.Module:
 
 def _root(model: nn.Module, quantized: nn.Module, *, inplace: bool) -> nn.Module:
     if inplace:
-        warn_user(
-            "TQ318",
-            f"quantize_dynamic(inplace=True) cannot change a bare {type(model).__name__} in place: the "
-            "quantized module is returned, the one given stays float.",
-        )
+        warn_user("TQ318", kind=type(model).__name__)
     return quantized

@@ -60,25 +60,12 @@ def load_state(
     plan = _Planner(prepared, state, wanted).plan()
     _carry_out(prepared, plan)
     if plan.dropped:
-        warn_user(
-            "TQ501",
-            f"FX observes {len(plan.dropped)} values that have no observer here, and quantizes them once "
-            f"more "
-            f"than the model asks for: {_shorten(plan.dropped)}. They are left out.",
-        )
+        warn_user("TQ501", count=len(plan.dropped), values=_shorten(plan.dropped))
     if plan.of_several_calls:
-        warn_user(
-            "TQ502",
-            f"FX's lowered model has one scale for all calls of a module: {_shorten(plan.of_several_calls)}. "
-            "So has this model now; the state of FX's prepared model has one for each call.",
-        )
+        warn_user("TQ502", modules=_shorten(plan.of_several_calls))
 
     if plan.trained_float:
-        warn_user(
-            "TQ431",
-            "FX trains the weights of transposed convolutions in floats, and its state lacks "
-            f"{_shorten(list(plan.trained_float.values()))}. Those here have observed the loaded weights.",
-        )
+        warn_user("TQ431", observers=_shorten(list(plan.trained_float.values())))
 
 
 def load_module_state(

@@ -416,9 +416,7 @@ def _freeze(program: ExportedProgram) -> None:
 def _warn_of_float_modules(model: ConvertedGraphModule) -> None:
     left = [d.path for d in model.record.decisions if d.action is Action.FLOAT and d.warn]
     if left:
-        warn_user(
-            "TQ703", f"the exported program computes these in floats: {', '.join(left)}; see explain(model)."
-        )
+        warn_user("TQ703", ops=", ".join(left))
 
 
 def _warn_of_fixed_sizes(model: ConvertedGraphModule, program: ExportedProgram) -> None:
@@ -434,10 +432,7 @@ def _warn_of_fixed_sizes(model: ConvertedGraphModule, program: ExportedProgram) 
         if not dimension.is_fixed and _constant(size) is not None
     ]
     if fixed:
-        warn_user(
-            "TQ701",
-            f"the exported program fixes sizes that the converted model leaves free: {', '.join(fixed)}.",
-        )
+        warn_user("TQ701", sizes=", ".join(fixed))
 
 
 def _sizes(node: Node | None) -> tuple[Any, ...]:

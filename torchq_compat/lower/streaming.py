@@ -129,11 +129,7 @@ def streaming(converted: nn.Module) -> StreamingModel:
     ranged = [node.name for node in reference.graph.nodes if CHOOSE_QPARAMS in str(node.target)]
     check_causality(trial, calls, is_dynamic=bool(dynamic or ranged))
     if dynamic or ranged:
-        warn_user(
-            "TQ503",
-            f"streaming: {', '.join((*dynamic, *ranged))} are quantized dynamically, with the range of each "
-            "chunk: the results are close to those of the whole sequence, and not the same bits.",
-        )
+        warn_user("TQ503", modules=", ".join((*dynamic, *ranged)))
     return StreamingModel(converted, Streams(frozenset(call.key for call in calls if call.keeps_state)))
 
 

@@ -46,12 +46,7 @@ def told_of_layers(stage: str) -> None:
         return
     line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
     if "print" not in line:
-        warn_user(
-            "TQ706",
-            f"the graph of a {stage} model is torch.export's: its layers are aten operators, and code that "
-            "looks for call_module nodes of layers finds none. Observers are called as in FX, by other "
-            "numbers, those of weights among them; explain(model) has every op with its module.",
-        )
+        warn_user("TQ706", stage=stage)
 
 
 def _name(frame: FrameType) -> str:

@@ -141,7 +141,7 @@ def _flat(setting: str, indexes: Iterable[int], sizes: list[int]) -> frozenset[i
     for index in indexes:
         if isinstance(index, int) and not 0 <= index < len(sizes):
             # FX ignores such an index too, without a warning.
-            warn_user("TQ309", f"{setting} has {index}, and the model has {len(sizes)}: it is not used.")
+            warn_user("TQ309", setting=setting, index=index, count=len(sizes))
             continue
         if not isinstance(index, int):
             raise _no_such_index(setting, index, len(sizes))

@@ -105,12 +105,7 @@ def warn_if_forward_overridden(module: nn.Module, float_class: type[nn.Module], 
     observed."""
     if has_own_forward(module, float_class):
         name = type(module).__name__
-        warn_user(
-            "TQ408",
-            f"{name} at {path!r} has a forward of its own, which is not called once it is mapped: what is "
-            f"observed is nn.{float_class.__name__} with its parameters. Map {name} to an observed class of "
-            f"yours, or move the code into a module around an nn.{float_class.__name__}.",
-        )
+        warn_user("TQ408", kind=name, path=path, observed=f"nn.{float_class.__name__} with its parameters")
 
 
 def observed_by_its_class(request: ObserveRequest, standard: Standard, build: Callable[[], Any]) -> Any:
@@ -131,11 +126,7 @@ def _warn_if_observed_class_unused(request: ObserveRequest, standard: Standard, 
     is_standard = any(_computes_alike(observed, each) for each in standard if each is not None)
     if is_standard or (type(made) is observed and not issubclass(observed, OpaqueModule)):
         return
-    warn_user(
-        "TQ408",
-        f"{observed.__name__} at {request.path!r} has a forward of its own, which is not called: what is "
-        "observed is the class it inherits from. Move the code into a module around the float one.",
-    )
+    warn_user("TQ408", kind=observed.__name__, path=request.path, observed="the class it inherits from")
 
 
 def _computes_alike(observed: type[nn.Module], standard: type[nn.Module]) -> bool:

@@ -21,11 +21,12 @@ from torchq_compat.read.backend_configs import BackendTable
 from torchq_compat.read.custom_configs import PrepareSettings, StandaloneSettings
 from torchq_compat.read.qconfig_mappings import QConfigRules, Selection, select_for_module
 from torchq_compat.read.qspecs import OpSpecs
+from torchq_compat.support.codes import said
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.torch_ao import NoopObserver, QConfig, QuantType
 
 CONVERTED = "converted already: it runs as it is, in one call, with floats at its ends"
-SCRIPTED = "TorchScript is not quantized inside; give prepare_fx the module that it was made of"
+SCRIPTED = said("TQ402")
 NO_MAPPING = "no custom-module mapping for its class"
 NO_QUANTIZATION: Any = QConfig(activation=NoopObserver, weight=NoopObserver)  # type: ignore[no-untyped-call]
 

@@ -338,11 +338,7 @@ class UserModuleHandler(registry.CustomModuleHandler):
         opaque, path = request.observed, request.path
         assert isinstance(opaque, OpaqueUserModule)
         if request.quantized_class is None:
-            warn_user(
-                "TQ407",
-                f"{opaque.opaque_users_class.__name__} at {path!r} stays observed and computes in floats: "
-                "observed_to_quantized_mapping has no entry for its class.",
-            )
+            warn_user("TQ407", kind=opaque.opaque_users_class.__name__, path=path, under="")
             return opaque
         layouts = opaque.opaque_layouts
         observed = as_users_module(opaque)
@@ -467,8 +463,9 @@ def convert_float_calls(
         if kind not in kinds:
             warn_user(
                 "TQ407",
-                f"{type(module).__name__} at {path!r} stays float: observed_to_quantized_mapping has its "
-                f"class for {kinds[0].name.lower()} qconfigs, and its qconfig is {kind.name.lower()}.",
+                kind=type(module).__name__,
+                path=path,
+                under=f" and {kind.name.lower()} qconfigs, only for {kinds[0].name.lower()} ones",
             )
             continue
         quantized_class = mappings[kind][type(module)]

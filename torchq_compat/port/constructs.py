@@ -13,6 +13,8 @@ from torchq_compat.support.codes import REGISTER
 
 
 GUIDE = "migration/README.md"
+#: The guide's page of the codes that are carried at run time.
+CODES_PAGE = "migration/guide/codes.md"
 
 
 class Construct(NamedTuple):

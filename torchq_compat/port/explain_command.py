@@ -12,7 +12,7 @@ import sys
 import textwrap
 
 from torchq_compat.errors import ScriptError
-from torchq_compat.port.constructs import CONSTRUCTS, RETIRED, Construct
+from torchq_compat.port.constructs import CODES_PAGE, CONSTRUCTS, RETIRED, Construct
 from torchq_compat.quantize.passes import PASSES
 from torchq_compat.support.codes import CODES, DIFFERENCES, RANGES, Code
 
@@ -24,8 +24,6 @@ examples:
 """
 #: The maximum width of the text.
 WIDEST = 100
-#: The guide's page of the codes that are carried at run time.
-PAGE = "migration/guide/codes.md"
 BLOCK = re.compile(r"(```.*?```)", re.DOTALL)
 
 
@@ -104,6 +102,8 @@ def explained(code: str, width: int) -> str:
 def _registered(entry: Code, width: int) -> str:
     """Return what the register says of a code at run time, with an example of how to filter it."""
     what = f"{RANGES[entry.code[2]].capitalize()}, {entry.severity}."
+    if entry.text not in ("", "{reason}"):
+        what += f" It says: {entry.text.rstrip('.')}."
     if entry.severity == "error":
         example = f'try: ...\n    except TorchQCompatError as error: assert error.code == "{entry.code}"'
     else:
@@ -115,7 +115,7 @@ def _registered(entry: Code, width: int) -> str:
         "",
         f"    {example}",
     ]
-    return "\n".join([*lines, "", f"{PAGE}#{entry.anchor}, tests/{entry.test}"])
+    return "\n".join([*lines, "", f"{CODES_PAGE}#{entry.anchor}, tests/{entry.test}"])
 
 
 def _wrapped(text: str, width: int) -> list[str]:

@@ -95,7 +95,8 @@ def _location(finding: Finding) -> dict[str, Any]:
 
 def _notification(problem: Problem) -> Mapping[str, Any]:
     location = {"physicalLocation": {"artifactLocation": {"uri": _uri(problem.path)}}}
-    return {"level": "error", "message": {"text": problem.reason}, "locations": [location]}
+    text = {"text": f"{problem.reason} [{problem.code}]"}
+    return {"level": "error", "message": text, "locations": [location]}
 
 
 def _uri(path: Path) -> str:
@@ -164,7 +165,9 @@ def as_data(scan: Scan) -> dict[str, Any]:
         "version": FORMAT_VERSION,
         "files": scan.files,
         "findings": [_finding_data(finding) for finding in scan.findings],
-        "problems": [{"file": str(problem.path), "reason": problem.reason} for problem in scan.problems],
+        "problems": [
+            {"file": str(each.path), "reason": each.reason, "code": each.code} for each in scan.problems
+        ],
     }
 
 

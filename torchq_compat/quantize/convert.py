@@ -215,7 +215,7 @@ class _Converting:
 def _check_given(state: _Converting) -> None:
     state.record = _record_of_prepared(state.prepared)
     for warning in unmatched_at_convert(state.prepared, state.settings, state.record.rules, state.rules):
-        warn_user("TQ308", warning)
+        warn_user("TQ308", what=warning)
     _warn_of_other_backend(state.record, state.backend)
     state.switched_off = _decide_switched_off(state.prepared, state.record, state.rules)
 
@@ -274,11 +274,7 @@ def _wrap(state: _Converting) -> None:
     decisions = with_removed_observers(decisions, state.removed, record.observed)
     otherwise = metadata.FX_CONVERTS_OTHERWISE.of(state.converted) or ()
     if otherwise and not state.observer_qparams:
-        warn_user(
-            "TQ511",
-            f"{_shorten(list(otherwise))} convert to what was trained; FX converts fake-quantizes by their "
-            "observers, over the whole range of the dtype. observer_qparams=True gives FX's numbers.",
-        )
+        warn_user("TQ511", observers=_shorten(list(otherwise)))
     if state.observer_qparams:
         decisions = with_observer_qparams(decisions, otherwise, state.owners if record.is_qat else ())
     record = replace(
@@ -315,11 +311,7 @@ def _record_of_prepared(model: GraphModule) -> graph_module.ModelRecord:
 
 def _warn_of_other_backend(record: graph_module.ModelRecord, backend: BackendTable | None) -> None:
     if backend is not None and backend != record.backend:
-        warn_user(
-            "TQ307",
-            f"backend_config {backend.name!r} is not that of prepare_fx, and changes nothing here: what was "
-            "prepared is converted. Give it to prepare_fx.",
-        )
+        warn_user("TQ307", backend=backend.name)
 
 
 def _decide_switched_off(
@@ -445,26 +437,13 @@ def _check_observers(prepared: GraphModule) -> None:
         )
     left_out = observed_graph.observers_without_infinity(prepared)
     if left_out:
-        warn_user(
-            "TQ406",
-            f"observers have met infinite values, which no integer stands for: {_shorten(left_out)}. A mask "
-            "of them is lost. Give prepare_fx example inputs that have them: what reads them is float then.",
-        )
+        warn_user("TQ406", observers=_shorten(left_out))
     accidents = [where for where, fault in faults if fault is observed_graph.ObserverFault.ACCIDENT]
     if accidents:
-        warn_user(
-            "TQ419",
-            f"observers have a range beyond 1e12, in which all other values are one integer: "
-            f"{_shorten(accidents)}. Find the batch it came from, and calibrate without it.",
-        )
+        warn_user("TQ419", observers=_shorten(accidents))
     unseen = [where for where, fault in faults if fault is observed_graph.ObserverFault.UNSEEN]
     if unseen:
-        warn_user(
-            "TQ405",
-            f"{len(unseen)} observers have seen no data, so their qparams mean nothing: "
-            f"{_shorten(unseen)}. "
-            "Run the prepared model on calibration data, through every branch, before converting it.",
-        )
+        warn_user("TQ405", count=len(unseen), observers=_shorten(unseen))
 
 
 def _shorten(places: list[str]) -> str:
@@ -511,13 +490,7 @@ def warn_of_loss(prepared: nn.Module, converted: graph_module.ConvertedModel) ->
     except Exception:
         return  # What the converted model cannot take it refuses when it is called.
     if decibels < LOST:
-        warn_user(
-            "TQ441",
-            f"the converted model is {decibels:.1f} dB from the prepared one on the last calibration batch: "
-            "little of its result is left. explain(prepared).plot() shows the ranges, torchq_compat.suggest "
-            "what to leave float. Values that grow with the length, and states that start at an extreme, "
-            "are the usual causes.",
-        )
+        warn_user("TQ441", decibels=decibels)
 
 
 def _decides(model: nn.Module) -> bool:

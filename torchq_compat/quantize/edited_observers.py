@@ -41,11 +41,7 @@ def settle_observers(working: GraphModule, record: ModelRecord) -> tuple[Observe
     if removed:
         shown = ", ".join(f"{place.target} ({place.op or 'no op'})" for place in removed[:MAX_SHOWN])
         more = f" and {len(removed) - MAX_SHOWN} more" if len(removed) > MAX_SHOWN else ""
-        warn_user(
-            "TQ404",
-            f"{len(removed)} observers of prepare are gone from the graph: {shown}{more}. What they observed "
-            "stays float; explain(converted) has the ops.",
-        )
+        warn_user("TQ404", count=len(removed), observers=f"{shown}{more}")
     return removed
 
 
@@ -82,13 +78,7 @@ def _warn_of_activations_on_weights(
         and plain_dtype(working.get_submodule(place.target).dtype) in UNSIGNED  # type: ignore[arg-type]
     ]
     if replaced:
-        shown = _some(replaced)
-        warn_user(
-            "TQ319",
-            f"fake-quantizes of weights were replaced by those of activations: {shown}. In FX only "
-            "activations have names of this form; a weight's is weight_fake_quant of its module. Replace "
-            "those whose node has no get_attr as its argument.",
-        )
+        warn_user("TQ330", observers=_some(replaced))
 
 
 def _restore_weight_observers(
@@ -107,13 +97,7 @@ def _restore_weight_observers(
             working.set_submodule(str(node.target), spec.observer_or_fake_quant_ctr())
             restored.append(f"{node.target} ({records[0].label})")
     if restored:
-        shown = _some(restored)
-        warn_user(
-            "TQ319",
-            f"observers of weights were replaced after prepare: {shown}. As in FX, which has none in the "
-            "graph, weights are observed at convert, by the QConfig; give it another weight observer "
-            "instead.",
-        )
+        warn_user("TQ319", observers=_some(restored))
 
 
 def _some(places: list[str]) -> str:

@@ -70,12 +70,7 @@ def waits_for_first_call(function: Callable[P, R]) -> Callable[P, R]:
             if error.code != NO_EXAMPLES:
                 raise
             preparation = _Preparation(function, args, kwargs)
-            warn_user(
-                "TQ316",
-                f"{error.message.rstrip('.')}. FX does not look at them; here the model is captured at its "
-                "first call, from the arguments of that call. Give example_inputs that run: the first batch "
-                "of the calibration loader will do, without its targets.",
-            )
+            warn_user("TQ316", problem=error.message.rstrip("."))
             model = copied_model(cast("nn.Module", args[0] if args else kwargs["model"]))
             is_qat = function.__name__ == "prepare_qat_fx" or bool(preparation.given("is_qat"))
             waiting = WaitingModel(model, preparation, error.message)
@@ -97,12 +92,7 @@ def takes_waiting_models(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
         others = {key: value for key, value in kwargs.items() if key != first}
         if _is_static(cast("_Preparation", source.make)):
-            warn_user(
-                "TQ325",
-                f"{function.__name__}: the model was not called since it was prepared without example_inputs "
-                "that run, so its observers have seen no data. As in FX, what is quantized statically gets "
-                "scale 1 and zero point 0; the model is captured and converted at its first call.",
-            )
+            warn_user("TQ325", function=function.__name__)
         waiting = copy.deepcopy(source)
         waiting.eval()
         vars(waiting).update(make=_Conversion(source.make, function, args[1:], others), is_converted=True)
@@ -306,12 +296,7 @@ class WaitingModel(nn.Module):
             parameter.data = copied.data
             owner._parameters[leaf] = parameter
         if lost and self.since.gave_parameters and self.training:
-            warn_user(
-                "TQ326",
-                f"the prepared model has no parameters by the names {', '.join(lost[:3])}"
-                f"{' and more' if len(lost) > 3 else ''}: an optimizer that was made before its first call "
-                "does not train them. Make the optimizer after that, or give example_inputs that run.",
-            )
+            warn_user("TQ326", names=", ".join(lost[:3]) + " and more" * (len(lost) > 3))
 
     def train(self, mode: bool = True) -> WaitingModel:
         """Set the mode, which the captured model gets too."""
@@ -430,11 +415,7 @@ def _give_hooks(made: nn.Module, path: str, state: dict[str, Any]) -> None:
     except ModuleAttributeError as error:
         reason = error.message
     if owner is None or reason:
-        warn_user(
-            "TQ327",
-            f"a hook at {path!r}, set before the first call, is not called: {reason}. Read the values of "
-            "another module.",
-        )
+        warn_user("TQ327", path=path, reason=reason)
         return
     vars(owner).update(state)
 

@@ -49,7 +49,8 @@ from torchq_compat.quantize.request import (
     signature_of,
     with_rolled_loops,
 )
-from torchq_compat.support.decisions import Action, Decision
+from torchq_compat.support.codes import said
+from torchq_compat.support.decisions import Action, Decision, warn_of_decisions
 from torchq_compat.support.graph_nodes import (
     copied_model,
     give_back_freed,
@@ -58,16 +59,11 @@ from torchq_compat.support.graph_nodes import (
     stop_sharing_written,
 )
 from torchq_compat.support.process_state import draws_kept
-from torchq_compat.support.user_warnings import warn_user
 
 # Inserts observers into a captured model, where FX's configuration or a user's Quantizer puts them.
 
 
 Observed = tuple[GraphModule, tuple[Decision, ...]]
-APART_IN_FX = (
-    "FX leaves the batch norm apart: it folds modules of torch.nn's own classes that its BackendConfig "
-    "names; fuse_as_fx=True does so here"
-)
 
 
 @dataclass(frozen=True)
@@ -105,7 +101,8 @@ def observe_by_rules(captured: Captured, request: PrepareRequest) -> Observed:
         if not request.fuse_as_fx and not request.is_qat:
             path, kind = module_path_of(norm), find_origin(norm, captured.model).module_type.__name__
             reason = f"it is in the weight of {module_path_of(op)}"
-            decisions.append(Decision(path, kind, Action.FOLDED, reason, unlike_fx=APART_IN_FX, code="TQ584"))
+            unlike = said("TQ584")
+            decisions.append(Decision(path, kind, Action.FOLDED, reason, unlike_fx=unlike, code="TQ584"))
         return not request.fuse_as_fx
 
     def decide(graph_module: GraphModule) -> dict[Node, NodeSpecs]:
@@ -147,8 +144,6 @@ def observe_by_quantizer(
 # Prepare: turns a float model and the arguments of ``prepare_fx`` into an observed model, stage by stage.
 
 
-#: How many places a warning names, the first ones.
-NAMED_PLACES = 3
 UNTRACED = "one float call, as in FX, because traced it fails"
 
 
@@ -189,9 +184,8 @@ def _first_that_succeeds(model: nn.Module, request: PrepareRequest) -> Quantizat
 def _with_fixed_sizes(tried: PrepareRequest, cause: Exception) -> PrepareRequest:
     """Return ``tried`` with the sizes of the example: its Quantizer fails, or writes them into the graph."""
     first_line = (str(cause).strip().splitlines() or [""])[0]
-    reason = f"{type(cause).__name__}: {first_line}"
-    name = type(tried.quantizer).__name__
-    return replace(tried, dynamic_shapes=NO_SIZE, fixed_because=f"{name} needs fixed sizes ({reason})")
+    name, error = type(tried.quantizer).__name__, f"{type(cause).__name__}: {first_line}"
+    return replace(tried, dynamic_shapes=NO_SIZE, fixed_because=said("TQ329", quantizer=name, error=error))
 
 
 def _other_ways(model: nn.Module, tried: PrepareRequest, error: CaptureError) -> Iterator[PrepareRequest]:
@@ -348,10 +342,7 @@ def _with_growth(decision: Decision, known: tuple[str, float] | None) -> Decisio
     """Return ``decision``, warned of if what is quantized there grows with a size of the inputs."""
     if known is None or decision.action is not Action.QUANTIZED:
         return decision
-    why = (
-        f"its values grow with {known[0]}, to {known[1]:.1f} times at twice the size: calibrate with inputs "
-        "as large as any, or leave it float"
-    )
+    why = said("TQ437", size=known[0], factor=known[1])
     return replace(decision, reason=f"{decision.reason}; {why}", warn=True, code="TQ437")
 
 
@@ -398,7 +389,7 @@ def _check(state: _Preparing) -> None:
     vars(state.prepared).pop(LAST_CALL, None)  # a trial, and no calibration
     if state.is_qat:
         training.keep_training_flags(state.prepared, state.model, _fused(state))
-    _warn(state.prepared.record.decisions)
+    warn_of_decisions(state.prepared.record.decisions)
 
 
 def _fused(state: _Preparing) -> set[str]:
@@ -447,32 +438,3 @@ def _insert_observers(
     if not request.is_qat:
         observed_graph.calibrate_with_float_weights(prepared)
     return prepared, decided
-
-
-def _warn(decisions: tuple[Decision, ...]) -> None:
-    """Warn about decisions that could mislead the user, once for all places with the same reason."""
-    alike: dict[tuple[Action, str, str], list[Decision]] = {}
-    unlike_fx: dict[tuple[str, str], list[Decision]] = {}
-    for decision in decisions:
-        if decision.warn:
-            alike.setdefault((decision.action, decision.reason, decision.code), []).append(decision)
-        elif decision.unlike_fx:
-            unlike_fx.setdefault((decision.unlike_fx, decision.code), []).append(decision)
-    for (sentence, code), found in unlike_fx.items():
-        warn_user(code, f"{_places(found)}: {sentence}. explain(model) has the numbers here.")
-    for (action, reason, code), found in alike.items():
-        is_one = len(found) == 1
-        if action is Action.FLOAT:
-            outcome = "stays float" if is_one else "stay float"
-        else:
-            outcome = f"{'is' if is_one else 'are'} {action.value}"
-        warn_user(code, f"{_places(found)} {outcome}: {reason}")
-
-
-def _places(decisions: list[Decision]) -> str:
-    paths: dict[str, list[str]] = {}
-    for decision in decisions[:NAMED_PLACES]:
-        paths.setdefault(decision.kind, []).append(repr(decision.path))
-    named = ", ".join(f"{kind} at {', '.join(of_kind)}" for kind, of_kind in paths.items())
-    more = len(decisions) - NAMED_PLACES
-    return f"{named} and {more} more" if more > 0 else named

@@ -152,12 +152,7 @@ def _configs_by_pattern(value: torch_ao.BackendConfig) -> Iterator[tuple[Any, to
         nested = config._pattern_complex_format
         pattern = _in_order(nested)
         if pattern is None:
-            warn_user(
-                "TQ306",
-                f"backend_config {value.name!r}: the pattern {_in_words(nested)} is not used: two of its ops "
-                "feed one op, and only chains of ops are matched in an exported graph. Its ops are quantized "
-                "one by one, if the config has patterns for them.",
-            )
+            warn_user("TQ306", backend=value.name, pattern=_in_words(nested))
         else:
             yield pattern, config
 

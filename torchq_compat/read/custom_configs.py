@@ -126,11 +126,7 @@ def read_convert_custom_config(
         CustomModuleError: a quantized class without ``from_observed``.
     """
     if _is_qconfig_dict(value):
-        warn_user(
-            "TQ305",
-            "convert_custom_config is a qconfig dict, which is ignored, as in FX's convert; leave it out, "
-            "or write qconfig_mapping=...",
-        )
+        warn_user("TQ305")
         value = None
     if isinstance(value, dict):
         value = read_dict_form("convert_custom_config", value, CONVERT_KEYS, torch_ao.ConvertCustomConfig)

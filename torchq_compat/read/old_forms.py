@@ -115,7 +115,7 @@ def _renamed(function: str, parameters: Mapping[str, Any], kwargs: dict[str, Any
         if new not in parameters:
             new = name
         if new != name:
-            warn_user("TQ301", f"{function}: {name}= is the name before torch 1.13; write {new}=.")
+            warn_user("TQ301", function=function, old=name, new=new)
         if new in found or (new != name and new in kwargs):
             raise ArgumentError(f"{function} got {new} twice, once as {name}.", hint=f"give {new}= alone.")
         found[new] = value
@@ -131,9 +131,5 @@ def _without_flag(
         flag, args = args[1], (args[0], *args[2:])
     if flag is None:
         return args, kwargs, False
-    warn_user(
-        "TQ302",
-        f"convert_fx: {IS_REFERENCE}={flag} is of torch before 1.13; "
-        + ("write convert_to_reference_fx." if flag else "leave it out."),
-    )
+    warn_user("TQ302", argument=IS_REFERENCE, flag=flag)
     return args, {name: value for name, value in kwargs.items() if name != IS_REFERENCE}, bool(flag)

@@ -217,14 +217,13 @@ def misfit(qconfigs: Iterable[QConfig | None], *, is_qat: bool) -> str:
     if is_qat and classes and not fakes:
         return (
             "prepare_qat_fx: the qconfig_mapping has observers and no fake-quantize, so training does not "
-            "see the rounding. Hint: give get_default_qat_qconfig_mapping(...), or call prepare_fx."
+            "see the rounding."
         )
     # A QConfig with a single fake-quantize is not for training: torch.ao has such QConfigs for calibration.
     if not is_qat and any(len(pair) == 2 and all(map(_is_learnt, pair)) for pair in pairs):
         return (
             "prepare_fx: the qconfig_mapping has fake-quantizes, which are for training: in calibration "
-            "each layer gets inputs that the layers before it have rounded, and ranges are moving averages. "
-            "Hint: give get_default_qconfig_mapping(...), or call prepare_qat_fx."
+            "each layer gets inputs that the layers before it have rounded, and ranges are moving averages."
         )
     return ""
 

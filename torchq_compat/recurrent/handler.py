@@ -195,13 +195,7 @@ def _warn_of_single_steps(request: ConvertRequest) -> None:
         and isinstance(observed.contract, SequenceContract)
         and has_seen_no_hidden_state(cell for _, cell in observed.cells())
     ):
-        warn_user(
-            "TQ409",
-            f"the recurrent module at {request.path!r} was calibrated with single steps alone, from states "
-            "of zeros: its hidden projection has seen nothing but its bias, and every later step will "
-            "saturate. Run the prepared model on whole sequences, or feed its states back, before "
-            "converting.",
-        )
+        warn_user("TQ409", path=request.path)
 
 
 def _is_split(module: nn.Module) -> bool:

@@ -30,6 +30,8 @@ class Code(NamedTuple):
         title: the cause, in a few words.
         hint: what to do.
         test: the test that raises it, below ``tests/``.
+        text: what is said, with its places in braces; of a decision, its reason. Empty for errors, whose
+            texts stand where the check is.
     """
 
     code: str
@@ -37,19 +39,12 @@ class Code(NamedTuple):
     title: str
     hint: str
     test: str
+    text: str = ""
 
     @property
     def anchor(self) -> str:
         """The anchor in the guide's page of codes."""
         return self.code.lower()
-
-    @property
-    def section(self) -> str:
-        """The entry of the guide."""
-        return (
-            f'- <a id="{self.anchor}"></a>**{self.code}** ({self.severity}) {self.title}. {self.hint} '
-            f"Raised in `{self.test}`."
-        )
 
 
 class KnownDifference(NamedTuple):
@@ -61,7 +56,6 @@ class KnownDifference(NamedTuple):
         here: what this package does.
         test: the file that asserts both, below ``tests/``.
         anchor: its place in the guide, if ``compare`` points there.
-        why: what ``compare`` says where it recognises it.
     """
 
     code: str
@@ -69,9 +63,18 @@ class KnownDifference(NamedTuple):
     here: str
     test: str
     anchor: str = ""
-    why: str = ""
+
+    @property
+    def sentence(self) -> str:
+        """What FX does, what happens here, and the code."""
+        return f"FX: {self.fx}. Here: {self.here}. [{self.code}]".replace("`", "")
 
 
 REGISTER = tomllib.loads(FILE.read_text())
 CODES = {entry["code"]: Code(**entry) for entry in REGISTER["code"]}
 DIFFERENCES = {entry["code"]: KnownDifference(**entry) for entry in REGISTER["known"]}
+
+
+def said(code: str, /, **places: object) -> str:
+    """Return the text of ``code`` with its ``places`` filled in."""
+    return CODES[code].text.format(**places)

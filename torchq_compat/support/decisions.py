@@ -6,7 +6,7 @@ A decision is a value. The stage that makes it returns it; the report only colle
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,6 +15,7 @@ from torchq_compat.errors import ScriptError, install_extra
 from torchq_compat.support import report
 from torchq_compat.support.argument_checks import INDEX, Expected, checked_arguments, instance_of, optional
 from torchq_compat.support.report import fitted_width
+from torchq_compat.support.user_warnings import warn_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -59,6 +60,8 @@ _CODES = {
 }
 #: The attribute of a model without a graph that has the decisions about its modules.
 MODULE_DECISIONS = "_torchq_compat_decisions"
+#: How many places a warning names, the first ones.
+NAMED_PLACES = 3
 SHOWN_APART = ("dtype", "scale", "zero_point", "observer")
 
 
@@ -251,6 +254,35 @@ class Report:
 
     def _repr_html_(self) -> str:
         return report.report_html(self.rows)
+
+
+def warn_of_decisions(decisions: Iterable[Decision]) -> None:
+    """Warn of the decisions that could mislead, once for all places with the same reason, and once for each
+    code of other numbers than FX."""
+    alike: dict[tuple[Action, str, str], list[Decision]] = {}
+    unlike_fx: dict[str, dict[str, list[Decision]]] = {}
+    for decision in decisions:
+        if decision.warn:
+            alike.setdefault((decision.action, decision.reason, decision.code), []).append(decision)
+        elif decision.unlike_fx:
+            unlike_fx.setdefault(decision.code, {}).setdefault(decision.unlike_fx, []).append(decision)
+    for code, sentences in unlike_fx.items():
+        warn_of(
+            code, "; ".join(f"{_places(there)}: {sentence}" for sentence, there in sentences.items()) + "."
+        )
+    for (action, reason, code), there in alike.items():
+        outcome = (("is", "are"), ("stays", "stay"))[action is Action.FLOAT][len(there) > 1]
+        said = reason if action in LOWERINGS else f"{outcome} {action.value}: {reason}"
+        warn_of(code, f"{_places(there)} {said.rstrip('.')}.")
+
+
+def _places(decisions: Sequence[Decision]) -> str:
+    paths: dict[str, list[str]] = {}
+    for decision in decisions[:NAMED_PLACES]:
+        paths.setdefault(decision.kind, []).append(repr(decision.path) if decision.path else "the model")
+    named = ", ".join(f"{kind} at {', '.join(of_kind)}" for kind, of_kind in paths.items())
+    more = len(decisions) - NAMED_PLACES
+    return f"{named} and {more} more" if more > 0 else named
 
 
 def data_frame(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> pd.DataFrame:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from torchq_compat.errors import QuantizationNote, QuantizationWarning
-from torchq_compat.support.codes import CODES
+from torchq_compat.support.codes import CODES, said
 
 PACKAGE = str(Path(__file__).parents[1])
 #: Frames of an import, which ``warnings`` does not count; frames of ``importlib.import_module`` are counted.
@@ -21,13 +21,18 @@ IMPORTING = "<frozen importlib"
 NOT_THE_USERS = (PACKAGE, IMPORTING, str(importlib.__file__))
 
 
-def warn_user(code: str, message: str) -> None:
-    """Warn with the ``QuantizationWarning`` of ``code`` at the first caller outside this package."""
+def warn_user(code: str, /, **places: object) -> None:
+    """Warn with the text and the hint of ``code`` at the first caller outside this package."""
+    warn_of(code, said(code, **places))
+
+
+def warn_of(code: str, what: str) -> None:
+    """Warn of ``what``, with the hint of ``code``, as ``warn_user`` does."""
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_code.co_filename.startswith(NOT_THE_USERS):
         level, frame = level + (not frame.f_code.co_filename.startswith(IMPORTING)), frame.f_back
     kind = QuantizationNote if CODES[code].severity == "note" else QuantizationWarning
-    warnings.warn(kind(message, code=code), stacklevel=level)
+    warnings.warn(kind(f"{what}\nHint: {CODES[code].hint}", code=code), stacklevel=level)
 
 
 @dataclass(eq=False)

@@ -14,23 +14,17 @@ from torchq_compat.support.user_warnings import warn_user
 TESTED = (("2.13", "0.18"), ("2.14", "0.18"), ("2.15", "0.18"))
 
 
-def untested_pair(torch_version: str, torchao_version: str) -> str:
-    """Return the warning about a pair of versions that was not tested; empty for a tested pair."""
-    pair = (_minor(torch_version), _minor(torchao_version))
-    if pair in TESTED:
-        return ""
-    tested = ", ".join(f"torch {torch_minor} with torchao {ao_minor}" for torch_minor, ao_minor in TESTED)
-    return (
-        f"torch {torch_version} with torchao {torchao_version} is a pair that torchq_compat was not tested "
-        f"with: it was with {tested}."
-    )
+def is_tested(torch_version: str, torchao_version: str) -> bool:
+    """Return whether the tests have run with these versions."""
+    return (_minor(torch_version), _minor(torchao_version)) in TESTED
 
 
 def warn_of_untested_pair() -> None:
     """Warn, at the user's line, if the installed torch was not tested with the installed torchao."""
-    sentence = untested_pair(torch.__version__, torchao.__version__)
-    if sentence:
-        warn_user("TQ804", sentence)
+    pair = torch.__version__, torchao.__version__
+    if not is_tested(*pair):
+        tested = (f"torch {torch_minor} with torchao {ao_minor}" for torch_minor, ao_minor in TESTED)
+        warn_user("TQ804", torch=pair[0], torchao=pair[1], tested=", ".join(tested))
 
 
 def _minor(version: str) -> str:

@@ -46,6 +46,7 @@ def test_a_code_at_run_time_and_a_known_difference(capsys: Capture) -> None:
     assert main(["explain", "tq405", "TQ520", "TQ903"]) == 0
     out = capsys.readouterr().out
     assert "TQ405 observers that have seen no data" in out
+    assert "It says: {count} observers have seen no data" in " ".join(out.split())
     assert 'warnings.filterwarnings("ignore", message=r".*TQ405")' in out
     assert f"TQ520 FX: {DIFFERENCES['TQ520'].fx[:20]}" in out
     assert 'error.code == "TQ903"' in out

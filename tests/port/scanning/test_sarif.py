@@ -150,3 +150,4 @@ def test_sarif(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     notified = run["invocations"][0]["toolExecutionNotifications"]
     uris = [note["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] for note in notified]
     assert any(uri.endswith("with%20space.py") for uri in uris)
+    assert all(note["message"]["text"].endswith(" [TQ984]") for note in notified)

@@ -128,6 +128,8 @@ def test_a_bad_file_is_reported_and_the_rest_goes_on(
     assert reason in data["problems"][0]["reason"]
     assert captured.err.startswith(f"torchq-compat: problem: {tmp_path / name}: ")
     assert ". Hint: " in captured.err
+    assert captured.err.endswith(" [TQ984]\n")
+    assert data["problems"][0]["code"] == "TQ984"
     assert captured.err.count("\n") == 1
     assert (tmp_path / name).read_bytes() == content
 

@@ -433,9 +433,7 @@ def to_executorch(
         except Exception as cause:
             raise _cannot_lower(backend, cause) from cause
     if backend != "portable" and not report.subgraphs:
-        warn_user(
-            "TQ704", f"{backend} takes no operator of this model; all run on portable kernels.\n{report}"
-        )
+        warn_user("TQ704", backend=backend, report=report)
     program = ExecutorchProgram(pte, inputs, report, structure)
     program.load()
     if path is not None:
@@ -467,11 +465,7 @@ def _lower(exported: ExportedProgram, backend: str) -> tuple[bytes, DelegationRe
 
 def _warn_of_fixed_sizes(fixed: list[str]) -> None:
     if fixed:
-        warn_user(
-            "TQ702",
-            f"the ExecuTorch program fixes sizes that the converted model leaves free: {', '.join(fixed)}. A "
-            "recurrent module that is not mapped to an observed one is unrolled.",
-        )
+        warn_user("TQ702", sizes=", ".join(fixed))
 
 
 def _check_kernels(program: Any) -> None:

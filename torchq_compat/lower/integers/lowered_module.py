@@ -35,12 +35,12 @@ from torchq_compat.model.quantized_interface import quantize_inputs, take_intege
 from torchq_compat.modules.standalone import ConvertedStandalone, standalone
 from torchq_compat.quantize.passes import LOWER, carries_out, run_passes
 from torchq_compat.read.qparams import QParams
-from torchq_compat.support.decisions import Action, Decision
+from torchq_compat.support.codes import said
+from torchq_compat.support.decisions import Action, Decision, warn_of_decisions
 from torchq_compat.support.graph_nodes import give_back_freed
 from torchq_compat.support.later_stages import is_captured_for_onnx
 from torchq_compat.support.process_state import Lock, is_compiling
 from torchq_compat.support.upstream import data_address, format_target, forward_from_src, pytree
-from torchq_compat.support.user_warnings import warn_user
 
 # The code of a lowered graph, which reads each tensor of the state from the dictionary that holds it.
 
@@ -189,7 +189,7 @@ def lower(reference: ConvertedGraphModule, trial_inputs: tuple[Any, ...] | None 
 
 
 def _not_lowered(fault: str) -> Decision:
-    reason = f"runs in floats between its q-dq, as convert_to_reference_fx returns it: {fault}"
+    reason = said("TQ432", fault=fault)
     return Decision("", "convert_fx", Action.REFERENCE, reason, warn=True, code="TQ432")
 
 
@@ -470,6 +470,4 @@ def _rewrite(state: _LoweringModel) -> None:
 
 @carries_out(LOWER, "tell")
 def _tell(state: _LoweringModel) -> None:
-    for decision in state.lowered.lowering:
-        if decision.warn:
-            warn_user(decision.code, f"{decision.kind} at {decision.path!r} {decision.reason}")
+    warn_of_decisions(state.lowered.lowering)

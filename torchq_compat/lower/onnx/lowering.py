@@ -222,12 +222,7 @@ def check_in_runtime(model: OnnxModel, converted: torch.nn.Module, trials: Seque
         expected = pytree.tree_map_only(Tensor, Tensor.cpu, expected)
         problem = difference(_floats(expected), _floats(results), LEAST)
         if problem is not None:
-            warn_user(
-                "TQ436",
-                f"ONNX Runtime computes something else than this model on inputs of {shapes}: {problem}. "
-                "Where one step decides what the next one reads, a value midway between two integers is "
-                "enough.",
-            )
+            warn_user("TQ436", shapes=shapes, problem=problem)
 
 
 def _floats(results: Any) -> list[Tensor]:

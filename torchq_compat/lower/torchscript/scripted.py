@@ -91,11 +91,7 @@ def scripted_graph(model: QuantizationGraphModule) -> ScriptedGraph:
 
 def _scripted_graph(model: QuantizationGraphModule) -> ScriptedGraph:
     if model.is_prepared:
-        warn_user(
-            "TQ705",
-            "TorchScript of a prepared model does not observe: its observers are inactive and its "
-            "fake-quantizes keep their current qparams. Calibrate or train before.",
-        )
+        warn_user("TQ705")
     leaves = _Leaves(model)
     source = write_function(model, lambda path: operator.attrgetter(path)(model), leaves.write)
     source.is_without_gradients = model.reference is not model

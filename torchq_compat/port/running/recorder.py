@@ -20,6 +20,7 @@ from torchq_compat.model.graph_module import QuantizationGraphModule
 from torchq_compat.ops import preserves_values
 from torchq_compat.quantize.explain import explain
 from torchq_compat.support.atomic_files import write_whole
+from torchq_compat.support.codes import CODES, said
 from torchq_compat.support.decisions import Action, Decision, Report
 from torchq_compat.support.report import counted
 
@@ -82,18 +83,6 @@ CONVERTS_AS_FX = (
     "as FX: converted with the qparams of its observers; convert_fx here keeps those it trained with, and so "
     "does run --trained-qparams"
 )
-#: FX converts a fused fake-quantize with its observer's qparams, and a reduced range with the dtype's range.
-CONVERTS_WHAT_WAS_TRAINED = (
-    "converted with the qparams and ranges of its training; FX converts with others, and its results may be "
-    "some steps away: compare by prepared.eval(), which gives the same in both"
-)
-TRAINED_CODE, WEIGHTS_CODE = "TQ511", "TQ512"
-#: The prepared model of FX has the parameters of the float model itself.
-KEEPS_ITS_WEIGHTS = (
-    "the float model keeps its weights, which FX trains too: "
-    "model.load_state_dict(prepared.state_dict(), strict=False) copies them"
-)
-
 #: Actions of decisions about input sizes, folded batch norms and lowering.
 NOT_OF_OPS = (Action.FREE, Action.FIXED, Action.FOLDED, Action.LOWERED, Action.REFERENCE)
 
@@ -269,16 +258,21 @@ def _lines(model: RecordedModel) -> list[str]:
 def _unlike_fx_lines(model: RecordedModel) -> Iterator[str]:
     """Yield one line for each reason why the numbers differ from FX's, or from ``convert_fx``'s here."""
     if model.fx_converts_otherwise:
-        otherwise = f"unlike FX: {CONVERTS_WHAT_WAS_TRAINED} [{TRAINED_CODE}]"
-        yield f"    {CONVERTS_AS_FX if model.observer_qparams else otherwise}"
+        otherwise = _unlike_fx("TQ511", said("TQ511", observers="its fake-quantizes"))
+        yield f"    {CONVERTS_AS_FX}" if model.observer_qparams else otherwise
     if model.is_trained:
-        yield f"    unlike FX: {KEEPS_ITS_WEIGHTS} [{WEIGHTS_CODE}]"
+        # The prepared model of FX has the parameters of the float model itself.
+        yield _unlike_fx("TQ512", said("TQ512"))
     groups: dict[tuple[str, str], list[str]] = {}
     for decision in model.report:
         if decision.unlike_fx:
             groups.setdefault((decision.unlike_fx, decision.code), []).append(decision.path or "(model)")
     for (sentence, code), paths in groups.items():
-        yield f"    unlike FX: {_shortened(paths)}: {sentence} [{code}]"
+        yield _unlike_fx(code, f"{_shortened(paths)}: {sentence}")
+
+
+def _unlike_fx(code: str, what: str) -> str:
+    return f"    unlike FX: {what.rstrip('.')}. {CODES[code].hint} [{code}]"
 
 
 def _shortened(paths: list[str]) -> str:

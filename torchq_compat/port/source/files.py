@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torchq_compat.errors import PathError
 from torchq_compat.support.atomic_files import whole_file
@@ -62,6 +62,7 @@ OTHERWISE = "look at the file; the others were dealt with"
 class Problem:
     """A file or folder that could not be processed; the other files were."""
 
+    code: ClassVar[str] = "TQ984"
     path: Path
     reason: str
 
@@ -71,7 +72,7 @@ class Problem:
         return next((hint for words, hint in HINTS.items() if words in self.reason), OTHERWISE)
 
     def __str__(self) -> str:
-        return f"{self.path}: {self.reason}. Hint: {self.hint}"
+        return f"{self.path}: {self.reason}. Hint: {self.hint} [{self.code}]"
 
 
 @dataclass(frozen=True)

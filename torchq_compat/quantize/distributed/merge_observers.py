@@ -193,7 +193,7 @@ def _merge_ranks(prepared: nn.Module, group: dist.ProcessGroup | None) -> None:
     dist.all_gather_object(received, sent, group=group)
     for rank, other in enumerate(received):
         if isinstance(other, TorchQCompatError):
-            raise ConvertError(f"rank {rank}: {other.message}", hint=other.hint)
+            raise ConvertError(f"rank {rank}: {other.message}", hint=other.hint, code=other.code)
     reports = [pickle.loads(each) for each in received]
     _check_same_model(reports)
     differing = [name for name in tensors if len({digests[name] for _, _, digests in reports}) > 1]
@@ -213,12 +213,7 @@ def _merge_ranks(prepared: nn.Module, group: dist.ProcessGroup | None) -> None:
     if differing:
         _send_from_first(tensors, differing, group)
     if again:
-        warn_user(
-            "TQ421",
-            f"merge_observers: {len(again)} observers were merged before, and have observed since or are "
-            f"merged over other ranks ({again[0]}): their histograms and counts have the data from before "
-            "more than once.\nHint: merge once, after the last batch.",
-        )
+        warn_user("TQ421", count=len(again), observer=again[0])
 
 
 def _check_same_model(reports: Sequence[Any]) -> None:
@@ -306,11 +301,7 @@ def _merge_given(model: nn.Module, given: Any) -> None:
     for unit in units.values():
         vars(unit).pop(MERGED, None)
     if before:
-        warn_user(
-            "TQ422",
-            f"merge_observers: what {len(before)} observers of the model itself had seen was replaced by the "
-            f"states ({before[0]}).\nHint: to keep it, add get_observer_state_dict(prepared) to the list.",
-        )
+        warn_user("TQ422", count=len(before), observer=before[0])
 
 
 def _is_of_weight(model: nn.Module, path: str) -> bool:

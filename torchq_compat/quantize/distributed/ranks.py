@@ -85,11 +85,7 @@ def meet_other_ranks(model: nn.Module, function: str) -> None:
             f"rank {rank} converts with the ranges that it saw itself; the observers of {world} processes "
             "were not merged"
         )
-    warn_user(
-        "TQ420",
-        f"{function}: {problem}.\nHint: call torchq_compat.merge_observers(prepared) on every rank before; "
-        "the model is not that of one process over all the data.",
-    )
+    warn_user("TQ420", function=function, problem=problem)
 
 
 def _exchanged(prefix: str, own: bytes, *, waits: bool) -> dict[int, bytes]:

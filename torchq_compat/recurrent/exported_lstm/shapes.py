@@ -113,11 +113,7 @@ def quantize_boundary(graph_module: GraphModule, path: str, module: OpaqueRecurr
     names = INPUTS[:count] + RESULTS[:count]
     left = [name for name, qparams in zip(names, inputs + results, strict=True) if qparams is None]
     if left:
-        warn_user(
-            "TQ410",
-            f"the boundary of {path!r} stays float at {', '.join(left)}: the quantizer did not quantize that "
-            "edge of every cell, or not in one dtype.",
-        )
+        warn_user("TQ410", path=path, edges=", ".join(left))
 
 
 def _input_qparams(module: OpaqueRecurrent) -> tuple[QParams | None, ...]:

@@ -163,11 +163,7 @@ class WholeOpRecurrentQuantizer(Quantizer):  # type: ignore[misc]
         present = {node.target for node in model.graph.nodes if node.target in aten_recurrent.KINDS}
         if present and not present.intersection(self.operators):
             names = ", ".join(sorted(map(str, present)))
-            warn_user(
-                "TQ428",
-                f"whole_op_lstm_quantizer finds no aten.lstm.input, and leaves {names} float; "
-                "whole_op_recurrent_quantizer annotates every LSTM, GRU and RNN.",
-            )
+            warn_user("TQ428", names=names)
 
     def validate(self, model: GraphModule) -> None:
         """Check that torchao can carry out all annotations.

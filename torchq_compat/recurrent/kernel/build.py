@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 
+from torchq_compat.support.codes import CODES
 from torchq_compat.support.process_state import once
 from torchq_compat.support.user_warnings import warn_user
 
@@ -151,7 +152,7 @@ def load_or_make(name: str, compile_to: Callable[[Path], None], load: Callable[[
                     cache.make(name, compile_to)
         except OSError as fault:
             cache.make(name, compile_to)
-            warn_user("TQ803", f"the native kernel at {path} was built again: {fault}.")
+            warn_user("TQ803", path=path, fault=fault)
         cache.load(name, load)
         return path
 
@@ -286,10 +287,6 @@ FLAGS = (
 TARGET = "-DTORCH_TARGET_VERSION=0x020d000000000000"
 #: An operator that only the library has; the others are defined in Python before it is loaded.
 OF_LIBRARY = "kept_weights"
-#: What helps if there is no kernel.
-NO_COMPILER = "install a C++ compiler with OpenMP, such as g++, or name one in the environment variable CXX"
-NO_CACHE = "name a directory that only you may write in the environment variable TORCHQ_COMPAT_CACHE_DIR"
-NO_SPACE = "free space there, or name another directory in the environment variable TORCHQ_COMPAT_CACHE_DIR"
 
 
 @dataclass(frozen=True)
@@ -298,8 +295,12 @@ class KernelBuild:
 
     library: Path | None
     problem: str = ""
-    hint: str = NO_COMPILER
     code: str = "TQ801"
+
+    @property
+    def hint(self) -> str:
+        """What helps if there is no kernel."""
+        return CODES[self.code].hint
 
     @property
     def is_loaded(self) -> bool:
@@ -312,11 +313,7 @@ def kernel_build() -> KernelBuild:
     """Return the kernel of this process, built on the first call; warn once if it cannot be built."""
     build = build_kernel()
     if build.library is None:
-        warn_user(
-            build.code,
-            "converted models run on torch's operators, recurrent modules step by step, with equal numbers "
-            f"but slowly: the native kernel could not be built ({build.problem}). Hint: {build.hint}.",
-        )
+        warn_user(build.code, problem=build.problem)
     return build
 
 
@@ -332,15 +329,14 @@ def build_kernel() -> KernelBuild:
             _load_operators(str(carried))
             return KernelBuild(carried)
         except OSError as fault:
-            warn_user("TQ802", f"the library {carried} does not load, one is compiled instead: {fault}.")
+            warn_user("TQ802", library=carried, fault=fault)
     try:
         compiler = read_compiler()
         command = [*compiler, *FLAGS, TARGET]
         name = f"recurrent_{_key(compiler, [*FLAGS, TARGET])}.so"
         return KernelBuild(load_or_make(name, partial(_compile, command), _load_operators))
     except Exception as cause:
-        problem, hint = explain_failed_build(cause)
-        return KernelBuild(None, problem, hint, "TQ805" if isinstance(cause, CacheError) else "TQ801")
+        return KernelBuild(None, *explain_failed_build(cause))
 
 
 def read_compiler() -> list[str]:
@@ -356,15 +352,14 @@ def read_compiler() -> list[str]:
 
 
 def explain_failed_build(cause: Exception) -> tuple[str, str]:
-    """Return what went wrong when a library was compiled or loaded, and what helps."""
+    """Return what went wrong when a library was compiled or loaded, and its code."""
     said = getattr(cause, "stderr", None) or ""
     problem = _first_line(said) if isinstance(cause, subprocess.CalledProcessError) else str(cause)
     if isinstance(cause, subprocess.CalledProcessError):
         problem = f"{cause.cmd[0]}: {problem}"
     full = os.strerror(errno.ENOSPC)
-    if full in said or full in problem:
-        return problem, NO_SPACE
-    return problem, NO_CACHE if isinstance(cause, CacheError) else NO_COMPILER
+    has_no_place = full in said or full in problem or isinstance(cause, CacheError)
+    return problem, "TQ805" if has_no_place else "TQ801"
 
 
 def _torch_root() -> Path:
