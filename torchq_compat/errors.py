@@ -6,8 +6,6 @@ written where it is raised, or here if several modules raise it.
 
 from __future__ import annotations
 
-from torchq_compat.support.codes import CODES
-
 __all__ = [
     "AnnotationError",
     "ArgumentError",
@@ -35,7 +33,7 @@ class TorchQCompatError(Exception):
 
     Args:
         message: what is wrong and where (module path, setting).
-        hint: what the user can do about it; the register's by default.
+        hint: what the user can do about it.
         code: the code in the register, ``codes.toml``: TQ9xx; the class's own by default.
     """
 
@@ -43,9 +41,10 @@ class TorchQCompatError(Exception):
 
     def __init__(self, message: str, *, hint: str = "", code: str = "") -> None:
         self.message = message
+        self.hint = hint
         self.code = code or type(self).code
-        self.hint = hint or CODES[self.code].hint
-        super().__init__(f"{message}\nHint: {self.hint} [{self.code}]")
+        text = f"{message}\nHint: {hint}" if hint else message
+        super().__init__(f"{text} [{self.code}]")
 
 
 class InputError(TorchQCompatError, ValueError):

@@ -372,10 +372,15 @@ def test_explain_changes_nothing(stages: dict[str, nn.Module]) -> None:
         assert getattr(model, "code", "") == code
 
 
-def test_one_warning_for_all_hooks_of_weight_norm() -> None:
+def test_one_warning_for_all_hooks_but_those_of_weight_norm() -> None:
     linears = [nn.utils.weight_norm(nn.Linear(4, 4)) for _ in range(4)]
     conv = nn.utils.weight_norm(nn.Conv1d(4, 4, 1))
     model, x = nn.Sequential(*linears).eval(), torch.randn(2, 4)
+    prepared, told = listen(lambda: tc.prepare_fx(model, MAPPING, (x,)))
+    assert not told
+    assert {d.path for d in tc.explain(prepared) if d.action.value == "dropped"} == {"0", "1", "2", "3"}
+    for module in (*linears, conv):
+        module.register_forward_hook(lambda *_: None)
     _, (record,) = listen(lambda: tc.prepare_fx(model, MAPPING, (x,)))
     assert "hooks of Linear at '0', '1', '2' and 1 more are dropped: hooks run once" in str(record.message)
     both = nn.Sequential(nn.Unflatten(1, (4, 1)), conv, nn.Flatten(), linears[0]).eval()

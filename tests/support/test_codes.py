@@ -79,6 +79,21 @@ def test_every_class_of_errors_has_a_code_of_its_own() -> None:
         assert str(cls("what and where.", hint="do this.")) == f"what and where.\nHint: do this. [{cls.code}]"
 
 
+def test_every_error_is_raised_with_a_hint() -> None:
+    for path, tree in package_trees().items():
+        for node in ast.walk(tree):
+            name = ast.unparse(node.func).removeprefix("errors.") if isinstance(node, ast.Call) else ""
+            made = getattr(
+                errors, "TorchQCompatError" if name == "cls" and path.name == "errors.py" else name, None
+            )
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(made, type)
+                and issubclass(made, errors.TorchQCompatError)
+            ):
+                assert "hint" in {keyword.arg for keyword in node.keywords}, f"{path}:{node.lineno}"
+
+
 def test_a_code_is_used_once_and_says_what_to_do() -> None:
     everywhere = [*CODES, *DIFFERENCES, *CONSTRUCTS, *RETIRED]
     assert len(set(everywhere)) == len(everywhere)
@@ -182,6 +197,16 @@ def states_over_what_was_seen() -> None:
     tc.merge_observers(prepared, states=[state])
 
 
+def layer_behind_a_reshape() -> None:
+    model = nn.Sequential(Reshaped(), nn.Linear(4, 2)).eval()
+    tc.prepare_fx(model, get_default_qconfig_mapping("x86"), (X,))
+
+
+class Reshaped(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.reshape(-1, 4)
+
+
 def library_that_does_not_load() -> None:
     with pytest.MonkeyPatch.context() as patch:
         path, load = Path("no such library"), build._load_operators
@@ -203,6 +228,7 @@ def library_that_does_not_load() -> None:
         ("TQ320", bag_with_whole_range),
         ("TQ411", lambda: tc.quantize_dynamic(nn.Sequential(nn.ReLU()), mapping={})),
         ("TQ422", states_over_what_was_seen),
+        ("TQ506", layer_behind_a_reshape),
         ("TQ802", library_that_does_not_load),
     ],
 )

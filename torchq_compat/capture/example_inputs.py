@@ -118,7 +118,7 @@ def is_old_config(value: Any) -> bool:
 
 def _as_tuple(value: Any, model: nn.Module | None) -> tuple[Any, ...]:
     if isinstance(value, list):
-        warn_user("TQ303", kind="a list", meaning="the tuple of all arguments")
+        warn_user("TQ303", kind="a list", meaning="the tuple of all arguments", form="tuple(...)")
         return tuple(value)
     if isinstance(value, Mapping) and model is not None:
         named = _by_names(value, model)
@@ -131,7 +131,9 @@ def _as_tuple(value: Any, model: nn.Module | None) -> tuple[Any, ...]:
             hint=f"write example_inputs=(x,) with a trailing comma for one argument; {WHERE_FROM}.",
             code="TQ902",
         )
-    warn_user("TQ303", kind=f"a single {kind}", meaning="the only argument")
+    warn_user(
+        "TQ303", kind=f"a single {kind}", meaning="the only argument", form="(x,) with a trailing comma"
+    )
     return (value,)
 
 
@@ -165,7 +167,12 @@ def _by_names(value: Mapping[str, Any], model: nn.Module) -> tuple[Any, ...] | N
                 code="TQ902",
             )
         args.append(value.get(name, default))
-    warn_user("TQ303", kind="a dict", meaning=f"keyword arguments, the tuple ({', '.join(used)})")
+    warn_user(
+        "TQ303",
+        kind="a dict",
+        meaning="keyword arguments",
+        form=f"a tuple of ({', '.join(used)}) in this order",
+    )
     return tuple(args)
 
 

@@ -338,7 +338,8 @@ class UserModuleHandler(registry.CustomModuleHandler):
         opaque, path = request.observed, request.path
         assert isinstance(opaque, OpaqueUserModule)
         if request.quantized_class is None:
-            warn_user("TQ407", kind=opaque.opaque_users_class.__name__, path=path, under="")
+            name, stays = opaque.opaque_users_class.__name__, "stays observed and computes in floats"
+            warn_user("TQ407", kind=name, path=path, stays=stays, lack="no entry for its class")
             return opaque
         layouts = opaque.opaque_layouts
         observed = as_users_module(opaque)
@@ -461,12 +462,9 @@ def convert_float_calls(
             continue
         kind = quant_type_of(path, module)
         if kind not in kinds:
-            warn_user(
-                "TQ407",
-                kind=type(module).__name__,
-                path=path,
-                under=f" and {kind.name.lower()} qconfigs, only for {kinds[0].name.lower()} ones",
-            )
+            names = kinds[0].name.lower(), kind.name.lower()
+            lack = "its class for {} qconfigs, and its qconfig is {}".format(*names)
+            warn_user("TQ407", kind=type(module).__name__, path=path, stays="stays float", lack=lack)
             continue
         quantized_class = mappings[kind][type(module)]
         quantized = made_by(quantized_class, "from_observed", module, path)

@@ -131,5 +131,6 @@ def _without_flag(
         flag, args = args[1], (args[0], *args[2:])
     if flag is None:
         return args, kwargs, False
-    warn_user("TQ302", argument=IS_REFERENCE, flag=flag)
+    what = "write convert_to_reference_fx" if flag else "leave it out"
+    warn_user("TQ302", argument=IS_REFERENCE, flag=flag, what=what)
     return args, {name: value for name, value in kwargs.items() if name != IS_REFERENCE}, bool(flag)

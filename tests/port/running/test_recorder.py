@@ -78,12 +78,15 @@ def test_what_is_not_as_in_fx(is_qat: bool) -> None:
     mapping = get_default_qat_qconfig_mapping("x86") if is_qat else get_default_qconfig_mapping("x86")
     prepared = prepare(Flat().train(is_qat), mapping, (x,))
     prepared(x)
-    assert "FX converts with others" not in recorder.summary("script.py")
+    assert "TQ511" not in recorder.summary("script.py")
     recorder.wrap(tc.convert_fx)(prepared.eval())
     lines = [line.strip() for line in recorder.summary("script.py").splitlines() if "unlike FX" in line]
-    trained = [line for line in lines if line.startswith("unlike FX: converted with the qparams")]
+    trained = [
+        line for line in lines if line.startswith("unlike FX: its fake-quantizes convert to what was trained")
+    ]
     kept = [line for line in lines if line.startswith("unlike FX: the float model keeps its weights")]
     assert len(trained) == len(kept) == is_qat
+    assert [line[-7:] for line in (*trained, *kept)] == ["[TQ511]", "[TQ512]"] * is_qat
     assert any(
         line.startswith("unlike FX: fc: FX leaves it float: behind a reshape of floats") for line in lines
     )

@@ -118,7 +118,7 @@ def test_strict_refuses_a_module_left_float(tmp_path: Path) -> None:
     assert result.returncode == 1
     assert "done" not in result.stdout
     assert "Traceback" not in result.stderr
-    told = r"torchq-compat: (.*\.py):(\d+): 1 module of Model left float: GRU 'gru': .* Hint: "
+    told = r"torchq-compat: (.*\.py):(\d+): 1 module of Model left float: GRU 'gru': .* Hint: .*\[TQ971\]"
     found = re.search(told, result.stderr)
     assert found, result.stderr
     assert "  Model, prepared: " in result.stderr

@@ -200,21 +200,23 @@ def replace_file(source: SourceFile, content: bytes, inside: Sequence[Path]) -> 
     """
     target = source.path.resolve()
     if not any(target == path or path in target.parents for path in inside):
-        raise PathError(f"{source.path} is a link that leads out, to {target}; it was left as it is.")
+        raise _left_as_it_is(source.path, f"is a link that leads out, to {target}")
     status = target.stat()
     if status.st_nlink > 1:
-        raise PathError(
-            f"{source.path} has {status.st_nlink} names by hard links, which would part; it was left."
-        )
+        raise _left_as_it_is(source.path, f"has {status.st_nlink} names by hard links, which would part")
     # A superuser may write any file, but has marked this one.
     if not os.access(target, os.W_OK) or not status.st_mode & WRITABLE:
-        raise PathError(f"{source.path} is read-only; it was left as it is.")
+        raise _left_as_it_is(source.path, "is read-only")
     if target.read_bytes() != source.raw:
-        raise PathError(f"{source.path} has changed since it was read; it was left as it is.")
+        raise _left_as_it_is(source.path, "has changed since it was read")
     with whole_file(target) as file:
         file.write(content)
         file.flush()
         _copy_ownership(target, file.name)
+
+
+def _left_as_it_is(path: Path, reason: str) -> PathError:
+    return PathError(f"{path} {reason}; it was left as it is.", hint=f"{Problem(path, reason).hint}.")
 
 
 def _copy_ownership(source: Path, target: str) -> None:
@@ -223,7 +225,7 @@ def _copy_ownership(source: Path, target: str) -> None:
         try:
             os.chown(target, status.st_uid, status.st_gid)
         except PermissionError as error:
-            raise PathError(f"{source} belongs to another user; it was left as it is.") from error
+            raise _left_as_it_is(source, "belongs to another user") from error
     os.chmod(target, status.st_mode & 0o7777)
 
 
