@@ -92,7 +92,7 @@ def _section(entry: Code, texts: dict[str, str]) -> str:
     kind = ", ".join([entry.severity, *sorted({f"`{raised}`" for raised in texts.values()})])
     said = f" Says {_code(entry.text)}." if any(map(str.isalpha, PLACE.sub("", entry.text))) else ""
     lines = [
-        f'- <a id="{entry.anchor}"></a>**{entry.code}** ({kind}) {entry.title}.{said} {entry.hint} '
+        f'- <a id="{entry.anchor}"></a>**{entry.code}** ({kind}) {entry.title}.{said} {entry.advice} '
         f"Raised in `{entry.test}`."
     ]
     return "\n".join([*lines, *sorted(f"  - {_code(text)}" for text in texts)])

@@ -111,7 +111,7 @@ def _registered(entry: Code, width: int) -> str:
     lines = [
         f"{entry.code} {entry.title}",
         "",
-        *_wrapped(f"{what} {entry.hint}", width),
+        *_wrapped(f"{what} {entry.advice}", width),
         "",
         f"    {example}",
     ]

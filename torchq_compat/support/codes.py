@@ -46,6 +46,11 @@ class Code(NamedTuple):
         """The anchor in the guide's page of codes."""
         return self.code.lower()
 
+    @property
+    def advice(self) -> str:
+        """The hint as a sentence."""
+        return self.hint[0].upper() + self.hint[1:]
+
 
 class KnownDifference(NamedTuple):
     """A difference from FX, where FX is wrong or cannot.

@@ -421,10 +421,10 @@ def test_a_full_disk(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         made = build.build_kernel()
     assert made.library is None
     assert made.code == "TQ805"
-    assert made.hint.startswith("Free space")
+    assert made.hint.startswith("free space")
     assert not list(cache.parent.iterdir())
     (tmp_path / "compiler").write_text(FULL)
-    assert build.build_kernel().hint.startswith("Free space")
+    assert build.build_kernel().hint.startswith("free space")
 
 
 def test_a_fork_beside_a_build_waits_for_it(cache: Path) -> None:

@@ -70,11 +70,7 @@ def meet_other_ranks(model: nn.Module, function: str) -> None:
         return
     missing = sorted({*range(world)} - {rank, *others})
     if in_parts and missing:
-        warn_user(
-            "TQ429",
-            f"{function}: the weights are sharded, and rank {rank} waits for rank "
-            f"{', '.join(map(str, missing))} to convert too.\nHint: convert on every rank.",
-        )
+        warn_user("TQ429", function=function, rank=rank, others=", ".join(map(str, missing)))
     differing = [other for other, number in others.items() if number != own]
     if is_one or (not differing and (is_trained or not missing)):
         return
