@@ -104,8 +104,8 @@ def _(device: torch.device) -> str:
 def _sharded(dtype: torch.dtype | None, device: torch.device) -> str:
     said = []
     with one_rank(device):
-        # As in FX, a convolution's weight divided by the float32 variance of its batch norm is float32.
-        for name in ("embeddings", "GRU", *(["convolutions"] if dtype is None else [])):
+        # As in FX, parts of recurrent modules, and weights over the variance of a batch norm, stay float32.
+        for name in ("embeddings", *(["GRU", "convolutions"] if dtype is None else [])):
             prepared, batches = prepared_qat(device, name)
             alone = train(copy.deepcopy(prepared), batches, device)
             sharded: Any = fully_shard(prepared, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
