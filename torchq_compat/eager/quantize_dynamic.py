@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import type_before_parametrizations
+from torch.nn.utils import parametrize
 
 from torchq_compat.custom_modules import handler_of
 from torchq_compat.errors import ConfigError
@@ -170,8 +170,8 @@ class WholeRangeLinear(quantized.dynamic.Linear):
 
 # ``torch.ao.quantization.quantize_dynamic``: integer weights, and activations quantized at run time.
 #
-# Recurrent modules become modules of this package, which run in its native loop. ``Linear``, ``Embedding``
-# and ``EmbeddingBag`` become torch.ao.nn's own modules, which are single calls of torch's integer kernels.
+# Modules become torch.ao.nn's own, as there: scripts ask for their classes and keys, trace and script them.
+# A recurrent module that torch.ao does not know becomes one of this package, which runs in its native loop.
 
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
@@ -261,13 +261,18 @@ def _quantized(
     module: nn.Module, qconfig: QConfig, path: str, classes: Mapping[Any, Any]
 ) -> nn.Module | None:
     """Return the quantized replacement of ``module``; None to keep it."""
-    kind = type_before_parametrizations(module)
+    kind = parametrize.type_before_parametrizations(module)
     quantized_class = classes.get(kind)
     is_ours = quantized_class is None or str(getattr(quantized_class, "__module__", "")).startswith(
         LEGACY_DYNAMIC
     )
     family = family_of(module)
-    if family is not None and kind is family.float_class and is_ours:
+    if (
+        family is not None
+        and kind is family.float_class
+        and is_ours
+        and (quantized_class is None or _is_beyond_torch(module, qconfig))
+    ):
         leaf = quantize_recurrent(module, qconfig, path)
         handler = handler_of(leaf)
         lowered = handler.lower(leaf) if handler is not None else ""
@@ -292,7 +297,24 @@ def _quantized(
     float_module = copy.copy(module)
     vars(float_module)["qconfig"] = qconfig
     made: nn.Module = quantized_class.from_float(float_module)
+    if family is not None:
+        vars(made).setdefault("flatten_parameters", _flatten_parameters)
     return made.eval()
+
+
+def _flatten_parameters() -> None:
+    """Do nothing: forward methods call it on LSTM and GRU, and torch.ao's classes lack it."""
+
+
+def _is_beyond_torch(module: nn.Module, qconfig: QConfig) -> bool:
+    """Return whether torch.ao's class of a recurrent ``module`` would refuse it or compute something else."""
+    return (
+        asks_for_whole_range(qconfig)
+        or parametrize.is_parametrized(module)
+        or not module.bias
+        or bool(getattr(module, "proj_size", 0))
+        or any(one.dtype != torch.float32 or one.device.type != "cpu" for one in module.parameters())
+    )
 
 
 def _obstacle(module: nn.Module, qconfig: QConfig) -> str | None:
