@@ -406,15 +406,21 @@ def test_a_model_without_qconfig_is_told() -> None:
 
 def test_lowered_to_integers_and_scripted() -> None:
     _, converted, batches = converted_resnet()
-    with pytest.raises(ExportError, match="was not called"):
-        torch.jit.script(converted)
+    # Scripts compile what they convert before they call it: the calibration knows the inputs.
+    at_once = torch.jit.script(converted)
     expected = converted(batches[0])
+    uncalled: nn.Module = ResNet().eval()
+    uncalled.qconfig = legacy.default_qconfig  # type: ignore[assignment]
+    with pytest.warns(QuantizationWarning, match="TQ405"):
+        uncalled = quantize_eager.convert(quantize_eager.prepare(uncalled))
+    with pytest.raises(ExportError, match="was not called"):
+        torch.jit.script(uncalled)
     lowered = quantize_eager.lower(converted, (batches[0],))
     by_integers = [decision for decision in lowered.lowering if "convolution" in decision.reason]
     assert len(by_integers) == 2
     assert all(decision.action == "lowered" for decision in lowered.lowering)
     more = torch.randn(2, 3, 16, 12)
-    for model in (lowered, torch.jit.script(converted)):
+    for model in (lowered, at_once, torch.jit.script(converted)):
         for images_, result in ((batches[0], expected), (more, converted(more))):
             assert float((model(images_) - result).abs().max()) < 1.01 * converted.fc.scale
     with pytest.raises(ConfigError, match=r"not returned by quantize_eager\.convert"):

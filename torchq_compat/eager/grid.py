@@ -259,7 +259,7 @@ def grid_of(value: Tensor) -> PerTensorQParams | None:
 
 
 TOLD = "_torchq_compat_told"
-#: The attribute that has shapes and dtypes of the last call.
+#: The attribute that has shapes and dtypes of the last call, also of the prepared model's.
 CALLED_WITH = "_torchq_compat_called_with"
 
 
@@ -269,7 +269,7 @@ class ConvertedEager(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with following() as grid:
             result = super().__call__(*args, **kwargs)
-        vars(self)[CALLED_WITH] = None if kwargs else tuple(map(_kind_of, args))
+        note_call(self, args, kwargs)
         if not vars(self).get(TOLD) and not torch.compiler.is_exporting():
             vars(self)[TOLD] = _tell(type(self).__name__, grid)
         return result
@@ -280,8 +280,8 @@ class ConvertedEager(nn.Module):
         if called_with is None or None in called_with:
             raise ExportError(
                 f"torch.jit.script: {type(self).__name__} was not called with tensors yet, and has no graph.",
-                hint="call the converted model once, with tensors as positional arguments; or script what "
-                "quantize_eager.lower(model, example_inputs) returns.",
+                hint="call the prepared or the converted model once, with tensors as positional arguments; or "
+                "script what quantize_eager.lower(model, example_inputs) returns.",
             )
         with draws_kept():
             inputs = [torch.rand(shape).to(dtype) for shape, dtype in called_with]
@@ -289,6 +289,11 @@ class ConvertedEager(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _rebuilt, (users_class(self), vars(self).copy())
+
+
+def note_call(model: nn.Module, args: Any, kwargs: Any) -> None:
+    """Forward pre-hook of the prepared model: scripts compile what they convert before they call it."""
+    vars(model)[CALLED_WITH] = None if kwargs else tuple(map(_kind_of, args))
 
 
 def _kind_of(value: Any) -> tuple[torch.Size, torch.dtype] | None:

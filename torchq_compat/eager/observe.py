@@ -16,6 +16,7 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 
 from torchq_compat.capture.opaque_calls import OpaqueModule
 from torchq_compat.custom_modules import handler_of
+from torchq_compat.eager.grid import note_call
 from torchq_compat.eager.quantize_dynamic import ModuleSpec, propagated_qconfigs
 from torchq_compat.errors import ConfigError
 from torchq_compat.fx_state.load import translated_state
@@ -27,7 +28,13 @@ from torchq_compat.support.user_warnings import warn_user
 
 OBSERVER = "activation_post_process"
 #: Names of the hooks that observe, here and in torch.ao, whose prepared models convert too.
-HOOKS = ("observe_result", "observe_input", "_observer_forward_hook", "_observer_forward_pre_hook")
+HOOKS = (
+    "observe_result",
+    "observe_input",
+    "note_call",
+    "_observer_forward_hook",
+    "_observer_forward_pre_hook",
+)
 #: The classes of observers; torchao's are registered as torch.ao's.
 OBSERVERS = (torch_ao.ObserverBase, torch_ao.FakeQuantizeBase)
 ClassMapping = Mapping[type[nn.Module], Any]
@@ -96,6 +103,7 @@ def observe(model: nn.Module, settings: ObserveSettings) -> list[Decision]:
     if not any(getattr(module, "qconfig", None) for module in model.modules()):
         warn_user("TQ424")
     _observe(model, "", settings, device)
+    model.register_forward_pre_hook(note_call, with_kwargs=True)
     return list(_decisions(model))
 
 
