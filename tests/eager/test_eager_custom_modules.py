@@ -55,6 +55,34 @@ class Attention(nn.Module):
         return self.dequant(self.fc(y))  # type: ignore[no-any-return]
 
 
+class OfQuantizable(Attention):
+    """torch.ao's quantizable modules, written into the model by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.quantizable.MultiheadAttention(6, 2)
+        self.lstm = nn.quantizable.LSTM(6, 6, bidirectional=True)
+        self.fc = nn.Linear(12, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.quant(x)
+        y, _ = self.attention(x, x, x)
+        return self.dequant(self.fc(self.lstm(y)[0]))  # type: ignore[no-any-return]
+
+
+def test_quantizable_modules_in_the_float_model() -> None:
+    torch.manual_seed(0)
+    model, batches = OfQuantizable().eval(), [torch.randn(5, 3, 6) for _ in range(3)]
+    model.qconfig = FBGEMM  # type: ignore[assignment]
+    # A FloatFunctional does not observe a product with a number.
+    with pytest.warns(tc.QuantizationWarning, match=r"1 observers have .*: attention\.q_scaling_product"):
+        theirs, ours = both(lambda functions, m: functions.convert(calibrated(functions, m, batches)), model)
+    assert [type(ours.lstm), type(ours.attention)] == [nn.quantized.LSTM, nn.quantized.MultiheadAttention]
+    expected, result = model(batches[0]), ours(batches[0])
+    assert 20 < sqnr(expected, result) < 50
+    assert float((theirs(batches[0]) - result).abs().max()) < 2.01 * ours.fc.scale
+
+
 #: The dicts of the documentation; without them the same classes are mapped by default.
 PREPARE = {"float_to_observed_custom_module_class": {nn.LSTM: nn.quantizable.LSTM}}
 CONVERT = {"observed_to_quantized_custom_module_class": {nn.quantizable.LSTM: nn.quantized.LSTM}}

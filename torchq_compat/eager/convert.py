@@ -117,7 +117,7 @@ def convert_module(module: nn.Module, settings: ConvertSettings, path: str) -> n
         return module
     custom_class = _custom_class(module, settings)
     if custom_class is not None or isinstance(module, OpaqueModule):
-        made = _converted_custom(module, custom_class, path)
+        made = _converted_custom(module, custom_class, settings, path)
     elif kind in settings.mapping:
         made = _made_by(settings.mapping[kind], module, settings, path)
     else:
@@ -153,9 +153,19 @@ def _custom_class(module: nn.Module, settings: ConvertSettings) -> Any:
     return next((settings.custom_modules[each] for each in classes if each in settings.custom_modules), None)
 
 
-def _converted_custom(module: nn.Module, quantized_class: Any, path: str) -> nn.Module:
+def _converted_custom(
+    module: nn.Module, quantized_class: Any, settings: ConvertSettings, path: str
+) -> nn.Module:
     handler = handler_of(module)
     if handler is None or not isinstance(module, OpaqueModule):
+        if str(quantized_class.__module__).startswith(LEGACY_QUANTIZED):
+            # The user's model has torch.ao's quantizable module itself. Its class's from_observed calls
+            # torch.ao's convert, whose modules compute only on quantized tensors.
+            convert_children(module, settings, path)
+            for name in ("in_proj_weight", "in_proj_bias"):
+                module._parameters.pop(name, None)
+            module.__class__ = quantized_class
+            return module
         made: nn.Module = quantized_class.from_observed(module)
         return made
     # torchao's convert makes random example inputs of its own.

@@ -280,8 +280,8 @@ class ConvertedEager(nn.Module):
         if called_with is None or None in called_with:
             raise ExportError(
                 f"torch.jit.script: {type(self).__name__} was not called with tensors yet, and has no graph.",
-                hint="call the prepared or the converted model once, with tensors as positional arguments; or "
-                "script what quantize_eager.lower(model, example_inputs) returns.",
+                hint="call the prepared or the converted model once, with tensors as positional arguments; "
+                "or script what quantize_eager.lower(model, example_inputs) returns.",
             )
         with draws_kept():
             inputs = [torch.rand(shape).to(dtype) for shape, dtype in called_with]

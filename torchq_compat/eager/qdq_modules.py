@@ -21,6 +21,7 @@ from torchq_compat.read import qdq
 from torchq_compat.read.qparams import PerTensorQParams
 from torchq_compat.read.qparams import qparams_of as observed
 from torchq_compat.support.dtypes import dtype_range, is_integer, plain_dtype
+from torchq_compat.support.process_state import is_compiling
 from torchq_compat.support.quantized_tensors import (
     as_float,
     channel_qparams,
@@ -329,6 +330,13 @@ def _unpacked(state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:
     return given
 
 
+def _is_off_grid(value: Any) -> bool:
+    if is_quantized(value) or grid_of(value) is not None:
+        return False
+    # Zeros, the first state of an LSTM, are on every grid.
+    return is_compiling() or torch._C._is_tracing() or bool(value.any())
+
+
 class Weighted(IntegerWeight, OnGrid):
     """Base of the modules with an integer weight whose results are rounded.
 
@@ -346,7 +354,7 @@ class Weighted(IntegerWeight, OnGrid):
     def forward(self, *args: Any) -> Tensor:
         """Return the result on ``output``."""
         mode = active()
-        if mode is not None and not is_quantized(args[0]) and grid_of(args[0]) is None:
+        if mode is not None and _is_off_grid(args[0]):
             mode.unquantized[self.place] = None
         return super().forward(*args)
 
