@@ -2,8 +2,8 @@
 
 To run: ``python .ci/kernel_libraries.py``.
 Needs torch's headers, a g++ for this machine, and one for each other machine (``g++-aarch64-linux-gnu`` or
-``g++-x86-64-linux-gnu``). The libraries go where ``carried.py`` looks; ``--into dist`` makes the wheels too,
-one for each machine.
+``g++-x86-64-linux-gnu``). The libraries go where ``build.py`` looks; ``--into dist`` makes the wheels too,
+one for each machine; ``--machine x86_64`` does it for that one alone.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def compile_for(target: Target) -> None:
 
 def wheel_for(machine: str, into: Path) -> None:
     """A wheel with the libraries of ``machine`` and no others."""
-    away = [target.path for target in TARGETS if target.machine != machine]
+    away = [target.path for target in TARGETS if target.machine != machine and target.path.exists()]
     with tempfile.TemporaryDirectory() as directory:
         for path in away:
             shutil.move(path, Path(directory) / path.name)
@@ -81,14 +81,18 @@ def wheel_for(machine: str, into: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--into", type=Path, help="where the wheels go; without it none are made")
+    machines = list(dict.fromkeys(target.machine for target in TARGETS))
+    parser.add_argument("--machine", choices=machines, help="the only machine; default: all")
     options = parser.parse_args()
+    machines = [options.machine] if options.machine else machines
     shutil.rmtree(LIBRARIES, ignore_errors=True)
     for target in TARGETS:
-        compile_for(target)
+        if target.machine in machines:
+            compile_for(target)
     if options.into is None:
         return
     try:
-        for machine in dict.fromkeys(target.machine for target in TARGETS):
+        for machine in machines:
             wheel_for(machine, options.into.resolve())
     finally:
         shutil.rmtree(LIBRARIES, ignore_errors=True)

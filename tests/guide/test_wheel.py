@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -46,11 +47,16 @@ def run(*command: str | Path, cwd: Path | None = None, **environment: str) -> st
     return result.stdout
 
 
-def build_wheel(folder: Path) -> Path:
+def copied_sources(folder: Path) -> Path:
+    """Return a copy of what a build reads, without libraries."""
     source = folder / "source"
     shutil.copytree(PACKAGE, source / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     for name in SOURCES:
         shutil.copy(ROOT / name, source)
+    return source
+
+
+def build_wheel(source: Path, folder: Path) -> Path:
     # Isolated, pip fetches setuptools from an index; pyproject.toml says which it needs.
     found = importlib.util.find_spec("setuptools") and int(version("setuptools").split(".")[0])
     here = ["--no-build-isolation"] if found and found >= 77 else []
@@ -73,7 +79,7 @@ def install(wheel: Path, folder: Path) -> Path:
 
 @pytest.mark.slow
 def test_a_wheel_in_an_environment_of_its_own(tmp_path: Path) -> None:
-    wheel = build_wheel(tmp_path)
+    wheel = build_wheel(copied_sources(tmp_path), tmp_path)
     names = set(zipfile.ZipFile(wheel).namelist())
     expected = {
         path.relative_to(ROOT).as_posix()
@@ -96,3 +102,40 @@ def test_a_wheel_in_an_environment_of_its_own(tmp_path: Path) -> None:
     script = ROOT / "migration" / "legacy" / "lstm_16bit_parts.py"
     printed = outside(command, "run", script)
     assert {line.split()[0] for line in printed.splitlines()} >= {"float", "quantized"}
+
+
+@pytest.mark.slow
+def test_a_wheel_that_carries_the_kernel_compiles_nothing(tmp_path: Path) -> None:
+    source = copied_sources(tmp_path)
+    shutil.copytree(ROOT / ".ci", source / ".ci")
+    script, machine = source / ".ci" / "kernel_libraries.py", platform.machine()
+    run(sys.executable, script, "--machine", machine, cwd=source, PYTHONPATH=str(source))
+    wheel = build_wheel(source, tmp_path)
+    carried = [Path(name).name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
+    assert carried == [f"recurrent_{machine}.so"]
+    binaries = install(wheel, tmp_path / "environment")
+    cache, (example,) = tmp_path / "cache", BLOCK.findall((ROOT / "README.md").read_text())
+    # Where no compiler is on the path.
+    outside = {"TORCHQ_COMPAT_CACHE_DIR": str(cache), "PATH": str(binaries), "CXX": ""}
+    told = run(binaries / "python", "-c", WHERE + example, cwd=tmp_path, **outside)
+    assert "runs on the integer kernels of its kind" in told
+    assert not list(cache.rglob("*.so"))
+
+
+@pytest.mark.slow
+def test_an_sdist_is_a_checkout_and_installs(tmp_path: Path) -> None:
+    checkout, unpacked = tmp_path / "checkout", tmp_path / "unpacked"
+    skipped = shutil.ignore_patterns(".git", "__pycache__", "*.so", "*.egg-info", "build", "dist", ".*_cache")
+    shutil.copytree(ROOT, checkout, ignore=skipped)
+    files = {path.relative_to(checkout) for path in checkout.rglob("*") if path.is_file()}
+    build = "import sys, setuptools.build_meta as backend; backend.build_sdist(sys.argv[1])"
+    run(sys.executable, "-c", build, tmp_path, cwd=checkout)
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    shutil.unpack_archive(sdist, unpacked, filter="data")
+    (root,) = unpacked.iterdir()
+    packed = {path.relative_to(root) for path in root.rglob("*") if path.is_file()}
+    assert {str(path) for path in files - packed} == {".gitignore"}
+    binaries = install(build_wheel(root, tmp_path), tmp_path / "environment")
+    assert run(binaries / "torchq-compat", "--version", cwd=tmp_path).startswith("torchq-compat ")
+    smoke = [sys.executable, "-m", "pytest", "-q", "--smoke", "tests/support", "tests/read"]
+    assert " passed" in run(*smoke, cwd=root, PYTHONPATH=str(root))
