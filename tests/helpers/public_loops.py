@@ -514,6 +514,50 @@ class StackedSteps(nn.Module):
         return torch.stack(outputs).permute(1, 0, 2), torch.stack(states)
 
 
+class WritesParts(nn.Module):
+    """SRU's plain form: a step of a direction is written; the state is a part of a tensor, as in EdgeML's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs, self.weight = nn.Linear(6, 24), nn.Parameter(torch.randn(8))
+        self.output = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Any:
+        length, batch = x.size(1), x.size(0)
+        u, f, skip = self.inputs(x).transpose(0, 1).chunk(3, -1)
+        scale = u.shape[-1] ** -0.5
+        h = x.new_zeros(length, batch, 2, 8)
+        state = torch.zeros([2, batch, 8]).to(x.device)
+        for t, part in enumerate(u.chunk(length)):
+            forget = torch.sigmoid(f[t] + state[0].clone() * self.weight)
+            state[0] = forget * state[0].clone() + (1 - forget) * part.squeeze(0)
+            state[1] = torch.tanh(state[0]) * scale
+            assert not torch.isnan(state).any()
+            h[t, :, 0, :] = state[0]
+            h[t, :, 1, :] = (state[1] + skip[t]).unsqueeze(0)
+        return self.output(h.view(length, batch, -1)), state
+
+
+class WithVariable(nn.Module):
+    """A cell behind a function, with states as before PyTorch 0.4; the module is not called ``self``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.output = nn.GRUCell(6, 8), nn.Linear(8, 5)
+
+    def forward(this, x: Tensor) -> Tensor:  # noqa: N805
+        h = torch.autograd.Variable(torch.zeros(x.size(0), 8))
+        return this.output(_scan(this.cell, x, h))
+
+
+def _scan(cell: nn.Module, x: Tensor, h: Tensor) -> Tensor:
+    outputs = []
+    for t in range(x.size(1)):
+        h = cell(x[:, t], h)
+        outputs.append(h)
+    return torch.stack(outputs, 1)
+
+
 @dataclass(frozen=True)
 class PublicLoop:
     """A model and what makes its inputs for (steps, batch)."""
@@ -581,4 +625,6 @@ PUBLIC_LOOPS: Mapping[str, PublicLoop] = {
     "forward_algorithm": PublicLoop(ForwardAlgorithm, _masked),
     "positions": PublicLoop(Positions, _values),
     "stacked_steps": PublicLoop(StackedSteps, _values),
+    "writes_parts": PublicLoop(WritesParts, _values),
+    "with_variable": PublicLoop(WithVariable, _values),
 }

@@ -439,8 +439,16 @@ def decide_sizes(case: CaptureCase, found: Attempt) -> Iterator[Decision]:
             yield Decision(f"input {label}", "value", Action.FIXED, reason)
 
 
+def decide_assertions(lines: Sequence[str]) -> Iterator[Decision]:
+    """Yield a decision about every ``assert`` on values that is left out."""
+    for line in lines:
+        reason = f"{line} is not checked any more: a graph has no control flow on values"
+        yield Decision("", "assert", Action.DROPPED, reason)
+
+
 def decide_blocks(found: Attempt, *, is_qat: bool) -> Iterator[Decision]:
-    """Yield a decision about every block under ``torch.no_grad`` or autocast."""
+    """Yield a decision about every ``assert``, and every block under ``torch.no_grad`` or autocast."""
+    yield from decide_assertions(metadata.ASSERTED.of(found.graph_module) or ())
     for block in found.blocks:
         if block.casts:
             reason = (

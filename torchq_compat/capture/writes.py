@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -134,6 +135,11 @@ def scatters(view: Node) -> bool:
     return _name_of(view) in SCATTERS
 
 
+def scatter_of(view: Node) -> OpOverload:
+    """Return the op that puts the part ``view`` back into its tensor."""
+    return SCATTERS[_name_of(view)]
+
+
 def is_same_view(node: Node, other: Node) -> bool:
     """Return whether both nodes are the same view of the same value."""
     return (node.target, node.args, node.kwargs) == (other.target, other.args, other.kwargs)
@@ -259,7 +265,7 @@ def make_out_of_place(graph_module: GraphModule, *, keep_writes_into_views: bool
     The new value of a float buffer or input is copied into it; writes into counters stay in place.
 
     Args:
-        keep_writes_into_views: keep writes into values that have views.
+        keep_writes_into_views: keep writes into parts of a value, unless each is written again and again.
 
     Raises:
         CaptureError: an op writes into a view that has no out-of-place form, such as one of
@@ -305,6 +311,9 @@ class _Rewriting:
     def __init__(self, graph_module: GraphModule, keep_writes_into_views: bool) -> None:
         self.graph = graph_module.graph
         self.keep_writes_into_views = keep_writes_into_views
+        parts = Counter(_part_written(node) for node in self.graph.nodes if _functional_overload(node))
+        #: Tensors with parts that are written once or twice; one that is written in every step is a state.
+        self.written_in_parts = {part[0] for part, count in parts.items() if len(part) > 1 and count <= 2}
         self.names: dict[Node, _Name] = {}
         #: Node -> the node that its readers read instead; for results of writes into views, and for tensors
         #: whose shape was changed in place.
@@ -372,9 +381,7 @@ class _Rewriting:
         name = self.names[written]
         is_made_here = name.memory.home.op not in ("placeholder", "get_attr")
         if self.keep_writes_into_views:
-            views = (user for user in written.users if _functional_overload(user) is None)
-            is_seen_twice = name.parent is not None or any(_is_view(user, written) for user in views)
-            return not is_made_here or is_seen_twice
+            return not is_made_here or name.memory.home in self.written_in_parts
         value = node.meta.get("val")
         return not is_made_here and not (isinstance(value, Tensor) and value.is_floating_point())
 
@@ -412,6 +419,22 @@ class _Rewriting:
         for node in reversed(list(self.graph.nodes)):
             if node in ours and node.op == "call_function" and not node.users:
                 self.graph.erase_node(node)
+
+
+def _part_written(write: Node) -> tuple[Any, ...]:
+    """Return the tensor that ``write`` writes into, and the arguments of each view that cut the part."""
+    part: Any = write.args[0]
+    cuts: list[Any] = []
+    while (
+        isinstance(part, Node)
+        and part.args
+        and isinstance(part.args[0], Node)
+        and _is_view(part, part.args[0])
+    ):
+        if not is_whole(part):
+            cuts.append((part.target, part.args[1:]))
+        part = part.args[0]
+    return part, *cuts
 
 
 def _functional_overload(node: Node) -> OpOverload | None:

@@ -11,7 +11,7 @@ from tests.helpers.oracle import calibrate, leaves, sqnr
 from tests.helpers.public_loops import PUBLIC_LOOPS
 
 #: Those that most of what is special in the others meets.
-QUICK = ("raw_lstm", "every_second", "positions")
+QUICK = ("raw_lstm", "every_second", "positions", "writes_parts", "with_variable")
 #: The model -> the number of its loops, where that is not 1.
 LOOPS = {"both_directions": 3}
 #: The least SQNR in dB of the converted model, where that is not 20: a decision of one step changes all
@@ -52,6 +52,16 @@ def check_quantized(name: str) -> None:
 @pytest.mark.parametrize("name", QUICK)
 def test_a_public_loop(name: str) -> None:
     check(name)
+
+
+@pytest.mark.filterwarnings("ignore:dimension 1")
+@pytest.mark.parametrize("steps", [1, 6])
+def test_an_assertion_on_values_is_left_out_and_said(steps: int) -> None:
+    case = PUBLIC_LOOPS["writes_parts"]
+    prepared = tc.prepare_fx(case.model(), QConfigMapping(), case.inputs(steps))
+    [told] = [each for each in tc.explain(prepared) if each.kind == "assert"]
+    assert "public_loops.py" in told.reason
+    assert "assert not torch.isnan(state).any()" in told.reason
 
 
 @pytest.mark.slow

@@ -286,8 +286,8 @@ class _CallSites(TorchFunctionMode):
         path = None
         for frame in _frames(inner):
             code = frame.f_code
-            if path is None and code.co_varnames[:1] == ("self",):
-                path = self._paths.get(id(frame.f_locals.get("self")))
+            if path is None and code.co_argcount:
+                path = self._paths.get(id(frame.f_locals.get(code.co_varnames[0])))
             if path is not None and _is_users(code.co_filename):
                 site = (inner.f_code, inner.f_lasti, code, frame.f_lasti, path)
                 self.counts[site] += 1

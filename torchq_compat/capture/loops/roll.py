@@ -27,6 +27,7 @@ from torchq_compat.capture.torch_export import capture_freely, copied_inputs
 from torchq_compat.capture.trial_runs import CAPTURED, FloatRun, Runs, difference, trial_copy, with_sizes
 from torchq_compat.capture.unseen_python import marked_functions, show_identities
 from torchq_compat.capture.writes import make_out_of_place
+from torchq_compat.support import metadata
 from torchq_compat.support.graph_nodes import attribute_of
 from torchq_compat.support.process_state import alone, draws_kept
 from torchq_compat.support.upstream import pytree
@@ -162,10 +163,12 @@ class RolledModel:
         model: the model, with the user's modules at their paths, except those that only loops call, and with
             the loops.
         loops: the loops by path.
+        asserted: the lines whose ``assert`` is left out.
     """
 
     model: nn.Module
     loops: Mapping[str, Loop] = field(default_factory=dict)
+    asserted: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -279,7 +282,7 @@ def _build(working: nn.Module, rolled: RolledGraph, captured: _Captured) -> Roll
         *rolled.graph_module.named_buffers(recurse=False),
         *vars(rolled.graph_module).items(),
     ]:
-        if name.startswith(LIFTED):
+        if LIFTED in name:
             vars(working)[name] = value
     steps = {
         loop.name: _with_float_calls(GraphModel(working, loop.graph), loop.graph, captured)
@@ -302,7 +305,7 @@ def _build(working: nn.Module, rolled: RolledGraph, captured: _Captured) -> Roll
     model = _like(working)(_pruned(working, lambda path: path not in only_in_steps), graph)
     for name, loop in loops.items():
         model.add_module(name, loop)
-    return RolledModel(model, loops)
+    return RolledModel(model, loops, metadata.ASSERTED.of(rolled.graph_module) or ())
 
 
 def _with_float_calls(root: nn.Module, graph: Graph, captured: _Captured) -> Graph:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from torchq_compat.capture.loops.loop_module import LoopForm, Part
-from torchq_compat.capture.loops.segments import WITH_NUMBER, candidates, tidy_graph
+from torchq_compat.capture.loops.segments import WITH_NUMBER, candidates, computes_number, tidy_graph
 from torchq_compat.capture.loops.step_flow import (
     Carried,
     Counted,
@@ -25,6 +25,7 @@ from torchq_compat.capture.loops.step_flow import (
     flow_of,
 )
 from torchq_compat.capture.opaque_stub import OPAQUE_OP, StubRegistry
+from torchq_compat.capture.writes import scatter_of, scatters
 from torchq_compat.ops import those
 from torchq_compat.support.graph_nodes import SLICE_END
 from torchq_compat.support.upstream import pytree
@@ -240,7 +241,7 @@ class _Roller:
             self.value(written.value, written.place.dim)
 
     def _write_results(self, results: Sequence[Node]) -> None:
-        _graph, count = self.graph_module.graph, len(self.steps)
+        count, current = len(self.steps), dict[Node, Node]()
         for written in self.flow.written.values():
             place = written.place
             whole = results[self.value(written.value, place.dim)]
@@ -249,10 +250,17 @@ class _Roller:
             if place.keeps:
                 whole = self.call(ATEN.flatten.using_ints, whole, place.dim, place.dim + 1)
             start, end = _bounds(place, count)
-            old = place.source
-            new = self.call(ATEN.slice_scatter.default, old, whole, place.dim, start, end)
+            old: Any = place.source
+            new = self.call(ATEN.slice_scatter.default, current.get(old, old), whole, place.dim, start, end)
+            current[old] = new
+            while scatters(old):
+                old, view = old.args[0], old
+                new = self.call(scatter_of(view), current.get(old, old), new, *view.args[1:])
+                current[old] = new
+        last = max(map(self.order.__getitem__, self.where))
+        for old, new in current.items():
             for user in list(old.users):
-                if user is not new and user not in self.where:
+                if self.order.get(user, 0) > last and user not in self.where:
                     user.replace_input_with(old, new)
 
     def _taken(self) -> list[int]:
@@ -287,18 +295,16 @@ class _Roller:
     def _same(self) -> dict[Node, None]:
         """Return the tensors outside the loop that every step reads."""
         found: dict[Node, None] = {}
-        for position in self.flow.body:
-            for read in self.flow.reads[position]:
-                node = self._outer(read)
-                if node is None or node.op == "get_attr":
-                    continue
-                value = node.meta.get("val")
-                if isinstance(value, Tensor):
-                    found[node] = None
-                elif node.target is ATEN.sym_size.int:
-                    found[node.args[0]] = None  # type: ignore[index]
-                else:
-                    raise NotALoopError(f"a step reads {node}, which is no tensor")
+        reads = (self._outer(read) for position in self.flow.body for read in self.flow.reads[position])
+        waiting = [node for node in reads if node is not None]
+        while waiting:
+            node = waiting.pop(0)
+            if isinstance(node.meta.get("val"), Tensor) and node.op != "get_attr":
+                found[node] = None
+            elif computes_number(node):
+                waiting.extend(node.all_input_nodes)
+            elif node.op != "get_attr":
+                raise NotALoopError(f"a step reads {node}, which is no tensor")
         return found
 
     def _outer(self, read: Read) -> Node | None:
@@ -321,17 +327,16 @@ class _Roller:
             if place.keeps:
                 made[Inside(position)] = graph.call_function(ATEN.unsqueeze.default, (part, place.dim))
 
+        def outside(node: Node) -> Node:
+            if node not in made:
+                made[node] = graph.node_copy(node, outside)
+                made[node].meta = _origin(node)
+            return made[node]
+
         def value(read: Read) -> Any:
             outer = self._outer(read)
-            if outer is not None and outer not in made:
-                if outer.op == "get_attr":
-                    made[outer] = graph.get_attr(str(outer.target))
-                else:
-                    place: Any = outer.args
-                    made[outer] = graph.call_function(ATEN.sym_size.int, (made[place[0]], place[1]))
-                made[outer].meta = _origin(outer)
             if outer is not None:
-                return made[outer]
+                return outside(outer)
             return made[read] if isinstance(read, (Inside, Carried, Counted)) else read
 
         for position in self.flow.body:

@@ -62,6 +62,8 @@ def tidy_graph(graph_module: GraphModule, stubs: StubRegistry, lengths: Collecti
     _share_lifted_constants(graph_module)
     _take_sizes_of_inputs(graph_module, stubs)
     _number_steps(graph, lengths)
+    _compute_numbers_early(graph)
+    _cut_steps_last(graph)
     _make_constants_once(graph_module)
     order = {node: index for index, node in enumerate(graph.nodes)}
     for node in parts:
@@ -166,6 +168,69 @@ def _number_steps(graph: Graph, lengths: Collection[tuple[int, int]]) -> None:
     graph.eliminate_dead_code()
 
 
+def computes_number(node: Node) -> bool:
+    """Return whether ``node`` computes a number of sizes and numbers."""
+    return node.op == "call_function" and type(node.meta.get("val")) in (int, float, bool)
+
+
+def _compute_numbers_early(graph: Graph) -> None:
+    """Compute each number right behind what it is computed from: the first step may be its first reader."""
+    for node in list(graph.nodes):
+        if computes_number(node) and node.all_input_nodes:
+            last = max(node.all_input_nodes)
+            if last.op != "placeholder":
+                last.append(node)
+
+
+def _cut_steps_last(graph: Graph) -> None:
+    """Cut the part of the step last where a part of it is written: ``h[t, :, 1] = y`` writes into step ``t``
+    of ``h[:, :, 1]``, which is cut once for all steps."""
+    written: dict[Hashable, list[list[Node]]] = {}
+    for node in graph.nodes:
+        views = _cuts_of(node.args[0]) if writes_in_place(node) else []
+        if len(views) > 1:
+            written.setdefault((views[0].args[0], *(view.args[1] for view in views)), []).append(views)
+    known: dict[Hashable, Node] = {}
+    for chains in written.values():
+        kinds = [len({view.args[2:] for view in column}) for column in zip(*chains, strict=True)]
+        step = kinds.index(max(kinds))
+        if max(kinds) >= FEWEST:
+            for views in chains:
+                _cut_last(views, step, known)
+
+
+def _cuts_of(view: Any) -> list[Node]:
+    """Return the views that cut parts out of a tensor one after the other, up to ``view``."""
+    views: list[Node] = []
+    while isinstance(view, Node) and facts(view.target).index and len(view.all_input_nodes) == 1:
+        views.insert(0, view)
+        view = view.args[0]
+    return views
+
+
+def _cut_last(views: Sequence[Node], step: int, known: dict[Hashable, Node]) -> None:
+    source: Any = views[0].args[0]
+    dims = list(range(source.meta["val"].dim()))
+    of_source: list[int] = []
+    for view in views:
+        of_source.append(dims[view.args[1]])  # type: ignore[index]
+        if view.target is ATEN.select.int:
+            dims.pop(view.args[1])  # type: ignore[arg-type]
+    dims, made = list(range(source.meta["val"].dim())), source
+    for index in [*(index for index in range(len(views)) if index != step), step]:
+        view, dim = views[index], dims.index(of_source[index])
+        key = None if index == step else (made, view.target, dim, view.args[2:])
+        if key not in known or key is None:
+            with view.graph.inserting_before(views[0]):
+                cut = view.graph.call_function(view.target, (made, dim, *view.args[2:]))  # type: ignore[arg-type]
+            cut.meta = {**view.meta, "val": view.target(made.meta["val"], dim, *view.args[2:])}  # type: ignore[operator]
+            known[key] = cut
+        made = known[key]
+        if view.target is ATEN.select.int:
+            dims.pop(dim)
+    views[-1].replace_all_uses_with(made)
+
+
 def _origins_of_sizes(graph_module: GraphModule, stubs: StubRegistry) -> dict[Node, tuple[Node, int]]:
     """Return node of a size -> input and dimension that have the same size, also if that changes."""
     asked = [node for node in graph_module.graph.nodes if node.target is ATEN.sym_size.int]
@@ -213,7 +278,7 @@ LIFTED = "lifted_tensor_"
 def _share_lifted_constants(graph_module: GraphModule) -> None:
     known: list[tuple[Node, Tensor]] = []
     for node in graph_module.graph.find_nodes(op="get_attr"):
-        value = getattr(graph_module, str(node.target), None) if str(node.target).startswith(LIFTED) else None
+        value = getattr(graph_module, str(node.target), None) if LIFTED in str(node.target) else None
         if not isinstance(value, Tensor):
             continue
         same = (other for other, kept in known if kept.dtype == value.dtype and torch.equal(kept, value))

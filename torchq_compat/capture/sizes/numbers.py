@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import linecache
 import math
@@ -354,6 +355,35 @@ def place_in_code() -> Place:
             return Place(f"{Path(path).name}:{frame.f_lineno} ({text})", bool(by_user))
         frame = frame.f_back
     return Place()
+
+
+def frame_in_code() -> FrameType | None:
+    """Return the innermost frame that runs and belongs neither to torch, nor to this package or Python."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and is_of_libraries(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+def asserted_value(frame: FrameType | None) -> bool | None:
+    """Return the truth value with which an ``assert`` of ``frame`` that asks for it goes on, or None."""
+    code = [] if frame is None else list(dis.get_instructions(frame.f_code))
+    offsets = {instruction.offset: index for index, instruction in enumerate(code)}
+    at = offsets.get(-1 if frame is None else frame.f_lasti, len(code))
+    at += [each.opname for each in code[at : at + 1]] == ["TO_BOOL"]
+    for jump, after in zip(code[at : at + 1], code[at + 1 : at + 2], strict=True):
+        on = jump.opname.endswith("IF_TRUE")
+        if not (on or jump.opname.endswith("IF_FALSE")):
+            continue
+        if _fails(after):
+            return on
+        if jump.argval in offsets and _fails(code[offsets[jump.argval]]):
+            return not on
+    return None
+
+
+def _fails(instruction: dis.Instruction) -> bool:
+    return instruction.opname == "LOAD_ASSERTION_ERROR"
 
 
 @functools.cache

@@ -23,8 +23,10 @@ from torchq_compat.capture.sizes.numbers import (
     Operation,
     Place,
     Size,
+    asserted_value,
     called_aside,
     followed,
+    frame_in_code,
     in_terms_of,
     is_followed,
     place_in_code,
@@ -49,6 +51,14 @@ def has_slices(index: Any) -> bool:
     if any(isinstance(bound, (Tensor, torch.SymInt)) and not is_followed(bound) for bound in bounds):
         return False  # It depends on values; torch keeps such a cut.
     return any(bound is not None for bound in bounds) or any(map(is_followed, parts))
+
+
+def is_basic(index: Any) -> bool:
+    """Return whether ``index`` selects a view."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(
+        _is_number(part) or part is None or part is Ellipsis or isinstance(part, slice) for part in parts
+    )
 
 
 def sliced(tensor: Tensor, index: Any) -> tuple[Tensor, tuple[Any, ...] | None]:
@@ -161,6 +171,7 @@ class SizeReads(TorchFunctionMode):
         self._known: dict[int, tuple[Tensor, tuple[Any, ...]]] = {}
         self._made: dict[Any, Node] = {}
         self._results: dict[int, Any] = {}
+        self._asserted: dict[str, None] = {}
         self._inside: list[Callable[..., Any]] = []
         self._inputs: tuple[Node | None, ...] = ()
         self._tracer: Any = None
@@ -196,7 +207,7 @@ class SizeReads(TorchFunctionMode):
         if mode is None:
             yield
             return
-        for state in (self.guards, self._known, self._made, self._inside, self._results):
+        for state in (self.guards, self._known, self._made, self._inside, self._results, self._asserted):
             state.clear()
         self._tracer = mode.tracer
         self._inputs = tuple(self._slot(leaf) if isinstance(leaf, Tensor) else None for leaf in inputs)
@@ -228,7 +239,8 @@ class SizeReads(TorchFunctionMode):
         return pytree.tree_unflatten([plain(leaf) for leaf in leaves], spec)
 
     def write_results(self, captured: GraphModule) -> None:
-        """Compute the numbers that the model returns in the ``captured`` graph."""
+        """Compute the numbers that the model returns in the ``captured`` graph, and note its assertions."""
+        metadata.ASSERTED.write(captured, tuple(self._asserted))
         if not self._results:
             return
         by_number = {
@@ -377,11 +389,26 @@ class SizeReads(TorchFunctionMode):
         return self._called_as(function, read)
 
     def _setitem(self, function: Any, tensor: Tensor, index: Any, value: Any) -> None:
-        if self._slot(tensor) is None or get_proxy_mode() is None or not has_slices(index):
+        is_longer = isinstance(value, Tensor) and value.shape[:1] == (1,) and is_basic(index)
+        is_traced = self._slot(tensor) is not None and get_proxy_mode() is not None
+        if not is_traced or not (is_longer or has_slices(index)):
             function(tensor, index, value)
             return
         view, rest = sliced(tensor, index)
+        while is_longer and value.dim() > view.dim() and bool(self.sizes(value)[0] == 1):
+            # torch views the value by the sizes of the example.
+            value = ATEN.select.int(value, 0, 0)
         function(view, ... if rest is None else rest, value)
+
+    def _bool(self, function: Any, tensor: Tensor) -> bool:
+        """A value that the model only asserts is what it should be, as the run on the example showed."""
+        asserted = None
+        if self._slot(tensor) is not None and get_proxy_mode() is not None:
+            asserted = asserted_value(frame_in_code())
+        if asserted is None:
+            return bool(function(tensor))
+        self._asserted[place_in_code().line or ""] = None
+        return asserted
 
     # Calls.
 
@@ -448,7 +475,9 @@ class SizeReads(TorchFunctionMode):
         last = next(iter(reversed(graph.nodes)), None)
         if numbers:
             args, kwargs = pytree.tree_unflatten([plain(leaf) for leaf in leaves], spec)
-        result = dispatch(func, kinds, args, kwargs)
+        # ``Variable(tensor)`` comes here without a call that the mode sees, and leaves it on.
+        with torch._C.DisableTorchFunction():
+            result = dispatch(func, kinds, args, kwargs)
         made = graph.nodes if last is None else _after(last, graph)
         node = None
         for each in made:
@@ -513,6 +542,7 @@ READS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.nelement: SizeReads._numel,
     torch.numel: SizeReads._numel,
     torch.Tensor.__len__: SizeReads._len,
+    torch.Tensor.__bool__: SizeReads._bool,
     torch.Tensor.stride: SizeReads._stride,
     torch.Tensor.__iter__: SizeReads._iter,
     torch.Tensor.contiguous: SizeReads._contiguous,
