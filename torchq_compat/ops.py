@@ -50,6 +50,7 @@ def facts(target: Any) -> Facts:
 @functools.cache
 def those(*tags: str) -> dict[Any, None]:
     """Return the operators with one of ``tags``, as a set in the order of the table."""
+    assert set(tags) <= {tag for row in FACTS.values() for tag in row.tags}, tags
     return {target: None for target, row in FACTS.items() if not set(tags).isdisjoint(row.tags)}
 
 

@@ -16,14 +16,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e.quantizer import QuantizationSpec
 
-from torchq_compat.annotate.annotation import (
-    EdgeOrNode,
-    NodeSpecs,
-    ObservedEdges,
-    OpRecord,
-    buffer_updates,
-    find_constants,
-)
+from torchq_compat.annotate import annotation
 from torchq_compat.annotate.patterns import (
     FusedPattern,
     SourcePartition,
@@ -83,9 +76,9 @@ SILENT_TARGETS = {"getitem", "sym_size.int"}
 class GraphDecisions:
     """The specs to write, the decisions to show, and the record by which a QConfigMapping selects each op."""
 
-    specs: dict[Node, NodeSpecs]
+    specs: dict[Node, annotation.NodeSpecs]
     decisions: tuple[Decision, ...]
-    records: tuple[tuple[Node, OpRecord], ...]
+    records: tuple[tuple[Node, annotation.OpRecord], ...]
 
 
 def decide_graph(
@@ -114,7 +107,9 @@ def decide_graph(
         ConfigError: QConfigs conflict in a fused pattern, or have settings that contradict each other.
     """
     partitions = find_source_partitions(graph_module, model)
-    state = _State(rules, backend, buffer_updates(graph_module), find_constants(graph_module))
+    state = _State(
+        rules, backend, annotation.buffer_updates(graph_module), annotation.find_constants(graph_module)
+    )
     state.decisions.extend(decide_order_rules(partitions, rules))
     matched = match_fused_patterns(partitions, rules, backend, folded_into)
     patterns = {pattern.first.nodes[-1]: pattern for pattern in matched}
@@ -142,14 +137,14 @@ class _State:
     updates: Mapping[Node, str]
     #: Nodes whose values depend on no input and no parameter.
     constants: frozenset[Node]
-    observed: ObservedEdges = field(default_factory=ObservedEdges)
+    observed: annotation.ObservedEdges = field(default_factory=annotation.ObservedEdges)
     decisions: list[Decision] = field(default_factory=list)
     #: The quantized dtype a node's value has for its consumers.
     dtype_of: dict[Node, torch.dtype] = field(default_factory=dict)
     #: Edges already observed, by producer: consumers that want equal observers share one.
-    edges_from: dict[Node, list[tuple[EdgeOrNode, QuantizationSpec]]] = field(default_factory=dict)
+    edges_from: dict[Node, list[tuple[annotation.EdgeOrNode, QuantizationSpec]]] = field(default_factory=dict)
     #: Outputs that share the observer of an input.
-    shared: set[EdgeOrNode] = field(default_factory=set)
+    shared: set[annotation.EdgeOrNode] = field(default_factory=set)
     #: Outputs of joins of such outputs, whose own inputs keep their observers: FX's lowering runs what shares
     #: on integers, with the qparams of its input.
     joins_shared: set[Node] = field(default_factory=set)
@@ -373,7 +368,7 @@ class _State:
         self.dtype_of[last.output] = self.observed.dtype_at(first) or specs.activation_dtype
         return Action.SHARED, "its output shares the observer of its first input"
 
-    def _source(self, producer: Node, node: Node) -> tuple[EdgeOrNode | None, torch.dtype | None]:
+    def _source(self, producer: Node, node: Node) -> tuple[annotation.EdgeOrNode | None, torch.dtype | None]:
         """Return where an input is observed, or None, and the dtype it is quantized to, or None. Float ops
         that only move values may be in between.
 

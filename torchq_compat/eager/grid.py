@@ -24,18 +24,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from torchq_compat.capture.opaque_calls import OpaqueModule
 from torchq_compat.errors import ExportError
 from torchq_compat.read.qparams import PerTensorQParams
+from torchq_compat.support import quantized_tensors
 from torchq_compat.support.decisions import MODULE_DECISIONS, Decision
 from torchq_compat.support.dtypes import LEGACY_DTYPES, dtype_range, plain_dtype
 from torchq_compat.support.later_stages import lower_to_script
 from torchq_compat.support.process_state import draws_kept, is_exporting
-from torchq_compat.support.quantized_tensors import (
-    as_float,
-    has_float_qparams,
-    is_per_channel,
-    is_quantized,
-    qparams_of,
-    quantize,
-)
 from torchq_compat.support.upstream import pytree
 from torchq_compat.support.user_warnings import warn_user
 
@@ -123,7 +116,7 @@ class FollowGrid(TorchFunctionMode):
         if before is not None and name in JOINS:
             args = tuple(pytree.tree_map(lambda leaf: self._joined(leaf, before), each) for each in args)
         result = func(*args, **kwargs)
-        if is_quantized(result):
+        if quantized_tensors.is_quantized(result):
             return self._of_quantized_tensor(result)
         if before is None:
             return result
@@ -151,14 +144,16 @@ class FollowGrid(TorchFunctionMode):
         grid = self.of(value) if isinstance(value, Tensor) else None
         if grid is None:
             return value
-        return quantize(value, grid.scale, grid.zero_point, LEGACY_DTYPES[grid.dtype])
+        return quantized_tensors.quantize(value, grid.scale, grid.zero_point, LEGACY_DTYPES[grid.dtype])
 
     def _of_quantized_tensor(self, value: Tensor) -> Tensor:
-        if is_per_channel(value) or has_float_qparams(value):
+        if quantized_tensors.is_per_channel(value) or quantized_tensors.has_float_qparams(value):
             return value
         dtype = plain_dtype(value.dtype)
-        scale, zero_point = qparams_of(value)
-        return self.know(as_float(value), PerTensorQParams(scale, zero_point, *dtype_range(dtype), dtype))
+        scale, zero_point = quantized_tensors.qparams_of(value)
+        return self.know(
+            quantized_tensors.as_float(value), PerTensorQParams(scale, zero_point, *dtype_range(dtype), dtype)
+        )
 
     def _joined(self, value: Any, qparams: PerTensorQParams) -> Any:
         if not isinstance(value, Tensor) or self.of(value) in (None, qparams):

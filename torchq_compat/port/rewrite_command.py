@@ -24,15 +24,7 @@ from rich.console import Console
 from rich.text import Text
 
 from torchq_compat.errors import PathError, ScriptError
-from torchq_compat.port import scanner
-from torchq_compat.port.process import (
-    Subparsers,
-    add_command,
-    add_limits,
-    print_problems,
-    progress,
-    stopping_cleanly,
-)
+from torchq_compat.port import process, scanner
 from torchq_compat.port.rewrites import REWRITES
 from torchq_compat.port.source.files import Document, Problem, UnreadableError, replace_file
 from torchq_compat.support.report import counted
@@ -55,8 +47,8 @@ class Change:
         return self.document.path
 
 
-def add_parser(subparsers: Subparsers) -> None:
-    parser = add_command(
+def add_parser(subparsers: process.Subparsers) -> None:
+    parser = process.add_command(
         subparsers,
         rewrite_command,
         __doc__,
@@ -70,7 +62,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--write", action="store_true", help="change the files instead of printing the differences"
     )
-    add_limits(parser)
+    process.add_limits(parser)
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument(
         "--only",
@@ -101,18 +93,18 @@ def rewrite_command(args: argparse.Namespace) -> int:
         raise ScriptError(
             "there is no PATH to rewrite.", hint="name files or folders, or use --list.", code="TQ983"
         )
-    scan = scanner.scan_paths(args.paths, progress, jobs=args.jobs, seconds=args.timeout)
+    scan = scanner.scan_paths(args.paths, process.progress, jobs=args.jobs, seconds=args.timeout)
     problems = list(scan.problems)
     changes = list(_changes(scan, args, problems))
     if args.write:
-        with stopping_cleanly():
+        with process.stopping_cleanly():
             inside = [path.resolve() for path in args.paths]
             changes = [change for change in changes if _write(change, inside, problems)]
     else:
         _print_diffs(changes)
     left = [finding for finding in scan.findings if finding.by == "manual review"]
     _print_summary(changes, left, written=args.write)
-    print_problems(problems)
+    process.print_problems(problems)
     if problems:
         return PROBLEM
     return LEFT if left else DONE
@@ -128,7 +120,9 @@ def _changes(scan: scanner.Scan, args: argparse.Namespace, problems: list[Proble
         _changed, {document.path: chosen[document.path][1] for document in documents}, names, args.timeout
     )
     for document, (text, problem) in zip(
-        documents, scanner.in_processes(work, documents, args.jobs, progress, "Rewriting"), strict=True
+        documents,
+        scanner.in_processes(work, documents, args.jobs, process.progress, "Rewriting"),
+        strict=True,
     ):
         if problem:
             problems.append(Problem(document.path, problem))

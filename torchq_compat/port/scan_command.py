@@ -22,16 +22,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from torchq_compat.port import process
 from torchq_compat.port.constructs import CONSTRUCTS, Construct
-from torchq_compat.port.process import (
-    Subparsers,
-    add_command,
-    add_limits,
-    print_finding,
-    print_problems,
-    progress,
-    project_address,
-)
 from torchq_compat.port.scanner import Finding, Scan, scan_paths
 from torchq_compat.port.source.files import Problem
 from torchq_compat.support.report import counted
@@ -59,7 +51,7 @@ def _driver() -> dict[str, Any]:
     driver: dict[str, Any] = {"name": "torchq-compat", "rules": [_rule(construct) for construct in RULES]}
     with contextlib.suppress(PackageNotFoundError):  # run from a source tree
         driver["version"] = version("torchq-compat")
-    if address := project_address():
+    if address := process.project_address():
         driver["informationUri"] = address
     return driver
 
@@ -113,8 +105,8 @@ NOTHING_FOUND, FOUND, PROBLEM = 0, 1, 2
 FORMAT_VERSION = 1
 
 
-def add_parser(subparsers: Subparsers) -> None:
-    parser = add_command(
+def add_parser(subparsers: process.Subparsers) -> None:
+    parser = process.add_command(
         subparsers,
         scan_command,
         __doc__,
@@ -126,7 +118,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "paths", metavar="PATH", nargs="+", type=Path, help="a file, or a folder to search recursively"
     )
-    add_limits(parser)
+    process.add_limits(parser)
     output = parser.add_mutually_exclusive_group()
     output.add_argument(
         "--format", choices=("table", "json", "sarif"), default="table", help="default: table"
@@ -142,14 +134,14 @@ def scan_command(args: argparse.Namespace) -> int:
     Raises:
         PathError: a path does not exist.
     """
-    scan = scan_paths(args.paths, progress, jobs=args.jobs, seconds=args.timeout)
+    scan = scan_paths(args.paths, process.progress, jobs=args.jobs, seconds=args.timeout)
     if args.format == "sarif":
         print(json.dumps(sarif_log(scan.findings, scan.problems), indent=2))
     elif args.format == "json":
         print(json.dumps(as_data(scan), indent=2))
     else:
         print_report(scan)
-    print_problems(scan.problems)
+    process.print_problems(scan.problems)
     return exit_code(scan)
 
 
@@ -189,7 +181,7 @@ def _finding_data(finding: Finding) -> dict[str, Any]:
 
 def print_report(scan: Scan) -> None:
     for finding in scan.findings:
-        print_finding(finding.line)
+        process.print_finding(finding.line)
     by = Counter(finding.by for finding in scan.findings)
     counts = f"{counted(scan.files, 'file')}, {counted(by.total(), 'finding')}"
     print(f"{counts}: {by['rewrite']} for rewrite, {by['manual review']} for manual review")

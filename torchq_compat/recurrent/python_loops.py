@@ -15,13 +15,7 @@ from torchq_compat.capture.opaque_calls import OpaqueModule
 from torchq_compat.capture.opaque_stub import FakeCall
 from torchq_compat.model.graph_module import QuantizationGraphModule
 from torchq_compat.model.other_tools import unguard
-from torchq_compat.modules.registry import (
-    ConvertRequest,
-    CustomModuleHandler,
-    ExplainModel,
-    ObserveRequest,
-    register,
-)
+from torchq_compat.modules import registry
 from torchq_compat.modules.user_shapes import fake_call_of
 from torchq_compat.recurrent.over_time import LoopShape, scan_steps, shape_in_export
 from torchq_compat.support.decisions import Action, Decision
@@ -112,7 +106,7 @@ def _scan(
 # steps are floats.
 
 
-class LoopHandler(CustomModuleHandler):
+class LoopHandler(registry.CustomModuleHandler):
     """The handler of float loop -> loop around a prepared step -> loop around a converted step."""
 
     def holds_model(self, module: nn.Module) -> bool:
@@ -136,7 +130,7 @@ class LoopHandler(CustomModuleHandler):
     def owns(self, opaque: nn.Module) -> bool:
         return isinstance(opaque, OpaqueLoop)
 
-    def observe(self, request: ObserveRequest) -> OpaqueModule:
+    def observe(self, request: registry.ObserveRequest) -> OpaqueModule:
         loop = request.module
         assert isinstance(loop, Loop)
         assert request.prepare_inside is not None
@@ -148,7 +142,7 @@ class LoopHandler(CustomModuleHandler):
         unguard(prepared)
         return OpaqueLoop(loop.form, prepared)
 
-    def convert(self, request: ConvertRequest) -> OpaqueModule:
+    def convert(self, request: registry.ConvertRequest) -> OpaqueModule:
         opaque = request.observed
         assert isinstance(opaque, OpaqueLoop)
         assert request.convert_inside is not None
@@ -159,7 +153,9 @@ class LoopHandler(CustomModuleHandler):
         converted.requires_grad_(False)
         return opaque.with_step(converted)
 
-    def explain(self, opaque: OpaqueModule, path: str, explain_model: ExplainModel) -> Iterator[Decision]:
+    def explain(
+        self, opaque: OpaqueModule, path: str, explain_model: registry.ExplainModel
+    ) -> Iterator[Decision]:
         """Yield the decisions about the step, with paths of the user's model; those about the step's sizes
         are left out, since the user never passes its inputs."""
         assert isinstance(opaque, OpaqueLoop)
@@ -168,4 +164,4 @@ class LoopHandler(CustomModuleHandler):
                 yield decision
 
 
-register(LoopHandler())
+registry.register(LoopHandler())
