@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
-from torch.utils._pytree import tree_leaves
 from torchao.quantization.pt2e.quantizer import QuantizationAnnotation
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 from torchao.quantization.pt2e.quantizer.quantizer import QuantizationSpecBase as Spec
@@ -19,6 +18,7 @@ from torchao.quantization.pt2e.quantizer.quantizer import QuantizationSpecBase a
 from torchq_compat.annotate import sharing
 from torchq_compat.errors import AnnotationError
 from torchq_compat.support import argument_checks
+from torchq_compat.support.upstream import pytree
 
 # Write settled specs into the annotations, where torchao's prepare reads them.
 
@@ -231,7 +231,7 @@ def _check_keywords(node: Node, *, is_annotated: bool) -> None:
     given = [
         name
         for name, value in node.kwargs.items()
-        if any(isinstance(leaf, Node) for leaf in tree_leaves(value))
+        if any(isinstance(leaf, Node) for leaf in pytree.tree_leaves(value))
     ]
     if is_annotated and node.op == "call_function" and given:
         raise AnnotationError(
