@@ -137,9 +137,9 @@ def load_fx_state(prepared: nn.Module, state_dict: Mapping[str, Any]) -> None:
         load_module_state(prepared, state_dict, handler_of)
         return
     if not isinstance(prepared, QuantizationGraphModule) or prepared.record.stage is not Stage.PREPARED:
-        found = prepared.record.stage.value if isinstance(prepared, QuantizationGraphModule) else "float"
+        result = prepared.record.stage.value if isinstance(prepared, QuantizationGraphModule) else "float"
         raise ArgumentError(
-            f"load_fx_state: {type(prepared).__name__} is a {found} model, not one prepared here.",
+            f"load_fx_state: {type(prepared).__name__} is a {result} model, not one prepared here.",
             hint="call prepare_fx or prepare_qat_fx of torchq_compat, load the state into the model it "
             "returns, and convert that model.",
         )

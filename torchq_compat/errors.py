@@ -80,9 +80,9 @@ class ConfigError(TorchQCompatError, ValueError):
     code = "TQ910"
 
     @classmethod
-    def wrong_type(cls, setting: str, expected: str, found: object) -> ConfigError:
+    def wrong_type(cls, setting: str, expected: str, value: object) -> ConfigError:
         return cls(
-            f"{setting} must be {expected}, got {type(found).__name__}.",
+            f"{setting} must be {expected}, got {type(value).__name__}.",
             hint=f"build it with the torch.ao class, or use the documented dict form of {setting}.",
         )
 
@@ -145,16 +145,16 @@ class CustomModuleError(TorchQCompatError):
         )
 
     @classmethod
-    def not_observed_here(cls, found: str) -> CustomModuleError:
+    def not_observed_here(cls, result: str) -> CustomModuleError:
         return cls(
-            f"{found} is not a custom module this package made.",
+            f"{result} is not a custom module this package made.",
             hint="let from_float and from_observed return what the class they inherit them from returns.",
         )
 
     @classmethod
-    def unusable_result(cls, path: str, method: str, found: object) -> CustomModuleError:
+    def unusable_result(cls, path: str, method: str, value: object) -> CustomModuleError:
         return cls(
-            f"{method} of the custom module at {path!r} returned {type(found).__name__}, "
+            f"{method} of the custom module at {path!r} returned {type(value).__name__}, "
             "which this package cannot run.",
             hint="return the object made by torchq_compat.recurrent_parts or torchq_compat.lstm_utils, "
             "or, for an LSTM, a torch.ao.nn.quantizable.LSTM.",
@@ -162,9 +162,9 @@ class CustomModuleError(TorchQCompatError):
         )
 
     @classmethod
-    def other_results(cls, path: str, owner: type, expected: str, found: str) -> CustomModuleError:
+    def other_results(cls, path: str, owner: type, expected: str, result: str) -> CustomModuleError:
         return cls(
-            f"{owner.__qualname__} at {path!r} returns {found}, where the float module returns {expected}.",
+            f"{owner.__qualname__} at {path!r} returns {result}, where the float module returns {expected}.",
             hint="its forward has to take the arguments and return the structure of the float module's.",
             code="TQ942",
         )
@@ -183,9 +183,9 @@ class CheckpointError(TorchQCompatError):
     code = "TQ960"
 
     @classmethod
-    def not_a_state(cls, found: str) -> CheckpointError:
+    def not_a_state(cls, result: str) -> CheckpointError:
         return cls(
-            f"the state must be a mapping from names to tensors, as state_dict() gives it, got {found}.",
+            f"the state must be a mapping from names to tensors, as state_dict() gives it, got {result}.",
             hint="load what model.state_dict() or load_checkpoint(path) returned.",
         )
 
@@ -245,9 +245,9 @@ class QuantizationWarning(UserWarning):
     def __init__(self, message: str, *, code: str = "") -> None:
         self.code = code
         # A pattern such as ``.*TQ405`` matches within the first line.
-        first, *rest = message.replace("\nHint:", " Hint:").split("\n")
+        first, *remaining = message.replace("\nHint:", " Hint:").split("\n")
         super().__init__(
-            "\n".join([f"{first} [{code}]", *rest]) + f" [{code}]" * bool(rest) if code else message
+            "\n".join([f"{first} [{code}]", *remaining]) + f" [{code}]" * bool(remaining) if code else message
         )
 
 

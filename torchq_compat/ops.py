@@ -102,7 +102,7 @@ def moved_by(node: Node) -> Node | None:
     ``node`` computes, or joins several inputs."""
     if not (preserves_values(node) or node.target in those("chooses")):
         return None
-    given = [each for each in node.all_input_nodes if _holds_floats(each.meta.get("val"))]
+    given = [producer for producer in node.all_input_nodes if _holds_floats(producer.meta.get("val"))]
     return given[0] if len(given) == 1 else None
 
 
@@ -131,9 +131,9 @@ def batch_norm_nodes(graph_module: GraphModule) -> Iterator[tuple[str, Node]]:
 
 def batch_norms_by_path(graph_module: GraphModule) -> dict[str, str]:
     """Return the path of every batch norm -> the path of the op before it, empty if that is no module."""
-    found = {}
+    result = {}
     for _, node in batch_norm_nodes(graph_module):
         source = node.args[0]
         assert isinstance(source, Node)
-        found[module_path_of(node)] = module_path_of(source)
-    return found
+        result[module_path_of(node)] = module_path_of(source)
+    return result

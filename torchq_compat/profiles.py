@@ -182,13 +182,13 @@ def whole_range_dynamic(qconfig: QConfig = default_dynamic_qconfig) -> QConfig:
         >>> whole_range_dynamic().activation().whole_range
         True
     """
-    made = with_whole_range(qconfig)
-    if made is None:
+    result = with_whole_range(qconfig)
+    if result is None:
         raise ConfigError(
             "whole_range_dynamic: the activations of qconfig are not quantized dynamically to 8 bits.",
             hint="give a dynamic QConfig, as default_dynamic_qconfig or per_channel_dynamic_qconfig.",
         )
-    return made
+    return result
 
 
 def _of_kind(module: nn.Module | None, constructors: dict[str, Any]) -> dict[str, Any]:

@@ -196,4 +196,4 @@ def _is_fused_into(node: Node, user: Node) -> bool:
 
 def _computes_floats(value: object) -> bool:
     values = value if isinstance(value, (tuple, list)) else (value,)
-    return any(isinstance(each, Tensor) and each.is_floating_point() for each in values)
+    return any(isinstance(item, Tensor) and item.is_floating_point() for item in values)

@@ -282,9 +282,9 @@ def convert(
     with silenced(lambda text: "must run observer" in text):  # Those without data are told of above.
         convert_children(working, settings)
     if remove_qconfig:
-        for each in working.modules():
-            vars(each).pop("qconfig", None)
-            forget_observers(each)
+        for item in working.modules():
+            vars(item).pop("qconfig", None)
+            forget_observers(item)
     mark_converted(working)
     decide(working, settings.decisions)
     return working

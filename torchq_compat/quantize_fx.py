@@ -470,7 +470,7 @@ def _asks_for_something(equalization_config: Any) -> bool:
         mapping.module_name_regex_qconfigs,
         mapping.module_name_object_type_order_qconfigs,
     )
-    return any(found is not None for level in levels for found in (mapping.global_qconfig, *level.values()))
+    return any(result is not None for level in levels for result in (mapping.global_qconfig, *level.values()))
 
 
 def _warn_unused(*, remove_qconfig: bool, keep_original_weights: bool = False) -> None:

@@ -270,7 +270,7 @@ def buffer_updates(graph_module: GraphModule) -> dict[Node, str]:
             node = way.pop()
             if node is value or node not in updates:
                 updates[node] = name
-                way.extend(each for each in node.all_input_nodes if name in attributes[each])
+                way.extend(producer for producer in node.all_input_nodes if name in attributes[producer])
         _add_increments(value, name, updates)
     return updates
 
@@ -288,12 +288,12 @@ def _add_increments(value: Node, name: str, updates: dict[Node, str]) -> None:
 
 def _moves_to(node: Node) -> list[Node]:
     """Return ``node`` and what it moves or copies, back to the node that computes the values."""
-    found = [node]
+    result = [node]
     while True:
-        source = found[-1].args[1] if found[-1].target is ATEN.copy.default else moved_by(found[-1])
+        source = result[-1].args[1] if result[-1].target is ATEN.copy.default else moved_by(result[-1])
         if not isinstance(source, Node):
-            return found
-        found.append(source)
+            return result
+        result.append(source)
 
 
 def _attributes_alone(graph_module: GraphModule) -> dict[Node, frozenset[str]]:
@@ -303,8 +303,8 @@ def _attributes_alone(graph_module: GraphModule) -> dict[Node, frozenset[str]]:
         given = node.all_input_nodes
         if node.op == "get_attr":
             alone[node] = frozenset((str(node.target),))
-        elif node.op == "call_function" and given and all(each in alone for each in given):
-            alone[node] = frozenset().union(*(alone[each] for each in given))
+        elif node.op == "call_function" and given and all(item in alone for item in given):
+            alone[node] = frozenset().union(*(alone[entry] for entry in given))
     return alone
 
 
@@ -346,4 +346,4 @@ def _writes(user: Node, attribute: Node) -> bool:
 
 def _computes_from(node: Node, constants: set[Node]) -> bool:
     is_random = RANDOM in getattr(node.target, "tags", ())
-    return not is_random and all(each in constants for each in node.all_input_nodes)
+    return not is_random and all(producer in constants for producer in node.all_input_nodes)

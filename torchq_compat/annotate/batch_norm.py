@@ -35,14 +35,14 @@ STAND_IN = 0.1
 def before_capture(model: nn.Module) -> set[str]:
     """Set a momentum in the batch norms of ``model``, the package's own copy, that have none; return the
     paths of their running means."""
-    found = set()
+    result = set()
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, BatchNormBase) and module.track_running_stats and module.momentum is None:
-            found.add(f"{path}.running_mean".removeprefix("."))
-    for path in found:
+            result.add(f"{path}.running_mean".removeprefix("."))
+    for path in result:
         norm = model.get_submodule(path.rpartition(".")[0])
         norm.momentum = STAND_IN  # type: ignore[assignment]
-    return found
+    return result
 
 
 def averaging_factor(batches: Tensor) -> float:
@@ -207,11 +207,11 @@ def _assign(graph_module: GraphModule, name: str, value: Tensor) -> None:
 
 def _readers(graph_module: GraphModule) -> dict[str, set[Node]]:
     """Return the nodes that read each parameter and buffer, by its name."""
-    found: dict[str, set[Node]] = {}
+    matches: dict[str, set[Node]] = {}
     for node in graph_module.graph.nodes:
         if node.op == "get_attr":
-            found.setdefault(str(node.target), set()).update(node.users)
-    return found
+            matches.setdefault(str(node.target), set()).update(node.users)
+    return matches
 
 
 def _can_be_folded(batch_norm: Node, readers: dict[str, set[Node]]) -> bool:
@@ -461,7 +461,9 @@ def describe(graph_module: GraphModule) -> Iterator[BatchNormParts]:
         assert isinstance(eps, float)
         fused = _match_fused(node)
         bias = None if fused is None or fused.bias is None else str(fused.bias.target)
-        names = {role: str(each.target) for role, each in arguments.items() if isinstance(each, Node)}
+        names = {
+            role: str(argument.target) for role, argument in arguments.items() if isinstance(argument, Node)
+        }
         yield BatchNormParts(names, eps, None if fused is None else fused.op, bias)
 
 

@@ -386,7 +386,7 @@ class _State:
         """Return whether FX finds an observer on its way back from ``node`` through every op."""
         while node.all_input_nodes:
             producer = node.all_input_nodes[0]
-            if any(each in self.observed for each in (node, (producer, node), producer)):
+            if any(item in self.observed for item in (node, (producer, node), producer)):
                 return True
             node = producer
         return node in self.observed

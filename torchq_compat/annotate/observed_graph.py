@@ -225,7 +225,7 @@ WITHOUT_QPARAMS = (
 
 def observer_faults(graph_module: GraphModule) -> list[tuple[str, ObserverFault]]:
     """Return the label and the fault of each observer in ``graph_module`` that cannot be converted."""
-    found = []
+    result = []
     for node, module in observer_nodes(graph_module):
         if not _quantizes_static(module):
             continue
@@ -234,8 +234,8 @@ def observer_faults(graph_module: GraphModule) -> list[tuple[str, ObserverFault]
         else:
             fault = observer_fault(module)
         if fault is not None:
-            found.append((observer_label(node), fault))
-    return found
+            result.append((observer_label(node), fault))
+    return result
 
 
 def observers_without_infinity(graph_module: GraphModule) -> list[str]:

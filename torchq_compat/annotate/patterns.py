@@ -171,9 +171,9 @@ def _activations(node: Node, origin: Origin) -> list[Node]:
 
 
 def _nodes_in_order(node: Node) -> list[Node]:
-    found: list[Node] = []
-    torch.fx.node.map_arg((node.args, node.kwargs), lambda n: found.append(n))
-    return found
+    matches: list[Node] = []
+    torch.fx.node.map_arg((node.args, node.kwargs), lambda n: matches.append(n))
+    return matches
 
 
 # Fused patterns of a BackendConfig: ops that run as one, with nothing observed between them.
@@ -268,15 +268,15 @@ class _Matcher:
     def patterns(
         self, partitions: list[SourcePartition], may_join: MayJoin
     ) -> list[tuple[SourcePartition, ...]]:
-        found: list[tuple[SourcePartition, ...]] = []
+        matches: list[tuple[SourcePartition, ...]] = []
         absorbed: set[Node] = set()
         for partition in partitions:
             if partition.nodes[-1] in absorbed:
                 continue
             ops = self._longest(partition, may_join)
             absorbed.update(op.nodes[-1] for op in ops[1:])
-            found.append(ops)
-        return [ops for ops in found if ops[0].nodes[-1] not in absorbed]
+            matches.append(ops)
+        return [ops for ops in matches if ops[0].nodes[-1] not in absorbed]
 
     def _longest(self, partition: SourcePartition, may_join: MayJoin) -> tuple[SourcePartition, ...]:
         """Return the longest pattern that starts with ``partition``; its beginnings need not be patterns."""
@@ -358,10 +358,10 @@ def _fused_pattern(
 def _fuses_batch_norm(ops: tuple[SourcePartition, ...], backend: BackendTable) -> bool:
     """Return whether the backend fuses ``ops`` with a batch norm behind the first one. FX fuses modules once:
     a linear that has taken a batch norm in is not fused with a ReLU as well."""
-    first, *rest = _pattern_parts(ops)
-    if any(kind in BATCH_NORMS for part in rest for kind in part):
+    first, *remaining = _pattern_parts(ops)
+    if any(kind in BATCH_NORMS for part in remaining for kind in part):
         return True  # Training keeps the batch norm, and it is one of ``ops``.
-    return backend.find(first, BATCH_NORMS, *rest) is not None
+    return backend.find(first, BATCH_NORMS, *remaining) is not None
 
 
 def is_folded_in_fx(op: Node, batch_norm: Node, model: nn.Module, backend: BackendTable) -> bool:
@@ -445,10 +445,10 @@ def takes_weight(entry: PatternEntry, specs: OpSpecs) -> bool:
     dtypes."""
     bias = torch.float16 if is_half_static(specs) else torch.float32
     output = torch.float32 if specs.is_dynamic else specs.activation_dtype
-    wanted = (specs.activation_dtype, output, specs.declared_weight_dtype)
+    expected = (specs.activation_dtype, output, specs.declared_weight_dtype)
     for config in entry.dtype_configs:
         given = (config.input_dtype, config.output_dtype, config.weight_dtype)
-        same = all(_is_same(a, b) for a, b in zip(given, wanted, strict=True))
+        same = all(_is_same(a, b) for a, b in zip(given, expected, strict=True))
         same_bias = bool(config.is_dynamic) or _is_same(config.bias_dtype, bias)
         if same and same_bias and bool(config.is_dynamic) == specs.is_dynamic:
             return True
@@ -520,8 +520,8 @@ def _range_violation(what: str, allowed: DTypeWithConstraints, constructor: Obse
         if given.quant_min is None or given.quant_max is None:
             return f"{what} has no quant_min and quant_max, they have to be within [{low}, {high}]"
         if given.quant_min < low or given.quant_max > high:
-            found = f"[{given.quant_min}, {given.quant_max}]"
-            return f"{what} quant_min and quant_max are {found}, they have to be within [{low}, {high}]"
+            result = f"[{given.quant_min}, {given.quant_max}]"
+            return f"{what} quant_min and quant_max are {result}, they have to be within [{low}, {high}]"
     smallest = allowed.scale_min_lower_bound
     if smallest is not None and (given.eps is None or given.eps < smallest):
         return f"{what} eps is {given.eps}, it has to be at least scale_min {smallest}"
@@ -532,13 +532,13 @@ def _fixed_violation(what: str, allowed: DTypeWithConstraints, constructor: Obse
     scale, zero_point = allowed.scale_exact_match, allowed.zero_point_exact_match
     if scale is None or zero_point is None:
         return ""
-    wanted = f"fixed qparams with scale {scale:.6g} and zero point {zero_point}"
+    expected = f"fixed qparams with scale {scale:.6g} and zero point {zero_point}"
     given = constructor.settings.limits
     if given.fixed_scale is None:
-        return f"{what} has no fixed qparams, it takes {wanted}"
+        return f"{what} has no fixed qparams, it takes {expected}"
     if (given.fixed_scale, given.fixed_zero_point) != (scale, zero_point):
-        found = f"scale {given.fixed_scale:.6g} and zero point {given.fixed_zero_point}"
-        return f"{what} has fixed qparams with {found}, it takes {wanted}"
+        result = f"scale {given.fixed_scale:.6g} and zero point {given.fixed_zero_point}"
+        return f"{what} has fixed qparams with {result}, it takes {expected}"
     return ""
 
 

@@ -78,12 +78,15 @@ class TranslatedQuantizer(SpecQuantizer):
         taken = {node for node in model.graph.nodes if is_annotated(node)}
         names = {node.name for node in taken}
         self.report = Report(
-            tuple(_left_alone(each) if each.node in names else each for each in decided.decisions)
+            tuple(
+                _left_alone(decision) if decision.node in names else decision
+                for decision in decided.decisions
+            )
         )
-        specs = {node: _for_any_convert(each) for node, each in decided.specs.items()}
+        specs = {node: _for_any_convert(item) for node, item in decided.specs.items()}
         return {
-            node: _beside(node, each, specs, taken) if taken and each else each
-            for node, each in specs.items()
+            node: _beside(node, spec, specs, taken) if taken and spec else spec
+            for node, spec in specs.items()
             if node not in taken
         }
 
@@ -406,7 +409,11 @@ class UserQuantizer(WrappingQuantizer):
         prepared outer graph."""
         observers = self._observers or {}
         missing = unobserved_points(prepared, observers)
-        idle = {name_of(point) for point, each in observers.items() if each is None or not quantizes(each)}
+        idle = {
+            name_of(point)
+            for point, observer in observers.items()
+            if observer is None or not quantizes(observer)
+        }
         unread = unread_points(prepared)
         name = type(self.quantizer).__name__
         ends = [
@@ -436,7 +443,7 @@ def write_sizes(model: GraphModule) -> None:
         value = node.meta.get("val")
         if node.op == "call_function" and isinstance(value, int):
             for user in list(node.users):
-                user.args = map_arg(user.args, lambda each: value if each is node else each)  # noqa: B023
+                user.args = map_arg(user.args, lambda item: value if item is node else item)  # noqa: B023
             model.graph.erase_node(node)
         elif node.target is ATEN.new_zeros.default:
             # As torch.export writes the zeros of a state.
@@ -458,7 +465,7 @@ def _check_children(quantizer: Quantizer) -> None:
 
 
 def _of_two_children(quantizer: ComposableQuantizer, child: str, did: str, node: str) -> AnnotationError:
-    names = ", ".join(type(each).__name__ for each in quantizer.quantizers)
+    names = ", ".join(type(item).__name__ for item in quantizer.quantizers)
     return AnnotationError(
         f"{child} {did} the annotation of {node!r} that another Quantizer of the ComposableQuantizer "
         f"({names}) wrote before it.",

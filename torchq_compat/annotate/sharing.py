@@ -153,8 +153,8 @@ def node_at(source: Source) -> Node:
     """Return the node for ``source``; make its getitem if there is none, merge several into one."""
     if isinstance(source, Node):
         return source
-    found = getitems_of(source)
-    if not found:
+    result = getitems_of(source)
+    if not result:
         graph = source.node.graph
         with graph.inserting_after(source.node):
             getitem = graph.call_function(operator.getitem, (source.node, source.index))
@@ -162,7 +162,7 @@ def node_at(source: Source) -> Node:
         origin = {key: value for key, value in source.node.meta.items() if key != Q_ANNOTATION_KEY}
         getitem.meta = {**origin, "val": source.node.meta["val"][source.index]}
         return getitem
-    first, *duplicates = found
+    first, *duplicates = result
     for duplicate in duplicates:
         duplicate.replace_all_uses_with(first)
         duplicate.graph.erase_node(duplicate)
@@ -211,7 +211,7 @@ def checked_spec(point: EdgeOrNode, spec: Any) -> Spec:
     if not isinstance(spec, QuantizationSpec):
         return spec
     try:
-        translated, made = with_torchao_observer(spec, f"the spec of {shown(point)}")
+        translated, result = with_torchao_observer(spec, f"the spec of {shown(point)}")
     except ConfigError as cause:
         raise AnnotationError(cause.message, hint=cause.hint) from cause
     except Exception as cause:
@@ -226,13 +226,13 @@ def checked_spec(point: EdgeOrNode, spec: Any) -> Spec:
         ) from cause
     if not is_integer(spec.dtype) or spec.is_dynamic:
         return translated
-    if isinstance(getattr(made, "legacy", made), PLACEHOLDERS):
+    if isinstance(getattr(result, "legacy", result), PLACEHOLDERS):
         raise AnnotationError(
-            f"the observer of {shown(point)}, a {type(made).__name__}, computes no qparams.",
+            f"the observer of {shown(point)}, a {type(result).__name__}, computes no qparams.",
             hint="give the spec is_dynamic=True, or an observer of ranges, such as MinMaxObserver.",
         )
     # A block-wise observer of torchao has no qscheme, and no attribute for one.
-    if getattr(made, "qscheme", spec) is None:
+    if getattr(result, "qscheme", spec) is None:
         raise _without_qscheme(point, spec)
     return translated
 
@@ -252,9 +252,9 @@ def checked_value(point: EdgeOrNode) -> None:
         value = value[source.index]
     if isinstance(value, Tensor) and value.dtype.is_floating_point:
         return
-    found = f"a tensor of {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    result = f"a tensor of {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
     raise AnnotationError(
-        f"{shown(point)} is {found}, which cannot be quantized.",
+        f"{shown(point)} is {result}, which cannot be quantized.",
         hint="give None as its spec; only floating point tensors are quantized, "
         "and of an operator with several outputs each output by itself.",
     )
@@ -385,10 +385,10 @@ class SpecTable:
 
     def _walk(self, point: EdgeOrNode, path: list[EdgeOrNode], done: set[EdgeOrNode]) -> None:
         if point in path:
-            circle = [shown(each) for each in path[path.index(point) :]]
+            circle = [shown(item) for item in path[path.index(point) :]]
             chain = "; ".join(
-                f"{each} takes its qparams from {source}"
-                for each, source in zip(circle, [*circle[1:], circle[0]], strict=True)
+                f"{entry} takes its qparams from {source}"
+                for entry, source in zip(circle, [*circle[1:], circle[0]], strict=True)
             )
             raise AnnotationError(
                 f"the specs go round in a circle: {chain}.",
@@ -480,7 +480,7 @@ class SpecTable:
             source, consumer = point
             if consumer not in self._inputs:
                 inputs = map(canonical_source, consumer.all_input_nodes)
-                self._inputs[consumer] = {each: index for index, each in enumerate(inputs)}
+                self._inputs[consumer] = {item: index for index, item in enumerate(inputs)}
             return self._order[consumer], 0, self._depth(point), self._inputs[consumer][source]
         if isinstance(point, Output):
             getitems = getitems_of(point)
@@ -525,4 +525,4 @@ def with_nodes(spec: Spec, node_of: Callable[[Any], Node]) -> Spec:
 
 def _graphs_of(point: EdgeOrNode) -> set[Graph]:
     sources = point if isinstance(point, tuple) else (point,)
-    return {(each.node if isinstance(each, Output) else each).graph for each in sources}
+    return {(source.node if isinstance(source, Output) else source).graph for source in sources}

@@ -62,8 +62,8 @@ def reroute_tuples(graph: Graph) -> int:
     erased = 0
     for node in list(graph.nodes):
         if _is_access(node):
-            found, element = _element(node)
-            if found:
+            result, element = _element(node)
+            if result:
                 _replace(node, element)
                 graph.erase_node(node)
                 erased += 1

@@ -71,14 +71,14 @@ def decide_unmatched_settings(model: nn.Module, settings: PrepareSettings) -> It
             if path not in modules:
                 yield _unmatched(f"{setting} {path!r}", NO_PATH + near(path, modules), "custom config")
     classes = {type(module) for module in modules.values()}
-    for setting, wanted in _classes_named(settings):
+    for setting, expected in _classes_named(settings):
         of_base = setting == "float_to_observed_mapping"
-        if not any(found is wanted or (of_base and computes_like(found, wanted)) for found in classes):
-            derived = [found for found in classes if issubclass(found, wanted)]
+        if not any(result is expected or (of_base and computes_like(result, expected)) for result in classes):
+            derived = [match for match in classes if issubclass(match, expected)]
             # Mappings of torch's own classes are written for many models: only ``explain`` reports them.
-            is_standing = of_base and _is_torchs(wanted) and not derived
+            is_standing = of_base and _is_torchs(expected) and not derived
             decision = _unmatched(
-                f"{setting} {wanted.__name__}", _no_such_class(wanted, classes), "custom config"
+                f"{setting} {expected.__name__}", _no_such_class(expected, classes), "custom config"
             )
             yield replace(decision, warn=not is_standing)
     for name in settings.preserved_attributes:
@@ -99,24 +99,24 @@ def _classes_named(settings: PrepareSettings) -> Iterator[tuple[str, type[nn.Mod
                 yield "float_to_observed_mapping", float_class
 
 
-def _is_torchs(found: type) -> bool:
-    return found.__module__.startswith("torch.")
+def _is_torchs(cls: type) -> bool:
+    return cls.__module__.startswith("torch.")
 
 
-def _no_such_class(wanted: type[nn.Module], classes: set[type[nn.Module]]) -> str:
-    derived = sorted(found.__name__ for found in classes if issubclass(found, wanted))
+def _no_such_class(expected: type[nn.Module], classes: set[type[nn.Module]]) -> str:
+    derived = sorted(result.__name__ for result in classes if issubclass(result, expected))
     if derived:
         return (
             "no module of the model is of that very class, as FX wants it; "
             f"{', '.join(derived)} derives from it"
         )
-    return "no module of the model is of that class" + near(wanted.__name__, map(type_name, classes))
+    return "no module of the model is of that class" + near(expected.__name__, map(type_name, classes))
 
 
 def near(name: str, known: Iterable[str]) -> str:
     """Return ``; did you mean 'conv1'?``, or an empty string if no known name is like ``name``."""
-    found = difflib.get_close_matches(name, [other for other in known if other], n=3)
-    return f"; did you mean {' or '.join(map(repr, found))}?" if found else ""
+    result = difflib.get_close_matches(name, [other for other in known if other], n=3)
+    return f"; did you mean {' or '.join(map(repr, result))}?" if result else ""
 
 
 def type_name(object_type: object) -> str:
@@ -174,7 +174,7 @@ def unmatched_at_convert(
         for observed_class, quantized in mapping.items():
             # Entries that map to torch's classes and ours are standing ones, written for many models.
             is_standing = quantized.__module__.startswith(("torch.", "torchq_compat."))
-            if not is_standing and not any(issubclass(each, observed_class) for each in observed):
+            if not is_standing and not any(issubclass(item, observed_class) for item in observed):
                 yield (
                     f"observed_to_quantized_mapping {observed_class.__name__} is not used: the prepared "
                     "model has no custom module observed as that class."

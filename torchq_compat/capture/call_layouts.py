@@ -78,9 +78,9 @@ class Structure:
 
     @classmethod
     def _take_apart(cls, nested: Any, tensors: list[Tensor], sizes: list[Any]) -> Structure:
-        found, spec = pytree.tree_flatten(nested, is_leaf=_is_record)
+        result, spec = pytree.tree_flatten(nested, is_leaf=_is_record)
         leaves: list[Any] = []
-        for leaf in found:
+        for leaf in result:
             if isinstance(leaf, Tensor):
                 tensors.append(leaf)
                 leaves.append(LeafKind.TENSOR)
@@ -138,15 +138,15 @@ class Structure:
     def tensor_keys(self) -> list[tuple[Any, ...]]:
         """Return, for each tensor, the indices, dict keys and field names that lead to it."""
         positions = pytree.tree_unflatten(list(range(len(self.leaves))), self.spec)
-        found: list[tuple[Any, ...]] = []
+        matches: list[tuple[Any, ...]] = []
         for keys, index in _with_keys(positions):
             leaf = self.leaves[index]
             if leaf is LeafKind.TENSOR:
-                found.append(keys)
+                matches.append(keys)
             elif isinstance(leaf, Record):
                 inner = leaf.values.tensor_keys()
-                found.extend((*keys, Field(leaf.names[first]), *rest) for first, *rest in inner)
-        return found
+                matches.extend((*keys, Field(leaf.names[first]), *remaining) for first, *remaining in inner)
+        return matches
 
 
 def _with_keys(nested: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
@@ -159,7 +159,7 @@ def _with_keys(nested: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
             continue
         children, _ = pytree.SUPPORTED_NODES[type(leaf)].flatten_fn(leaf)
         for index, child in enumerate(children):
-            yield from (((*keys, index, *rest), inner) for rest, inner in _with_keys(child))
+            yield from (((*keys, index, *remaining), inner) for remaining, inner in _with_keys(child))
 
 
 def _has_no_names(value: Any) -> bool:
@@ -182,17 +182,17 @@ def _is_record(value: Any) -> bool:
 def _field_names(record: Any) -> tuple[str, ...]:
     if isinstance(record, PackedSequence):
         return record._fields
-    return tuple(each.name for each in dataclasses.fields(record))
+    return tuple(item.name for item in dataclasses.fields(record))
 
 
 def _make_record(record: Record, values: list[Any]) -> Any:
     """Return an instance with ``values``, made without ``__init__``, which may change or refuse them."""
     if issubclass(record.kind, PackedSequence):
         return tuple.__new__(record.kind, values)
-    made: Any = object.__new__(record.kind)
+    result: Any = object.__new__(record.kind)
     for name, value in zip(record.names, values, strict=True):
-        object.__setattr__(made, name, value)
-    return made
+        object.__setattr__(result, name, value)
+    return result
 
 
 @dataclass(frozen=True)
@@ -229,9 +229,9 @@ def input_labels(owner: type[nn.Module], inputs: Structure) -> list[str]:
     inside it."""
     names = _positional_names(owner)
     labels = []
-    for place, first, *rest in inputs.tensor_keys():
+    for place, first, *remaining in inputs.tensor_keys():
         name = names[first] if place == 0 and first < len(names) else str(first)
-        labels.append(".".join([name, *map(str, rest)]))
+        labels.append(".".join([name, *map(str, remaining)]))
     return labels
 
 

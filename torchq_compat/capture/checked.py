@@ -165,15 +165,15 @@ def attempt(case: CaptureCase, way: Way) -> Attempt:
         sizes = sizes_of_symbols(graph_module, case.inputs, conditions)
     clean_captured(graph_module)
     make_out_of_place(graph_module)
-    made = Attempt(graph_module, sizes, blocks, None)
-    made.problem = _compare(case, made, case.example)
-    if made.problem is None and case.packing.packs:
+    result = Attempt(graph_module, sizes, blocks, None)
+    result.problem = _compare(case, result, case.example)
+    if result.problem is None and case.packing.packs:
         check_row_order(graph_module, case.runs, case.args)
-    if made.problem is None:
-        for groups in trial_sizes(made.sizes, are_short=bool(case.runs.modules)):
-            if not any(groups.items() <= trial.groups.items() for trial in made.trials):
-                try_sizes(case, made, groups)
-    return made
+    if result.problem is None:
+        for groups in trial_sizes(result.sizes, are_short=bool(case.runs.modules)):
+            if not any(groups.items() <= trial.groups.items() for trial in result.trials):
+                try_sizes(case, result, groups)
+    return result
 
 
 def _acceptance(case: CaptureCase, graph_module: GraphModule) -> Callable[[Mapping[Place, int]], bool]:
@@ -195,19 +195,19 @@ def _acceptance(case: CaptureCase, graph_module: GraphModule) -> Callable[[Mappi
     return runs_on_shapes if runs_on_shapes(sizes_of(case.inputs)) else runs_on_values
 
 
-def try_sizes(case: CaptureCase, made: Attempt, groups: SizeGroups) -> None:
+def try_sizes(case: CaptureCase, result: Attempt, groups: SizeGroups) -> None:
     """Add the trial at the sizes ``groups`` to ``made``, or, if the float model does not accept them
     together, a trial of each size alone."""
-    run = case.runs.of_float_model(resized(case.args, case.inputs, made.sizes, groups))
+    run = case.runs.of_float_model(resized(case.args, case.inputs, result.sizes, groups))
     if run.error is None:
-        made.trials.append(Trial(groups, run, _compare(case, made, run)))
+        result.trials.append(Trial(groups, run, _compare(case, result, run)))
         for group in groups:
-            made.unknown.pop(group, None)
+            result.unknown.pop(group, None)
     elif len(groups) > 1:
         for group, size in groups.items():
-            try_sizes(case, made, {group: size})
-    elif not any(set(groups) <= set(trial.groups) for trial in made.trials):
-        made.unknown.update(dict.fromkeys(groups, run.error))
+            try_sizes(case, result, {group: size})
+    elif not any(set(groups) <= set(trial.groups) for trial in result.trials):
+        result.unknown.update(dict.fromkeys(groups, run.error))
 
 
 def least_sqnr(blocks: tuple[Block, ...], least: float = CAPTURED) -> float:
@@ -215,8 +215,8 @@ def least_sqnr(blocks: tuple[Block, ...], least: float = CAPTURED) -> float:
     return CAST if any(block.casts for block in blocks) else least
 
 
-def _compare(case: CaptureCase, made: Attempt, run: FloatRun) -> str | None:
-    return _differs(case, made.graph_module, run, least_sqnr(made.blocks))
+def _compare(case: CaptureCase, result: Attempt, run: FloatRun) -> str | None:
+    return _differs(case, result.graph_module, run, least_sqnr(result.blocks))
 
 
 def _differs(case: CaptureCase, graph_module: GraphModule, run: FloatRun, least: float) -> str | None:
@@ -290,26 +290,26 @@ def capture_checked(case: CaptureCase) -> tuple[CaptureCase, Attempt]:
         CaptureError: every captured graph computes something else than the float model.
         Exception: what was raised at the first attempt.
     """
-    made: list[tuple[CaptureCase, Attempt]] = []
+    built: list[tuple[CaptureCase, Attempt]] = []
     errors: list[Exception] = []
     for changed, way in _ways(case):
         try:
-            found = attempt(changed, way)
+            result = attempt(changed, way)
         except DependsOnValuesError:
             continue
         except Exception as cause:
             errors.append(cause)
             continue
-        if found.is_right:
-            return changed, found
-        made.append((changed, found))
-    for changed, found in made:
-        if found.problem is None:
-            return changed, _fix_wrong_sizes(changed, found)
+        if result.is_right:
+            return changed, result
+        built.append((changed, result))
+    for changed, result in built:
+        if result.problem is None:
+            return changed, _fix_wrong_sizes(changed, result)
     if errors:
         # What this package says of a model is told rather than where torch stopped.
         raise next((error for error in errors if isinstance(error, TorchQCompatError)), errors[0])
-    problem = str(made[0][1].problem)
+    problem = str(built[0][1].problem)
     raise differs(case, "the captured graph", problem)
 
 
@@ -326,24 +326,24 @@ def _ways(case: CaptureCase) -> Iterator[tuple[CaptureCase, Way]]:
     yield case, Way.FIXED
 
 
-def _fix_wrong_sizes(case: CaptureCase, found: Attempt) -> Attempt:
+def _fix_wrong_sizes(case: CaptureCase, result: Attempt) -> Attempt:
     """Return ``found`` with rules that exclude the sizes at which it differs from the float model."""
     rules: dict[Group, list[SizeRule]] = {}
-    for trial in [trial for trial in found.trials if trial.problem is not None]:
-        alone = replace(found, trials=[], unknown=dict(found.unknown))
+    for trial in [trial for trial in result.trials if trial.problem is not None]:
+        alone = replace(result, trials=[], unknown=dict(result.unknown))
         for group, size in trial.groups.items():
             try_sizes(case, alone, {group: size})
         differing = [next(iter(other.groups.items())) for other in alone.trials if other.problem is not None]
         for group, size in differing or trial.groups.items():
             only_one = size == 1 and group not in rules
-            rules[group] = list(_rules(found, group, only_one=only_one))
-    sizes = found.sizes.with_rules([rule for group in rules.values() for rule in group])
-    kept = [trial for trial in found.trials if trial.problem is None]
-    return replace(found, sizes=sizes, trials=kept)
+            rules[group] = list(_rules(result, group, only_one=only_one))
+    sizes = result.sizes.with_rules([rule for group in rules.values() for rule in group])
+    kept = [trial for trial in result.trials if trial.problem is None]
+    return replace(result, sizes=sizes, trials=kept)
 
 
-def _rules(found: Attempt, group: Group, *, only_one: bool) -> Iterator[SizeRule]:
-    for number, dimension in enumerate(found.sizes.dimensions):
+def _rules(result: Attempt, group: Group, *, only_one: bool) -> Iterator[SizeRule]:
+    for number, dimension in enumerate(result.sizes.dimensions):
         if dimension.is_free and group_of(dimension) == group:
             rule = SizeRule.fixing(number, dimension, DIFFERS, by_python=True)
             if only_one:
@@ -358,17 +358,17 @@ def _rules(found: Attempt, group: Group, *, only_one: bool) -> Iterator[SizeRule
 MANY = 2**14
 
 
-def trial_runs(case: CaptureCase, found: Attempt) -> list[FloatRun]:
+def trial_runs(case: CaptureCase, result: Attempt) -> list[FloatRun]:
     """Return the runs of the float model at the example's sizes and at all others that were tried; prepared
     recurrent modules run step by step, so a long example is left out where short ones were tried."""
-    others = [trial.run for trial in found.trials if trial.problem is None]
-    long = any(dimension.example > LONG for dimension in found.sizes.free)
+    others = [trial.run for trial in result.trials if trial.problem is None]
+    long = any(dimension.example > LONG for dimension in result.sizes.free)
     return others if case.runs.modules and long and others else [case.example, *others]
 
 
-def short_run(case: CaptureCase, found: Attempt) -> FloatRun:
+def short_run(case: CaptureCase, result: Attempt) -> FloatRun:
     """Return the run for later trials: of ``trial_runs`` the first, or of a large example the smallest."""
-    runs = trial_runs(case, found)
+    runs = trial_runs(case, result)
     return runs[0] if _values_in(runs[0].args) <= MANY else min(runs, key=lambda run: _values_in(run.args))
 
 
@@ -379,7 +379,7 @@ def _values_in(args: tuple[Any, ...]) -> int:
 def check_prepared(
     prepared: nn.Module,
     case: CaptureCase,
-    found: Attempt,
+    result: Attempt,
     users_own: Sequence[str],
     lost_forwards: Sequence[str],
 ) -> tuple[Decision, ...]:
@@ -396,8 +396,8 @@ def check_prepared(
         CaptureError: the results differ.
     """
     has_batch_norm = any(isinstance(m, BatchNormBase) for m in case.runs.model.modules())
-    least = least_sqnr(found.blocks, FOLDED if has_batch_norm else CAPTURED)
-    for run in trial_runs(case, found):
+    least = least_sqnr(result.blocks, FOLDED if has_batch_norm else CAPTURED)
+    for run in trial_runs(case, result):
         args = run.args
 
         def again(*, double: bool, args: tuple[Any, ...] = args) -> Any:
@@ -424,16 +424,16 @@ def check_prepared(
 # Decisions about a capture, for ``explain``: about each dimension of each input, and each inlined block.
 
 
-def decide_sizes(case: CaptureCase, found: Attempt) -> Iterator[Decision]:
+def decide_sizes(case: CaptureCase, result: Attempt) -> Iterator[Decision]:
     """Yield a decision about every dimension of ``found``, and every input that is a number; a warning if
     Python code fixed a dimension that the float model accepts at other sizes too."""
     rules: dict[tuple[str, int], list[SizeRule]] = {}
-    for rule in found.sizes.rules:
+    for rule in result.sizes.rules:
         rules.setdefault((rule.dimension.label, rule.dimension.index), []).append(rule)
-    for dimension in found.sizes.dimensions:
+    for dimension in result.sizes.dimensions:
         own = rules.get((dimension.label, dimension.index), [])
-        yield _decide(case, found, dimension, own)
-    for label, value in found.sizes.constants.items():
+        yield _decide(case, result, dimension, own)
+    for label, value in result.sizes.constants.items():
         if isinstance(value, (int, float)):
             reason = f"at {value!r}, its value in example_inputs; only tensors stay free"
             yield Decision(f"input {label}", "value", Action.FIXED, reason)
@@ -446,10 +446,10 @@ def decide_assertions(lines: Sequence[str]) -> Iterator[Decision]:
         yield Decision("", "assert", Action.DROPPED, reason)
 
 
-def decide_blocks(found: Attempt, *, is_qat: bool) -> Iterator[Decision]:
+def decide_blocks(result: Attempt, *, is_qat: bool) -> Iterator[Decision]:
     """Yield a decision about every ``assert``, and every block under ``torch.no_grad`` or autocast."""
-    yield from decide_assertions(metadata.ASSERTED.of(found.graph_module) or ())
-    for block in found.blocks:
+    yield from decide_assertions(metadata.ASSERTED.of(result.graph_module) or ())
+    for block in result.blocks:
         if block.casts:
             reason = (
                 "its ops are quantized and run in the dtype they are given, as in FX, which traced through"
@@ -460,40 +460,40 @@ def decide_blocks(found: Attempt, *, is_qat: bool) -> Iterator[Decision]:
             yield Decision(block.path, block.context, Action.DROPPED, reason, warn=is_qat, code="TQ314")
 
 
-def _decide(case: CaptureCase, found: Attempt, dimension: Dimension, rules: list[SizeRule]) -> Decision:
+def _decide(case: CaptureCase, result: Attempt, dimension: Dimension, rules: list[SizeRule]) -> Decision:
     path, kind = f"input {dimension.label}", f"dimension {dimension.index}"
     if dimension.is_fixed:
         rule = rules[0] if rules else None
         at = f"at {dimension.example}"
         line = f" by {rule.line}" if rule is not None and rule.line else ""
-        warn = rule is not None and rule.by_python and _runs_elsewhere(case, found, dimension)
+        warn = rule is not None and rule.by_python and _runs_elsewhere(case, result, dimension)
         return Decision(path, kind, Action.FIXED, f"{at}{line}", warn=warn)
     by_python = any(rule.by_python for rule in rules)
-    warn = by_python and _runs_elsewhere(case, found, dimension)
+    warn = by_python and _runs_elsewhere(case, result, dimension)
     constant = f"{dimension.name} == {dimension.example}"
     is_constant = any(rule.expected in (constant, str(dimension.example)) for rule in rules)
     action = Action.FIXED if is_constant else Action.FREE
-    return Decision(path, kind, action, _conditions(found, dimension, rules), warn=warn)
+    return Decision(path, kind, action, _conditions(result, dimension, rules), warn=warn)
 
 
-def _conditions(found: Attempt, dimension: Dimension, rules: list[SizeRule]) -> str:
+def _conditions(result: Attempt, dimension: Dimension, rules: list[SizeRule]) -> str:
     # The limits of operators are those of the float model too, and are not reported.
     told = [rule for rule in rules if rule.by_python or "==" in rule.expected]
     words = [f"it is {rule.expected}" if rule.is_computed else rule.expected for rule in told]
-    texts = [f"{each} ({rule.line})" if rule.line else each for each, rule in zip(words, told, strict=True)]
+    texts = [f"{word} ({rule.line})" if rule.line else word for word, rule in zip(words, told, strict=True)]
     texts = list(dict.fromkeys(texts))
-    if group_of(dimension) in found.unknown:
-        error = str(found.unknown[group_of(dimension)]).strip().split("\n", 1)[0]
+    if group_of(dimension) in result.unknown:
+        error = str(result.unknown[group_of(dimension)]).strip().split("\n", 1)[0]
         texts.append(f"not checked, the float model itself fails at other sizes: {error[:120]}")
     return "as long as " + "; ".join(texts) if texts else "checked against the float model"
 
 
-def _runs_elsewhere(case: CaptureCase, found: Attempt, dimension: Dimension) -> bool:
+def _runs_elsewhere(case: CaptureCase, result: Attempt, dimension: Dimension) -> bool:
     """Return whether the float model accepts another size of ``dimension``, alone or together with all
     dimensions of the same size in the example."""
-    if not dimension.is_fixed and any(group_of(dimension) in trial.groups for trial in found.trials):
+    if not dimension.is_fixed and any(group_of(dimension) in trial.groups for trial in result.trials):
         return True
-    alike = {each.place for each in found.sizes.dimensions if each.example == dimension.example}
+    alike = {item.place for item in result.sizes.dimensions if item.example == dimension.example}
     inputs: Mapping[str, Any] = case.inputs
     for places in ({dimension.place}, alike):
         for size in (dimension.example - 1, 2 * dimension.example + 1):
@@ -536,9 +536,9 @@ def _without_weights(captured: GraphModule) -> GraphModule:
 
 
 def _structure(module: nn.Module) -> Iterator[Any]:
-    for path, each in module.named_modules():
-        settings = {name: value for name, value in vars(each).items() if isinstance(value, PLAIN)}
-        yield path, type(each), tuple(sorted(settings.items())), each.extra_repr()
+    for path, item in module.named_modules():
+        settings = {name: value for name, value in vars(item).items() if isinstance(value, PLAIN)}
+        yield path, type(item), tuple(sorted(settings.items())), item.extra_repr()
     for name, parameter in _parameters(module):
         yield name, _form(parameter)
 
@@ -603,21 +603,21 @@ def mark_infinite_values(graph_module: GraphModule, case: CaptureCase, first: tu
 GROWN = 1.6
 
 
-def growing_values(case: CaptureCase, made: Attempt) -> dict[str, tuple[str, float]]:
+def growing_values(case: CaptureCase, result: Attempt) -> dict[str, tuple[str, float]]:
     """Return name of a node -> the size that its values grow with, and by how much at twice the size.
 
     Only graphs with an op that goes over a dimension are run at other sizes.
     """
-    if not any(_goes_over(node) for node in made.graph_module.graph.nodes):
+    if not any(_goes_over(node) for node in result.graph_module.graph.nodes):
         return {}
-    before = _largest(case, made, case.args)
+    before = _largest(case, result, case.args)
     grown: dict[str, tuple[str, float]] = {}
-    for dimension in {group_of(each): each for each in made.sizes.free if each.example > 1}.values():
+    for dimension in {group_of(item): item for item in result.sizes.free if item.example > 1}.values():
         groups = {group_of(dimension): 2 * dimension.example}
-        if made.sizes.broken_rule(sizes_at(made.sizes, groups)) is not None:
+        if result.sizes.broken_rule(sizes_at(result.sizes, groups)) is not None:
             continue
         try:
-            after = _largest(case, made, resized(case.args, case.inputs, made.sizes, groups))
+            after = _largest(case, result, resized(case.args, case.inputs, result.sizes, groups))
         except Exception:  # A table has no entries for as many.
             continue
         for name, largest in after.items():
@@ -634,7 +634,7 @@ def _goes_over(node: Node) -> bool:
     return node.target in those("cumulative") and not all(bags)
 
 
-def _largest(case: CaptureCase, made: Attempt, args: tuple[Any, ...]) -> dict[str, float]:
+def _largest(case: CaptureCase, built: Attempt, args: tuple[Any, ...]) -> dict[str, float]:
     largest: dict[str, float] = {}
 
     class Collecting(GraphRunner):
@@ -644,7 +644,7 @@ def _largest(case: CaptureCase, made: Attempt, args: tuple[Any, ...]) -> dict[st
                 largest[n.name] = float(result.abs().max())
             return result
 
-    case.runs.of_graph(made.graph_module, args, runner=Collecting)
+    case.runs.of_graph(built.graph_module, args, runner=Collecting)
     return largest
 
 
@@ -669,7 +669,7 @@ def _may_have_any(graph_module: GraphModule, args: tuple[Any, ...]) -> bool:
     if any(abs(number) >= LARGE for number in numbers):
         return True
     read = [attribute_of(graph_module, node) for node in graph_module.graph.find_nodes(op="get_attr")]
-    values = [*(each for each in read if not isinstance(each, nn.Parameter)), *pytree.tree_leaves(args)]
+    values = [*(item for item in read if not isinstance(item, nn.Parameter)), *pytree.tree_leaves(args)]
     return any(isinstance(value, Tensor) and _has_large(value) for value in values)
 
 

@@ -144,7 +144,7 @@ def _by_names(value: Mapping[str, Any], model: nn.Module) -> tuple[Any, ...] | N
         InputError: only some of the keys are parameters of ``forward``, or one is missing.
     """
     parameters = inspect.signature(model.forward).parameters
-    taken = [name for name, each in parameters.items() if each.kind in BY_POSITION]
+    taken = [name for name, parameter in parameters.items() if parameter.kind in BY_POSITION]
     given = [name for name in taken if name in value]
     if not given:
         return None
@@ -182,9 +182,9 @@ def _check_count(args: tuple[Any, ...], model: nn.Module | None) -> None:
     if model is None:
         return
     parameters = inspect.signature(model.forward).parameters.values()
-    if any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in parameters):
+    if any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters):
         return
-    count = sum(each.kind in BY_POSITION for each in parameters)
+    count = sum(item.kind in BY_POSITION for item in parameters)
     if len(args) > count:
         no_tensors = all(isinstance(leaf, (int, float)) for leaf in pytree.tree_leaves(args))
         raise InputError(

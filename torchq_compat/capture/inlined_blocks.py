@@ -81,7 +81,7 @@ def _inline(graph_module: GraphModule, call: Node) -> tuple[Node, list[Node]]:
     body = graph_module.get_submodule(str(body_node.target))
     assert isinstance(body, GraphModule)
     copies: dict[Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=True))
-    made: list[Node] = []
+    result: list[Node] = []
     with graph_module.graph.inserting_before(call):
         for node in body.graph.nodes:
             if node.op in ("placeholder", "output"):
@@ -90,19 +90,19 @@ def _inline(graph_module: GraphModule, call: Node) -> tuple[Node, list[Node]]:
             if node.op == "get_attr":
                 copy.target = f"{body_node.target}.{node.target}"
             copies[node] = copy
-            made.append(copy)
+            result.append(copy)
     if call.target is HIGHER_ORDER.wrap_with_set_grad_enabled and not call.args[0]:
-        for node in made:
+        for node in result:
             _write_without_gradient(node)
     results = torch.fx.node.map_arg(body.graph.output_node().args[0], lambda inner: copies[inner])
     _replace_results(call, results)
-    return body_node, [node for node in made if node.op == "call_function"]
+    return body_node, [node for node in result if node.op == "call_function"]
 
 
 def _write_without_gradient(node: Node) -> None:
     """Detach what ``node`` writes into a buffer: the next step of training would go back through this one."""
     written = _written(node)
-    if not any(_home(each).op == "get_attr" for each in written):
+    if not any(_home(item).op == "get_attr" for item in written):
         return
     with node.graph.inserting_before(node):
         for read in node.all_input_nodes:
@@ -118,11 +118,14 @@ def _written(node: Node) -> list[Node]:
     schema = getattr(node.target, "_schema", None)
     if schema is None or not schema.is_mutable:
         return []
-    given = {**dict(zip((each.name for each in schema.arguments), node.args, strict=False)), **node.kwargs}
+    given = {
+        **dict(zip((argument.name for argument in schema.arguments), node.args, strict=False)),
+        **node.kwargs,
+    }
     names = [
-        each.name for each in schema.arguments if each.alias_info is not None and each.alias_info.is_write
+        item.name for item in schema.arguments if item.alias_info is not None and item.alias_info.is_write
     ]
-    return [each for name in names if isinstance(each := given.get(name), Node)]
+    return [entry for name in names if isinstance(entry := given.get(name), Node)]
 
 
 def _home(node: Node) -> Node:

@@ -110,7 +110,8 @@ class StubRegistry:
             _, results = Structure.take_apart(stub.fake_call(*args, **kwargs))
         # An operator must not return its argument.
         return [
-            torch.empty_like(each) if any(each is given for given in tensors) else each for each in results
+            torch.empty_like(result) if any(result is given for given in tensors) else result
+            for result in results
         ]
 
     def _forget_calls(self) -> None:
@@ -205,8 +206,8 @@ class CaptureStub(nn.Module):
             tensors, [*sizes, *more], self.stub_handle, len(stub.layouts) - 1
         )
         if (reads := current_reads()) is not None:
-            for made, each in zip(flat, shown, strict=True):
-                reads.hand_on_sizes(made, like=each)
+            for built, item in zip(flat, shown, strict=True):
+                reads.hand_on_sizes(built, like=item)
         result = outputs.put_together(_with_handed_on(flat, shown, tensors))
         registry.results.results.append(result)
         return result
@@ -240,17 +241,17 @@ def _with_handed_on(results: list[Tensor], shown: list[Tensor], tensors: list[Te
     """Return ``results``, with the argument itself in place of each result that is an argument in ``shown``,
     such as the batch sizes of a PackedSequence."""
     return [
-        next((given for given in tensors if given is each), result)
-        for result, each in zip(results, shown, strict=True)
+        next((given for given in tensors if given is item), result)
+        for result, item in zip(results, shown, strict=True)
     ]
 
 
-def _unknown_container(path: str, found: object) -> CustomModuleError:
-    name = f"{type(found).__module__}.{type(found).__qualname__}"
+def _unknown_container(path: str, value: object) -> CustomModuleError:
+    name = f"{type(value).__module__}.{type(value).__qualname__}"
     return CustomModuleError(
         f"the module at {path!r} is given, or returns, a {name}, which holds tensors "
         "but is no tuple, list, dict or dataclass.",
-        hint=f"make {type(found).__name__} a dataclass, or register it with torch.utils._pytree.",
+        hint=f"make {type(value).__name__} a dataclass, or register it with torch.utils._pytree.",
     )
 
 

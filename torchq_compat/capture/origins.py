@@ -65,11 +65,11 @@ def find_origin(node: Node, model: nn.Module | None) -> Origin:
     their names in the node's metadata."""
     path, module_type = "", nn.Module if model is None else type(model)
     for key, fqn, class_name in _module_calls(node):
-        found = _class_by_name(class_name) if model is None else _class_in(model, fqn)
-        if found is None:
+        result = _class_by_name(class_name) if model is None else _class_in(model, fqn)
+        if result is None:
             continue
-        path, module_type = fqn, found
-        if fqn and is_fx_leaf_class(found) and wrapped_call_of(node) is None:
+        path, module_type = fqn, result
+        if fqn and is_fx_leaf_class(result) and wrapped_call_of(node) is None:
             return Origin(key, fqn, module_type, (module_type,), is_module_call=True)
     if (wrapped := wrapped_call_of(node)) is not None:
         name, index = wrapped
@@ -101,10 +101,10 @@ def callers_of_leaf(node: Node) -> list[Origin]:
     the code of each module around that module, innermost first."""
     callers: list[tuple[str, type[nn.Module]]] = [("", nn.Module)]
     for _, fqn, class_name in _module_calls(node):
-        found = _class_by_name(class_name)
-        if fqn and is_fx_leaf_class(found):
+        result = _class_by_name(class_name)
+        if fqn and is_fx_leaf_class(result):
             break
-        callers.append((fqn, found))
+        callers.append((fqn, result))
     return [
         Origin(node.name, path, module_type, (operator.getitem,), is_module_call=False)
         for path, module_type in reversed(callers)
@@ -140,10 +140,10 @@ def _class_by_name(name: str) -> type[nn.Module]:
     """Return the module class called ``name``; nn.Module itself if it cannot be found, as a class defined in
     a function."""
     try:
-        found = pkgutil.resolve_name(name)
+        result = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError):
         return nn.Module
-    return found if isinstance(found, type) and issubclass(found, nn.Module) else nn.Module
+    return result if isinstance(result, type) and issubclass(result, nn.Module) else nn.Module
 
 
 def _function_types(node: Node) -> Iterator[ObjectType]:
@@ -157,19 +157,21 @@ def _function_types(node: Node) -> Iterator[ObjectType]:
     homes: tuple[Any, ...] = (F, *BUILTIN_HOMES) if kind == "function" else BUILTIN_HOMES
     seen: list[Any] = []
     for home in homes:
-        found = getattr(home, name, None)
-        if callable(found) and found not in seen:
-            seen.append(found)
-            yield found
+        result = getattr(home, name, None)
+        if callable(result) and result not in seen:
+            seen.append(result)
+            yield result
 
 
-def computes_like(found: type[nn.Module], base: type[nn.Module]) -> bool:
+def computes_like(result: type[nn.Module], base: type[nn.Module]) -> bool:
     """Return whether ``found`` is ``base``, or is derived from ``base``, a class of torch.nn, and inherits
     its ``forward``."""
-    if found is base:
+    if result is base:
         return True
     return (
-        base.__module__.startswith("torch.nn.") and issubclass(found, base) and found.forward is base.forward
+        base.__module__.startswith("torch.nn.")
+        and issubclass(result, base)
+        and result.forward is base.forward
     )
 
 

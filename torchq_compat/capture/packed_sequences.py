@@ -186,7 +186,9 @@ def _return_steps_alone(graph_module: GraphModule) -> None:
                 batch_sizes.update(shown_sizes)
         elif node.op == "call_function" and node not in batch_sizes and node not in sizes_of:
             # Every op on rows returns rows; otherwise capture would have raised.
-            known = next((sizes_of[each] for each in node.all_input_nodes if each in sizes_of), None)
+            known = next(
+                (sizes_of[producer] for producer in node.all_input_nodes if producer in sizes_of), None
+            )
             if known is not None:
                 sizes_of[node] = known
     output = graph.output_node()
@@ -199,11 +201,11 @@ def _return_steps_alone(graph_module: GraphModule) -> None:
 
 
 def _result(graph: Graph, call: Node, index: int) -> Node:
-    found = next((user for user in call.users if user.args[1] == index), None)
-    if found is None:
+    result = next((user for user in call.users if user.args[1] == index), None)
+    if result is None:
         with graph.inserting_after(call):
-            found = graph.call_function(operator.getitem, (call, index))
-    return found
+            result = graph.call_function(operator.getitem, (call, index))
+    return result
 
 
 def _packed_results(graph_module: GraphModule, call: Node) -> Iterator[tuple[list[Node], list[Node], Node]]:
@@ -403,7 +405,7 @@ class PackingMode(TorchFunctionMode):
         """Return the number of sequences in a packed sequence with ``batch_sizes``: the batch of the input if
         it was packed here, else the first of ``batch_sizes``."""
         self.packs = True
-        known = next((batch for each, batch in self._batches if each is batch_sizes), None)
+        known = next((batch for entry, batch in self._batches if entry is batch_sizes), None)
         if known is None:
             known = batch_sizes[0].item()
             upstream.assume(known >= 1)
@@ -411,7 +413,7 @@ class PackingMode(TorchFunctionMode):
         return known
 
     def _is_known(self, tensor: Any) -> bool:
-        return any(each is tensor for each, _ in self._batches)
+        return any(item is tensor for item, _ in self._batches)
 
     def _pack(self, input: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
         self.packs = True
@@ -460,8 +462,8 @@ def _holds_numbers(value: Any) -> bool:
     where ``torch.tensor`` requires integers."""
     if not isinstance(value, (list, tuple, ListOfTensor)):
         return False
-    return any(isinstance(each, torch.SymInt) or _is_number(each) for each in value) and all(
-        isinstance(each, (int, torch.SymInt)) or _is_number(each) for each in value
+    return any(isinstance(entry, torch.SymInt) or _is_number(entry) for entry in value) and all(
+        isinstance(item, (int, torch.SymInt)) or _is_number(item) for item in value
     )
 
 

@@ -45,7 +45,7 @@ class _RowOrderRunner(GraphRunner):
     def run_node(self, n: Node) -> Any:
         result = super().run_node(n)
         if self._is_to_try(n):
-            rows = [each for each in n.all_input_nodes if self._holds_rows(each)]
+            rows = [producer for producer in n.all_input_nodes if self._holds_rows(producer)]
             if rows and not self._is_by_rows(n, rows[0], result):
                 raise _mixes_rows(n)
         return result
@@ -83,10 +83,10 @@ class _RowOrderRunner(GraphRunner):
         for part in (slice(0, half), slice(half, count)) if count > 1 else ():
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), partial(self._part, rows, part))
             try:
-                found = self.call_function(node.target, args, kwargs)
+                match = self.call_function(node.target, args, kwargs)
             except (RuntimeError, IndexError):
                 return False
-            if not _are_rows(result, found, part, count):
+            if not _are_rows(result, match, part, count):
                 return False
         return True
 
@@ -109,15 +109,15 @@ def _leading(node: Any) -> Any:
     return value.shape[0].node.expr
 
 
-def _are_rows(whole: Any, found: Any, part: slice, count: int) -> bool:
+def _are_rows(whole: Any, value: Any, part: slice, count: int) -> bool:
     """Return whether ``found`` equals the rows ``part`` of ``whole``, which has ``count`` rows."""
-    pairs = list(zip(pytree.tree_leaves(whole), pytree.tree_leaves(found), strict=True))
-    for each, other in pairs:
-        if not isinstance(each, Tensor):
+    pairs = list(zip(pytree.tree_leaves(whole), pytree.tree_leaves(value), strict=True))
+    for item, other in pairs:
+        if not isinstance(item, Tensor):
             continue
-        if each.dim() == 0 or each.shape[0] != count or other.shape != each[part].shape:
+        if item.dim() == 0 or item.shape[0] != count or other.shape != item[part].shape:
             return False
-        same = torch.allclose(each[part].double(), other.double(), **TOLERANCE, equal_nan=True)
+        same = torch.allclose(item[part].double(), other.double(), **TOLERANCE, equal_nan=True)
         if not same:
             return False
     return True

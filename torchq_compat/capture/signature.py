@@ -105,35 +105,35 @@ class CallSignature:
         labels = self._labels(len(args))
         if all(isinstance(arg, Tensor) for arg in args):
             return dict(zip(labels, args, strict=True))
-        found: dict[str, Any] = {}
+        matches: dict[str, Any] = {}
         for label, arg in zip(labels, args, strict=True):
             for path, leaf in pytree.tree_flatten_with_path(arg)[0]:
-                found[f"{label}{pytree.keystr(path)}"] = leaf
-        return found
+                matches[f"{label}{pytree.keystr(path)}"] = leaf
+        return matches
 
     def _labels(self, count: int) -> tuple[str, ...]:
         if self.names is not None:
             more = (f"argument {index}" for index in range(len(self.names), count))
             return (*self.names[:count], *more)
-        *before, rest = self.positional
-        rests = (f"{rest}[{index}]" for index in range(count - len(before)))
+        *before, remaining = self.positional
+        rests = (f"{remaining}[{index}]" for index in range(count - len(before)))
         return (*before[:count], *rests)
 
 
 def _forms(args: Any) -> tuple[Any, ...] | None:
     """Return the shapes and dtypes of plain tensors in tuples and lists; None if there is anything else."""
-    found: list[Any] = []
+    matches: list[Any] = []
     for arg in args:
         if type(arg) is Tensor and not arg.is_nested:
-            found.append((arg.shape, arg.dtype))
+            matches.append((arg.shape, arg.dtype))
         elif type(arg) in (tuple, list):
             inside = _forms(arg)
             if inside is None:
                 return None
-            found.append(("inside", inside))
+            matches.append(("inside", inside))
         else:
             return None
-    return tuple(found)
+    return tuple(matches)
 
 
 def _is_default(value: Any, default: Any) -> bool:

@@ -284,10 +284,10 @@ def _map_as_export_wants(function: Callable[[Any], Any], value: Any) -> Any:
     """Return ``pytree.tree_map``, but with a list in the place of each dataclass or other container
     registered with pytree, as torch.export requires."""
 
-    def inside(each: Any) -> Any:
-        if not _is_other_container(each):
-            return function(each)
-        return [_map_as_export_wants(function, child) for child in _children(each)]
+    def inside(item: Any) -> Any:
+        if not _is_other_container(item):
+            return function(item)
+        return [_map_as_export_wants(function, child) for child in _children(item)]
 
     return pytree.tree_map(inside, value, is_leaf=_is_other_container)
 
@@ -300,7 +300,7 @@ def _is_other_container(value: Any) -> bool:
 
 
 def _children(value: Any) -> list[Any]:
-    return pytree.tree_leaves(value, is_leaf=lambda each: each is not value)
+    return pytree.tree_leaves(value, is_leaf=lambda item: item is not value)
 
 
 def line_of_failure(cause: BaseException) -> str:

@@ -46,7 +46,7 @@ def trial_sizes(sizes: InputSizes, *, are_short: bool = False) -> Iterator[SizeG
     Args:
         are_short: whether to try short sequences first: a prepared recurrent module runs step by step.
     """
-    known = dict.fromkeys(group_of(each) for each in sizes.free if each.example > 0)
+    known = dict.fromkeys(group_of(item) for item in sizes.free if item.example > 0)
     if not known:
         return
     leading = next(iter(known))
@@ -94,11 +94,11 @@ def _choose(sizes: InputSizes, candidates: Mapping[Group, Iterable[int]]) -> Siz
 
 def sizes_at(sizes: InputSizes, groups: SizeGroups) -> dict[Place, int]:
     """Return the size of each dimension where ``groups`` have those sizes, and what depends on them too."""
-    found = {each.place: groups.get(group_of(each), each.example) for each in sizes.free}
-    for each in sizes.dimensions:
-        if not each.is_free:
-            found[each.place] = each.example if each.root is None else found[each.root]
-    return found
+    result = {item.place: groups.get(group_of(item), item.example) for item in sizes.free}
+    for dimension in sizes.dimensions:
+        if not dimension.is_free:
+            result[dimension.place] = dimension.example if dimension.root is None else result[dimension.root]
+    return result
 
 
 def resized(
@@ -109,7 +109,7 @@ def resized(
 
 
 def with_sizes(
-    args: tuple[Any, ...], inputs: Mapping[str, Any], wanted: Mapping[tuple[str, int], int]
+    args: tuple[Any, ...], inputs: Mapping[str, Any], expected: Mapping[tuple[str, int], int]
 ) -> tuple[Any, ...]:
     """Return ``args`` resized to the sizes in ``wanted``, by label and dimension."""
     labels = iter(inputs)
@@ -119,11 +119,11 @@ def with_sizes(
         if not isinstance(leaf, Tensor):
             return leaf
         for index, size in enumerate(leaf.shape):
-            new = wanted.get((label, index), size)
+            new = expected.get((label, index), size)
             if new != size and size > 0:
                 leaf = leaf.index_select(index, torch.arange(new, device=leaf.device) % size)
-        leaf = _as_offsets(leaf, inputs[label], label, inputs, wanted)
-        return _as_lengths(leaf, inputs[label], label, inputs, wanted)
+        leaf = _as_offsets(leaf, inputs[label], label, inputs, expected)
+        return _as_lengths(leaf, inputs[label], label, inputs, expected)
 
     changed: tuple[Any, ...] = pytree.tree_map(other, args)
     return changed
@@ -134,7 +134,7 @@ def _as_offsets(
     example: Tensor,
     label: str,
     inputs: Mapping[str, Any],
-    wanted: Mapping[tuple[str, int], int],
+    expected: Mapping[tuple[str, int], int],
 ) -> Tensor:
     """Return ``leaf``, the resized ``example``; if ``example`` may be the offsets of an EmbeddingBag into
     another input, return valid offsets, because with invalid ones the kernel reads memory beyond its indices.
@@ -144,7 +144,7 @@ def _as_offsets(
     last = int(example[-1])
     for other, value in inputs.items():
         if other != label and isinstance(value, Tensor) and value.dim() and value.shape[0] >= last:
-            size = wanted.get((other, 0), int(value.shape[0]))
+            size = expected.get((other, 0), int(value.shape[0]))
             offsets = leaf.clamp(max=size).sort().values
             if last == value.shape[0] and offsets.numel():
                 offsets[-1] = size
@@ -165,7 +165,7 @@ def _as_lengths(
     example: Tensor,
     label: str,
     inputs: Mapping[str, Any],
-    wanted: Mapping[tuple[str, int], int],
+    expected: Mapping[tuple[str, int], int],
 ) -> Tensor:
     """Return ``leaf``, or valid lengths if ``example`` may be the lengths of the sequences in another input.
 
@@ -183,7 +183,7 @@ def _as_lengths(
             steps = int(value.shape[time])
             if value.shape[batch] != example.numel() or steps < int(example.max()):
                 continue
-            longest = wanted.get((other, time), steps)
+            longest = expected.get((other, time), steps)
             fitting = torch.where(leaf == steps, longest, leaf.clamp(max=longest))
             falling = bool((example.diff() <= 0).all())
             return fitting.sort(descending=True).values if falling else fitting
@@ -437,11 +437,15 @@ AS_LARGE = 12.0
 
 def difference(expected: Any, actual: Any, least: float) -> str | None:
     """Return how two results differ; None if they are equal, floats to an SQNR of ``least`` dB."""
-    wanted, found = pytree.tree_leaves(expected), pytree.tree_leaves(actual)
-    if len(wanted) != len(found):
-        return f"{len(found)} results instead of {len(wanted)}"
+    required, result = pytree.tree_leaves(expected), pytree.tree_leaves(actual)
+    if len(required) != len(result):
+        return f"{len(result)} results instead of {len(required)}"
     return next(
-        (text for pair in zip(wanted, found, strict=True) if (text := _difference(*pair, least)) is not None),
+        (
+            text
+            for pair in zip(required, result, strict=True)
+            if (text := _difference(*pair, least)) is not None
+        ),
         None,
     )
 
@@ -455,32 +459,36 @@ def sqnr(expected: Any, actual: Any) -> float:
     )
 
 
-def _difference(wanted: Any, found: Any, least: float) -> str | None:
-    if not isinstance(wanted, Tensor) or not isinstance(found, Tensor):
-        same_kind = isinstance(wanted, Tensor) == isinstance(found, Tensor)
-        plain = isinstance(wanted, (bool, int, float, str))
-        return None if same_kind and (not plain or wanted == found) else f"{found!r} instead of {wanted!r}"
-    if wanted.shape != found.shape:
-        return f"shape {tuple(found.shape)} instead of {tuple(wanted.shape)}"
-    if wanted.is_meta or found.is_meta:
+def _difference(expected: Any, value: Any, least: float) -> str | None:
+    if not isinstance(expected, Tensor) or not isinstance(value, Tensor):
+        same_kind = isinstance(expected, Tensor) == isinstance(value, Tensor)
+        plain = isinstance(expected, (bool, int, float, str))
+        return (
+            None if same_kind and (not plain or expected == value) else f"{value!r} instead of {expected!r}"
+        )
+    if expected.shape != value.shape:
+        return f"shape {tuple(value.shape)} instead of {tuple(expected.shape)}"
+    if expected.is_meta or value.is_meta:
         return None  # There are no values to compare.
-    if wanted.is_complex() and found.is_complex():
-        return _difference(torch.view_as_real(wanted), torch.view_as_real(found), least)
-    if not wanted.is_floating_point():
-        return None if bool((wanted == found).all()) else "other integers"
-    if not torch.equal(wanted.isfinite(), found.isfinite()) or not torch.equal(wanted.isnan(), found.isnan()):
+    if expected.is_complex() and value.is_complex():
+        return _difference(torch.view_as_real(expected), torch.view_as_real(value), least)
+    if not expected.is_floating_point():
+        return None if bool((expected == value).all()) else "other integers"
+    if not torch.equal(expected.isfinite(), value.isfinite()) or not torch.equal(
+        expected.isnan(), value.isnan()
+    ):
         return "NaN or infinity in other places"
-    measured = _sqnr(wanted, found)
-    least = min(least, OF_DTYPE.get(wanted.dtype, least), OF_DTYPE.get(found.dtype, least))
+    measured = _sqnr(expected, value)
+    least = min(least, OF_DTYPE.get(expected.dtype, least), OF_DTYPE.get(value.dtype, least))
     return None if measured >= least else f"{measured:.1f} dB"
 
 
-def _sqnr(wanted: Tensor, found: Tensor) -> float:
-    if wanted.is_meta or found.is_meta:
+def _sqnr(expected: Tensor, tensor: Tensor) -> float:
+    if expected.is_meta or tensor.is_meta:
         return math.inf
-    finite = wanted.isfinite() & found.isfinite()
-    signal = torch.where(finite, wanted, 0).double()
-    noise = torch.where(finite, found, 0).double() - signal
+    finite = expected.isfinite() & tensor.isfinite()
+    signal = torch.where(finite, expected, 0).double()
+    noise = torch.where(finite, tensor, 0).double() - signal
     power, error = float(signal.square().sum()), float(noise.square().sum())
     if error == 0.0:
         return math.inf

@@ -53,7 +53,7 @@ def _seen_python(model: nn.Module, replaced: Replaced) -> Iterator[None]:
     try:
         for module in model.modules():
             for name, method in _own_methods(type(module)).items():
-                called = {each: replaced[each] for each in replaced if _may_replace(method, each)}
+                called = {item: replaced[item] for item in replaced if _may_replace(method, item)}
                 if called and name not in vars(module):
                     vars(module)[name] = MethodType(_with_names(method, called), module)
                     bound.append((module, name))
@@ -108,8 +108,8 @@ class _Asked:
         is_one = isinstance(value, Tensor) and value.dtype in INTEGERS
         if not self._is_asked(is_size or is_one):
             return builtins.int(value, *base)
-        found: Any = torch.sym_int(value) if is_size else value.item()  # type: ignore[no-untyped-call]
-        return found
+        result: Any = torch.sym_int(value) if is_size else value.item()  # type: ignore[no-untyped-call]
+        return result
 
     def _float(self, value: Any = 0.0) -> Any:
         if not self._is_asked(isinstance(value, (torch.SymInt, torch.SymFloat))):
@@ -129,14 +129,14 @@ class _Asked:
     def _sorted(self, values: Any, **options: Any) -> Any:
         if not self._is_asked(_are_numbers(values) and "key" not in options):
             return builtins.sorted(values, **options)
-        found = _tensor_of(values).sort(descending=bool(options.get("reverse", False))).values
-        return ListOfTensor(found, partial(builtins.sorted, values, **options))
+        result = _tensor_of(values).sort(descending=bool(options.get("reverse", False))).values
+        return ListOfTensor(result, partial(builtins.sorted, values, **options))
 
     def _reduced(self, name: str, *values: Any, **options: Any) -> Any:
         if not self._is_asked(len(values) == 1 and not options and _are_numbers(values[0])):
             return getattr(builtins, name)(*values, **options)
-        found = getattr(_tensor_of(values[0]), name)()
-        return found if isinstance(values[0], Tensor) else found.item()
+        result = getattr(_tensor_of(values[0]), name)()
+        return result if isinstance(values[0], Tensor) else result.item()
 
     def _is_asked(self, is_of_tensors: bool) -> bool:
         if not is_of_tensors or get_proxy_mode() is None:
@@ -180,12 +180,12 @@ def with_seen_python(model: nn.Module, export: Callable[[], Exported]) -> Export
 
 def _own_methods(module_type: type[nn.Module]) -> dict[str, FunctionType]:
     """Return the methods in ``module_type`` that the user wrote, by name."""
-    found: dict[str, Any] = {}
+    matches: dict[str, Any] = {}
     for base in reversed(module_type.__mro__):
-        found.update(vars(base))
+        matches.update(vars(base))
     return {
         name: method
-        for name, method in found.items()
+        for name, method in matches.items()
         if isinstance(method, FunctionType)
         and not name.startswith("__")
         and str(method.__globals__.get("__name__")).partition(".")[0] not in LIBRARIES
@@ -214,9 +214,11 @@ def _uses(code: CodeType, name: str) -> Iterator[bool]:
 
 def _with_names(method: FunctionType, called: Replaced) -> FunctionType:
     names = {**method.__globals__, **called}
-    made = FunctionType(method.__code__, names, method.__name__, method.__defaults__, method.__closure__)
-    made.__kwdefaults__ = method.__kwdefaults__
-    return update_wrapper(made, method)  # type: ignore[return-value]
+    function_type = FunctionType(
+        method.__code__, names, method.__name__, method.__defaults__, method.__closure__
+    )
+    function_type.__kwdefaults__ = method.__kwdefaults__
+    return update_wrapper(function_type, method)  # type: ignore[return-value]
 
 
 # Functions under ``torch.fx.wrap``, which FX keeps as one float call.
@@ -231,8 +233,8 @@ WrappedCall = tuple[str, int]
 
 def wrapped_call_of(node: Node) -> WrappedCall | None:
     """Return the call of a wrapped function that ``node`` was made in; None if there is none."""
-    found = (node.meta.get(CUSTOM) or {}).get(metadata.WRAPPED_CALL.name)
-    return found if isinstance(found, tuple) else None
+    result = (node.meta.get(CUSTOM) or {}).get(metadata.WRAPPED_CALL.name)
+    return result if isinstance(result, tuple) else None
 
 
 @contextmanager
@@ -343,14 +345,14 @@ def decide_parametrizations(model: nn.Module, rules: QConfigRules, *, is_qat: bo
 
 def _to_quantize(model: nn.Module, rules: QConfigRules) -> list[tuple[str, nn.Module, type[nn.Module]]]:
     """Return path, module and the class that the module had before it was parametrized."""
-    found: list[tuple[str, nn.Module, type[nn.Module]]] = []
+    matches: list[tuple[str, nn.Module, type[nn.Module]]] = []
     for path, module in model.named_modules():
         if not isinstance(module, WEIGHTED) or not parametrize.is_parametrized(module, "weight"):
             continue
         plain = type(module).__mro__[1]
         if select_for_module(rules, plain, path).qconfig is not None:
-            found.append((path, module, plain))
-    return found
+            matches.append((path, module, plain))
+    return matches
 
 
 def _make_plain(module: nn.Module, plain: type[nn.Module]) -> None:

@@ -31,11 +31,11 @@ def write_results_into_out(graph: Graph) -> None:
         names = _out_names(node)
         plain = _without_out(node.target) if names else None
         written = [node.kwargs.get(name) for name in names]
-        if plain is None or not all(isinstance(each, Node) for each in written):
+        if plain is None or not all(isinstance(entry, Node) for entry in written):
             continue
         kwargs = {name: value for name, value in node.kwargs.items() if name not in names}
         values = _values(plain, node.args, kwargs)
-        if [str(each.shape) for each in values] == [str(each.meta["val"].shape) for each in written]:
+        if [str(item.shape) for item in values] == [str(element.meta["val"].shape) for element in written]:
             _rewrite(graph, node, (plain, kwargs), written, values)
 
 
@@ -52,9 +52,9 @@ def _rewrite(
         if len(written) > 1:
             result.meta["val"] = tuple(values)
             results = [_make(graph, operator.getitem, ((result, i), {}), node) for i in range(len(written))]
-        for into, each, value in zip(written, results, values, strict=True):
-            each.meta["val"] = value
-            _make(graph, ATEN.copy_.default, ((into, each), {}), node).meta["val"] = into.meta["val"]
+        for into, item, value in zip(written, results, values, strict=True):
+            item.meta["val"] = value
+            _make(graph, ATEN.copy_.default, ((into, item), {}), node).meta["val"] = into.meta["val"]
     if len(written) == 1:
         node.replace_all_uses_with(written[0])
     for user in list(node.users):
@@ -65,18 +65,18 @@ def _rewrite(
 
 def _values(plain: OpOverload, args: Any, kwargs: Any) -> list[Tensor]:
     """Return the results of ``plain`` for the example values of its arguments; none if they are not known."""
-    args, kwargs = pytree.tree_map_only(Node, lambda each: each.meta.get("val"), (args, kwargs))
+    args, kwargs = pytree.tree_map_only(Node, lambda item: item.meta.get("val"), (args, kwargs))
     try:
-        made = plain(*args, **kwargs)
+        result = plain(*args, **kwargs)
     except (RuntimeError, TypeError, ValueError):
         return []
-    return list(made) if isinstance(made, (tuple, list)) else [made]
+    return list(result) if isinstance(result, (tuple, list)) else [result]
 
 
 def _make(graph: Graph, target: Any, called: tuple[Any, Any], like: Node) -> Node:
-    made = graph.call_function(target, *called)
-    made.meta = {key: value for key, value in meta_outside_leaves(like).items() if key != "torch_fn"}
-    return made
+    result = graph.call_function(target, *called)
+    result.meta = {key: value for key, value in meta_outside_leaves(like).items() if key != "torch_fn"}
+    return result
 
 
 def _out_names(node: Node) -> list[str]:
@@ -88,11 +88,13 @@ def _out_names(node: Node) -> list[str]:
 
 def _without_out(target: Any) -> OpOverload | None:
     """Return the overload of the same op that takes the other arguments of ``target``, or None."""
-    wanted = [(each.name, str(each.type)) for each in target._schema.arguments if not each.is_out]
+    expected = [
+        (argument.name, str(argument.type)) for argument in target._schema.arguments if not argument.is_out
+    ]
     packet = target.overloadpacket
     for name in packet.overloads():
         overload: OpOverload = getattr(packet, name)
-        if [(each.name, str(each.type)) for each in overload._schema.arguments] == wanted:
+        if [(item.name, str(item.type)) for item in overload._schema.arguments] == expected:
             return overload
     return None
 
@@ -180,27 +182,27 @@ def whole_of_view(view: Node, parent: Node, value: Node, meta: dict[str, Any]) -
     base: Any = view.args[0]
     if is_whole(view):
         return base, value
-    rest: Any = view.args[1:]
+    remaining: Any = view.args[1:]
     name, graph = _name_of(view), view.graph
     if name in SCATTERS:
-        made = graph.call_function(SCATTERS[name], (base, value, *rest), view.kwargs)
+        result = graph.call_function(SCATTERS[name], (base, value, *remaining), view.kwargs)
     elif name == "narrow":
-        dim, start, length = rest
+        dim, start, length = remaining
         are_known = isinstance(start, int) and isinstance(length, int)
         end = start + length if are_known else graph.call_function(operator.add, (start, length))
-        made = graph.call_function(ATEN.slice_scatter.default, (base, value, dim, start, end))
+        result = graph.call_function(ATEN.slice_scatter.default, (base, value, dim, start, end))
     elif name in RESHAPES and _dtype_of(view) == _dtype_of(base):
-        made = graph.call_function(ATEN.reshape_as.default, (value, base))
+        result = graph.call_function(ATEN.reshape_as.default, (value, base))
     elif name in EXCHANGES:
-        made = graph.call_function(view.target, (value, *rest), view.kwargs)  # type: ignore[arg-type]
+        result = graph.call_function(view.target, (value, *remaining), view.kwargs)  # type: ignore[arg-type]
     elif name == "permute":
-        made = graph.call_function(ATEN.permute.default, (value, _inverse(rest[0])))
+        result = graph.call_function(ATEN.permute.default, (value, _inverse(remaining[0])))
     elif name == "movedim":
-        made = graph.call_function(view.target, (value, rest[1], rest[0]))  # type: ignore[arg-type]
+        result = graph.call_function(view.target, (value, remaining[1], remaining[0]))  # type: ignore[arg-type]
     else:
         raise _without_form(view)
-    made.meta = {**meta, "val": base.meta.get("val")}
-    return base, made
+    result.meta = {**meta, "val": base.meta.get("val")}
+    return base, result
 
 
 def _whole_of_piece(view: Node, parent: Node, value: Node, meta: dict[str, Any]) -> tuple[Node, Node]:
@@ -216,9 +218,9 @@ def _whole_of_piece(view: Node, parent: Node, value: Node, meta: dict[str, Any])
         pieces.append(graph.call_function(operator.getitem, (parent, index)))
         pieces[-1].meta = {**meta, "val": parent.meta["val"][index]}
     dim = _dim_of(parent, 1 if name == "unbind" else 2)
-    made = graph.call_function(ATEN.stack.default if name == "unbind" else ATEN.cat.default, (pieces, dim))
-    made.meta = {**meta, "val": base.meta.get("val")}
-    return base, made
+    result = graph.call_function(ATEN.stack.default if name == "unbind" else ATEN.cat.default, (pieces, dim))
+    result.meta = {**meta, "val": base.meta.get("val")}
+    return base, result
 
 
 def _name_of(node: Node) -> str:
@@ -461,13 +463,13 @@ def _is_view(node: Node, source: Node) -> bool:
 
 def _copies(node: Node) -> bool:
     args, kwargs = pytree.tree_map_only(
-        Node, lambda each: each.meta.get("val"), (node.args, dict(node.kwargs))
+        Node, lambda item: item.meta.get("val"), (node.args, dict(node.kwargs))
     )
     try:
-        made = node.target(*args, **kwargs)  # type: ignore[operator]
+        result = node.target(*args, **kwargs)  # type: ignore[operator]
     except (RuntimeError, TypeError, ValueError):
         return True
-    return bool(made.untyped_storage()._cdata != args[0].untyped_storage()._cdata)
+    return bool(result.untyped_storage()._cdata != args[0].untyped_storage()._cdata)
 
 
 def _is_view_op(target: OpOverload) -> bool:
@@ -479,6 +481,6 @@ def _storage_of(node: Node) -> Any:
     """Return a key that is equal for example values in the same memory; None if there is no single memory."""
     value = node.meta.get("val")
     values = value if isinstance(value, (tuple, list)) else [value]
-    tensors = [each for each in values if isinstance(each, Tensor)]
-    storages = {each.untyped_storage()._cdata for each in tensors}
+    tensors = [item for item in values if isinstance(item, Tensor)]
+    storages = {tensor.untyped_storage()._cdata for tensor in tensors}
     return storages.pop() if len(tensors) == len(values) and len(storages) == 1 else None

@@ -265,13 +265,13 @@ def _take_trained(recording: Recording, trained: Mapping[str, Any]) -> str:
     """Load the tensors that the script trained into the recorded model, and return the remark about it."""
     model = recording.model
     own = model.state_dict()
-    found = {
+    result = {
         name: value.detach().clone()
         for name, value in trained.items()
         if isinstance(value, Tensor) and name in own and own[name].shape == value.shape
     }
-    model.load_state_dict(found, strict=False)
-    untrained = sorted(own.keys() - found.keys())
+    model.load_state_dict(result, strict=False)
+    untrained = sorted(own.keys() - result.keys())
     kept = f"; {', '.join(untrained[:3])} as before the training" if untrained else ""
     return (
         f"{type(model).__name__} goes through prepare_qat_fx: both sides have the weights it was trained to"
@@ -285,15 +285,15 @@ def _replaced_functions() -> list[tuple[Function, Function]]:
     Names are not enough to match them: the replacements of a private and a public function of FX have the
     same name.
     """
-    found: dict[int, tuple[Function, Function]] = {}
+    matches: dict[int, tuple[Function, Function]] = {}
     for moved in redirections.REDIRECTIONS:
         ours = importlib.import_module(moved.replacement)
         legacy = legacy_module(moved.legacy)
         for name, new_name in moved.names.items():
             function = getattr(ours, new_name)
             if legacy is None or hasattr(legacy, name):
-                found.setdefault(id(function), (function, getattr(legacy, name, function)))
-    return list(found.values())
+                matches.setdefault(id(function), (function, getattr(legacy, name, function)))
+    return list(matches.values())
 
 
 def _note_call(module: nn.Module, args: tuple[Any, ...]) -> None:

@@ -54,7 +54,7 @@ def find_causes(capture: Capture) -> tuple[Finding, ...]:
     of_points = [finding for point in capture.points if (finding := _of_point(point, capture)) is not None]
     explained = {finding.where for finding in of_points}
     if capture.fx.outcome is FxOutcome.RAN:
-        for place in (each for each in capture.unlike_fx if each.path not in explained):
+        for place in (item for item in capture.unlike_fx if item.path not in explained):
             what, link = f"{place.kind} has other numbers in FX", f"{CODES_PAGE}#{place.code.lower()}"
             findings.append(Finding(place.path, what, place.why, link, place.code))
     return (*findings, *of_points, *(() if of_points else _of_outputs(capture)))

@@ -175,12 +175,12 @@ def _output_point(index: int, measures: PlaceMeasures) -> Point:
 def _series(
     exact: list[Tensor], ours: list[Reading], fx: Sequence[Reading | None], time_axis: int | None
 ) -> list[Series]:
-    found = [
+    result = [
         output_series(f"output {i}", time_axis, value, our.value, their.value if their else None)
         for i, (value, our, their) in enumerate(zip(exact, ours, fx, strict=True))
         if our.value.shape == value.shape and (not their or their.value.shape == value.shape)
     ]
-    return [each for each in found if each is not None]
+    return [item for item in result if item is not None]
 
 
 def _time_axis(model: nn.Module) -> int | None:

@@ -48,12 +48,12 @@ def _told_without_lines(*, is_known: bool) -> Iterator[None]:
     """Print our warnings without a line, which would be in this tool; none if a script gave them already."""
     with warnings.catch_warnings(record=True) as caught:
         yield
-    ours = [each for each in caught if issubclass(each.category, QuantizationWarning)]
-    for message in dict.fromkeys(str(each.message) for each in ours if not is_known):
+    ours = [entry for entry in caught if issubclass(entry.category, QuantizationWarning)]
+    for message in dict.fromkeys(str(our.message) for our in ours if not is_known):
         print(f"torchq-compat: warning: {message}", file=sys.stderr)
-    for each in caught:
-        if each not in ours:
-            warnings.showwarning(each.message, each.category, each.filename, each.lineno)
+    for item in caught:
+        if item not in ours:
+            warnings.showwarning(item.message, item.category, item.filename, item.lineno)
 
 
 def case_of_function(target: Target) -> tuple[Case, ...]:
@@ -67,7 +67,7 @@ def case_of_function(target: Target) -> tuple[Case, ...]:
     module_name, _, name = target.name.partition(":")
     sys.path[0] = os.getcwd()
     try:
-        found: object = importlib.import_module(module_name)
+        result: object = importlib.import_module(module_name)
     except Exception as cause:
         raise ScriptError(
             f"the module {module_name!r} cannot be imported: {type(cause).__name__}: {cause}",
@@ -75,15 +75,15 @@ def case_of_function(target: Target) -> tuple[Case, ...]:
             code="TQ973",
         ) from cause
     for part in name.split("."):
-        found = getattr(found, part, None)
-    if not callable(found):
+        result = getattr(result, part, None)
+    if not callable(result):
         raise ScriptError(
             f"the module {module_name!r} has no function {name!r}.",
             hint="check the name behind the colon.",
             code="TQ973",
         )
     try:
-        value = found()
+        value = result()
     except Exception as cause:
         raise ScriptError(
             f"{target.name}() raised {type(cause).__name__}: {cause}",

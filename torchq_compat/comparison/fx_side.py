@@ -97,7 +97,7 @@ def _op_nodes(prepared: GraphModule, reference: GraphModule) -> dict[sides.Key, 
     scopes = prepared.meta["_observed_graph_module_attrs"].node_name_to_scope
     quantized = {node.name for node in prepared.graph.nodes if _has_quantized_output(node)}
     seen: Counter[tuple[str, str]] = Counter()
-    found: dict[sides.Key, Node] = {}
+    matches: dict[sides.Key, Node] = {}
     for node in reference.graph.nodes:
         name = _function_name(node)
         if name is None:
@@ -105,8 +105,8 @@ def _op_nodes(prepared: GraphModule, reference: GraphModule) -> dict[sides.Key, 
         path = str(node.target) if node.op == "call_module" else scopes.get(node.name, ("", None))[0]
         key = sides.OpKey(path, name, seen[path, name])
         seen[path, name] += 1
-        found[key] = _value_node(_end_of_chain(node, quantized)) if node.name in quantized else node
-    return found
+        matches[key] = _value_node(_end_of_chain(node, quantized)) if node.name in quantized else node
+    return matches
 
 
 def _has_quantized_output(node: Node) -> bool:
@@ -144,11 +144,11 @@ def _value_node(node: Node) -> Node:
 
 
 def _parts_by_cell(places: Mapping[sides.Key, Place]) -> dict[str, list[tuple[sides.PartKey, PartKind]]]:
-    found: dict[str, list[tuple[sides.PartKey, PartKind]]] = {}
+    matches: dict[str, list[tuple[sides.PartKey, PartKind]]] = {}
     for key, place in places.items():
         if isinstance(key, sides.PartKey) and place.part_kind is not None:
-            found.setdefault(key.cell, []).append((key, place.part_kind))
-    return found
+            matches.setdefault(key.cell, []).append((key, place.part_kind))
+    return matches
 
 
 def _part_nodes(

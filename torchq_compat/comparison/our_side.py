@@ -201,16 +201,16 @@ def _nodes(
     graph_module: GraphModule, decisions: tuple[Decision, ...]
 ) -> dict[sides.Key, tuple[GraphModule, Node]]:
     """Return every key with the graph and the node that computes it, in graph order."""
-    found: dict[sides.Key, tuple[GraphModule, Node]] = {}
+    matches: dict[sides.Key, tuple[GraphModule, Node]] = {}
     by_name = {node.name: node for node in graph_module.graph.nodes}
     keys: dict[str, sides.OpKey] = {decision.node: key for key, decision in _op_keys(decisions)}
     calls = {call: str(call.target) for call in opaque_call_nodes(graph_module)}
     for node in by_name.values():
         if node.name in keys:
-            found[keys[node.name]] = graph_module, node
+            matches[keys[node.name]] = graph_module, node
         elif node in calls:
-            found.update(_of_opaque_call(graph_module, node, calls[node]))
-    return found
+            matches.update(_of_opaque_call(graph_module, node, calls[node]))
+    return matches
 
 
 def _of_opaque_call(

@@ -86,15 +86,15 @@ class Bar:
 def bars(capture: Capture, worst: Sequence[Place]) -> list[Bar]:
     """Return the bars: one for each side of each place; its length shows the noise."""
     marked = {place.point.name for place in worst}
-    found = []
+    result = []
     for place in noisiest(told_places((*capture.outputs, *capture.points)), MOST_BARS):
         point = place.point
         sides = [_bar_side(point.ours, is_fx=False)]
         if point.fx is not None:
             sides.append(_bar_side(point.fx, is_fx=True))
         more = f" and {len(place.names) - 1} more" if len(place.names) > 1 else ""
-        found.append(Bar(f"{point.name}{more}", tuple(sides), not marked.isdisjoint(place.names)))
-    return found
+        result.append(Bar(f"{point.name}{more}", tuple(sides), not marked.isdisjoint(place.names)))
+    return result
 
 
 def noisiest(items: list[NoisyT], most: int) -> list[NoisyT]:

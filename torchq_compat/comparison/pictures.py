@@ -60,9 +60,9 @@ def _places(cell: results.CellGraph) -> Places:
         columns.setdefault(depth[node.name], []).append(node)
     places: Places = {}
     for column, nodes in sorted(columns.items()):
-        wanted = [_wanted_row(node, places) for node in nodes]
-        order = sorted(range(len(nodes)), key=lambda i: (-wanted[i], i))
-        top = (len(nodes) - 1) / 2 * ROW + sum(wanted) / len(wanted)
+        expected = [_wanted_row(node, places) for node in nodes]
+        order = sorted(range(len(nodes)), key=lambda i: (-expected[i], i))
+        top = (len(nodes) - 1) / 2 * ROW + sum(expected) / len(expected)
         for rank, index in enumerate(order):
             places[nodes[index].name] = column * COLUMN, top - rank * ROW
     return places
@@ -271,8 +271,8 @@ def _histogram(axes: Axes, point: results.Point) -> None:
 def _view(histogram: results.Histogram, qparams: Sequence[results.QParamsView]) -> tuple[float, float]:
     """Return the limits of the plot: all values, and both ends of every range."""
     ends = [histogram.low, histogram.high]
-    for each in qparams:
-        ends += [end for pair in _ends(each) for end in pair]
+    for qparam in qparams:
+        ends += [end for pair in _ends(qparam) for end in pair]
     margin = 0.05 * (max(ends) - min(ends))
     return min(ends) - margin, max(ends) + margin
 

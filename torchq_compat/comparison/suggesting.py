@@ -79,9 +79,9 @@ class SuggestedMapping(torch_ao.QConfigMapping):
     def __str__(self) -> str:
         how = "without the chosen modules" if self.instead == FLOAT else "with the chosen modules in 16 bits"
         lines = [f"SQNR {self.sqnr_before:.1f} dB, {self.sqnr_after:.1f} dB {how}"]
-        for each in self.sensitivities:
-            mark = "*" if each.path in self.chosen else " "
-            lines.append(f"{mark} {each.path}  {each.kind}  {each.sqnr:.1f} dB")
+        for sensitivity in self.sensitivities:
+            mark = "*" if sensitivity.path in self.chosen else " "
+            lines.append(f"{mark} {sensitivity.path}  {sensitivity.kind}  {sensitivity.sqnr:.1f} dB")
         return "\n".join(lines)
 
 
@@ -157,15 +157,15 @@ def suggest(
 
     trial = calibrated(mapping)
     before = trial.sqnr(())
-    found = sorted(_sensitivities(model, trial), key=lambda each: each.sqnr)
-    chosen, after = _best_together(trial, [each.path for each in found], n, before)
+    result = sorted(_sensitivities(model, trial), key=lambda element: element.sqnr)
+    chosen, after = _best_together(trial, [item.path for item in result], n, before)
     # No batch shows what longer inputs make of values that grow with them.
     growing = {d.path.partition("/")[0] for d in explain(trial.prepared) if d.code == GROWING}
-    if more := tuple(each.path for each in found if each.path in growing and each.path not in chosen):
+    if more := tuple(entry.path for entry in result if entry.path in growing and entry.path not in chosen):
         chosen, after = (*chosen, *more), trial.sqnr((*chosen, *more))
     if not chosen:
         warn_user("TQ417")
-    suggested = _suggested(mapping, tuple(found), chosen, instead)
+    suggested = _suggested(mapping, tuple(result), chosen, instead)
     if chosen and instead == SIXTEEN_BITS:
         after = _measured_in_16_bits(calibrated(suggested), chosen)
     suggested.sqnr_before, suggested.sqnr_after = before, after
@@ -276,7 +276,7 @@ def _best_together(trial: _Trial, paths: list[str], n: int, before: float) -> tu
 
 def _suggested(
     mapping: torch_ao.QConfigMapping,
-    found: tuple[Sensitivity, ...],
+    result: tuple[Sensitivity, ...],
     chosen: tuple[str, ...],
     instead: str,
 ) -> SuggestedMapping:
@@ -284,5 +284,5 @@ def _suggested(
     vars(suggested).update(copy.deepcopy(vars(mapping)))
     for path in chosen:
         suggested.set_module_name(path, None if instead == FLOAT else QCONFIG_16)
-    suggested.sensitivities, suggested.chosen, suggested.instead = found, chosen, instead
+    suggested.sensitivities, suggested.chosen, suggested.instead = result, chosen, instead
     return suggested

@@ -106,13 +106,13 @@ class Place:
 def told_places(points: Sequence[results.Point]) -> list[Place]:
     """Return the places in order, each value once: a pooling that passes integers on is not a place of its
     own."""
-    found: list[Place] = []
+    matches: list[Place] = []
     for point in points:
-        if found and found[-1].takes(point):
-            found[-1].names.append(point.name)
+        if matches and matches[-1].takes(point):
+            matches[-1].names.append(point.name)
         else:
-            found.append(Place(point))
-    return found
+            matches.append(Place(point))
+    return matches
 
 
 def worst_places(capture: results.Capture, count: int = 3) -> list[tuple[Place, str]]:
@@ -157,8 +157,8 @@ def _before(point: results.Point, capture: results.Capture) -> results.Point | N
         for node in cell.nodes:
             if f"{cell.path}.{node.name}" == point.name:
                 read = {f"{cell.path}.{name}" for name in node.inputs}
-                found = [p for p in capture.points if p.name in read]
-                return min(found, key=lambda p: p.ours.sqnr, default=None)
+                result = [p for p in capture.points if p.name in read]
+                return min(result, key=lambda p: p.ours.sqnr, default=None)
     earlier = capture.points[: capture.points.index(point)]
     return next((p for p in reversed(earlier) if p.kind is not results.Kind.PART and p.ours.qparams), None)
 

@@ -117,40 +117,40 @@ def convert_module(module: nn.Module, settings: ConvertSettings, path: str) -> n
         return module
     custom_class = _custom_class(module, settings)
     if custom_class is not None or isinstance(module, OpaqueModule):
-        made = _converted_custom(module, custom_class, settings, path)
+        result = _converted_custom(module, custom_class, settings, path)
     elif kind in settings.mapping:
-        made = _made_by(settings.mapping[kind], module, settings, path)
+        result = _made_by(settings.mapping[kind], module, settings, path)
     else:
-        made = module
-    if made is not module:
-        _hand_hooks_on(module, made)
+        result = module
+    if result is not module:
+        _hand_hooks_on(module, result)
         devices = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
         if len(devices) == 1:
-            made.to(next(iter(devices)))
-        made.training = module.training
-    if made is not module or not list(module.children()):
-        settings.decisions.append(_decision(made, kind, path))
-    return made
+            result.to(next(iter(devices)))
+        result.training = module.training
+    if result is not module or not list(module.children()):
+        settings.decisions.append(_decision(result, kind, path))
+    return result
 
 
-def _decision(made: nn.Module, kind: type[nn.Module], path: str) -> Decision:
-    if isinstance(made, qdq_modules.OnGrid):
+def _decision(module: nn.Module, kind: type[nn.Module], path: str) -> Decision:
+    if isinstance(module, qdq_modules.OnGrid):
         details = {
-            "dtype": made.output.dtype,
-            "scale": made.output.scale,
-            "zero_point": made.output.zero_point,
+            "dtype": module.output.dtype,
+            "scale": module.output.scale,
+            "zero_point": module.output.zero_point,
         }
         return Decision(path, kind.__name__, Action.QUANTIZED, "by its qconfig", details)
-    if isinstance(made, qdq_modules.DeQuantize):
+    if isinstance(module, qdq_modules.DeQuantize):
         return Decision(path, kind.__name__, Action.SHARED, "hands floats out")
-    is_kept = type(made) is kind and not isinstance(made, OpaqueModule)
+    is_kept = type(module) is kind and not isinstance(module, OpaqueModule)
     reason = "computes on the grid of its input" if is_kept else "by its qconfig"
     return Decision(path, kind.__name__, Action.SHARED if is_kept else Action.QUANTIZED, reason)
 
 
 def _custom_class(module: nn.Module, settings: ConvertSettings) -> Any:
     classes = [type_before_parametrizations(module), getattr(module, "opaque_observed_class", None)]
-    return next((settings.custom_modules[each] for each in classes if each in settings.custom_modules), None)
+    return next((settings.custom_modules[item] for item in classes if item in settings.custom_modules), None)
 
 
 def _converted_custom(
@@ -166,8 +166,8 @@ def _converted_custom(
                 module._parameters.pop(name, None)
             module.__class__ = quantized_class
             return module
-        made: nn.Module = quantized_class.from_observed(module)
-        return made
+        result: nn.Module = quantized_class.from_observed(module)
+        return result
     # torchao's convert makes random example inputs of its own.
     with draws_kept():
         converted = handler.convert(ConvertRequest(module, quantized_class, path, ()))
@@ -184,8 +184,8 @@ def _made_by(target: Any, module: nn.Module, settings: ConvertSettings, path: st
                 hint="give classes of modules with a classmethod from_float(cls, module).",
                 code="TQ905",
             )
-        made: nn.Module = target.from_float(module)
-        return made
+        result: nn.Module = target.from_float(module)
+        return result
     name = target.__name__
     if name in KEPT_FLOAT:
         forget_observers(module)
@@ -210,16 +210,16 @@ def _made_by(target: Any, module: nn.Module, settings: ConvertSettings, path: st
         )
     output = qdq_modules.observed_qparams(observer, path)
     if issubclass(cls, qdq_modules.Weighted):
-        made = _weighted(cls, module, settings, path)
+        result = _weighted(cls, module, settings, path)
     elif issubclass(cls, qdq_modules.CLASSES["Quantize"]) or issubclass(
         cls, qdq_modules.CLASSES["QFunctional"]
     ):
-        made = cls()
+        result = cls()
     else:
-        made = _function(cls, module)
-    made.output = output  # type: ignore[assignment]
-    made.place = path  # type: ignore[assignment]
-    return made
+        result = _function(cls, module)
+    result.output = output  # type: ignore[assignment]
+    result.place = path  # type: ignore[assignment]
+    return result
 
 
 def _weighted(
@@ -254,32 +254,32 @@ def _weighted(
             hint="give its qconfig a weight of qint8, or set the qconfig to None to leave it float.",
             code="TQ905",
         )
-    made = cls()
-    made.take(source, weight, observer)
-    made.register_buffer("float_bias", None if bias is None else bias.detach().clone(), persistent=False)
+    result = cls()
+    result.take(source, weight, observer)
+    result.register_buffer("float_bias", None if bias is None else bias.detach().clone(), persistent=False)
     if cls.__name__ == "LinearLeakyReLU":
-        made.after = functools.partial(F.leaky_relu, negative_slope=after.negative_slope)
-    return made
+        result.after = functools.partial(F.leaky_relu, negative_slope=after.negative_slope)
+    return result
 
 
 def _function(cls: type[nn.Module], module: nn.Module) -> nn.Module:
     """Return ``module`` as an instance of ``cls``, with its parameters, buffers and settings."""
     forget_observers(module)
     source: Any = module[0] if isinstance(module, nn.Sequential) else module
-    made = cls.__new__(cls)
-    vars(made).update(vars(source))
+    result = cls.__new__(cls)
+    vars(result).update(vars(source))
     for name in ("_modules", "_parameters", "_buffers"):
-        vars(made)[name] = dict(vars(source)[name])
+        vars(result)[name] = dict(vars(source)[name])
     hooks = {name: value for name, value in vars(nn.Module()).items() if name.endswith("_hooks")}
-    vars(made).update(hooks)
+    vars(result).update(hooks)
     if cls.__name__ == "PReLU":
         observer = source.qconfig.weight()
         observer(source.weight)
         scale, zero_point = observer.calculate_qparams()
         values = torch.round(source.weight.detach() / scale) + zero_point
         values = (values.clamp(0, 255) - zero_point) * scale
-        made._parameters["weight"] = nn.Parameter(values, requires_grad=False)
-    return made.eval()
+        result._parameters["weight"] = nn.Parameter(values, requires_grad=False)
+    return result.eval()
 
 
 def _table(cls: Any, module: Any, settings: ConvertSettings, path: str) -> nn.Module:
@@ -294,17 +294,17 @@ def _table(cls: Any, module: Any, settings: ConvertSettings, path: str) -> nn.Mo
     if not settings.as_trained or trained is None:
         with torch.no_grad():
             observer(module.weight)
-    made = cls()
-    made.take(module, module.weight, observer)
-    made.place = path
-    return made  # type: ignore[no-any-return]
+    result = cls()
+    result.take(module, module.weight, observer)
+    result.place = path
+    return result  # type: ignore[no-any-return]
 
 
-def _hand_hooks_on(module: nn.Module, made: nn.Module) -> None:
+def _hand_hooks_on(module: nn.Module, result: nn.Module) -> None:
     """Register the user's hooks of ``module`` on ``made``: they are called with values on a grid."""
     for hook in module._forward_pre_hooks.values():
         if not is_observing(hook):
-            made.register_forward_pre_hook(hook)
+            result.register_forward_pre_hook(hook)
     for hook in module._forward_hooks.values():
         if not is_observing(hook):
-            made.register_forward_hook(hook)
+            result.register_forward_hook(hook)

@@ -116,18 +116,18 @@ def _find_chains(fused: GraphModule, fusions: Iterable[_Fusion]) -> list[tuple[l
     """Return the chains to fuse, matched from the end of the graph as in FX; they share no node."""
     modules = dict(fused.named_modules())
     calls = Counter(str(node.target) for node in fused.graph.nodes if node.op == "call_module")
-    found: list[tuple[list[Node], _Fusion]] = []
+    matches: list[tuple[list[Node], _Fusion]] = []
     taken: set[Node] = set()
     for node in reversed(fused.graph.nodes):
         for fusion in fusions:
             chain = _chain_to(node, fusion.kinds, modules)
             # A module that is called twice is two ops; torch.ao wrongly fuses it into one.
-            is_called_once = all(calls[str(each.target)] < 2 for each in chain if each.op == "call_module")
+            is_called_once = all(calls[str(item.target)] < 2 for item in chain if item.op == "call_module")
             if chain and is_called_once and taken.isdisjoint(chain):
-                found.append((chain, fusion))
+                matches.append((chain, fusion))
                 taken.update(chain)
                 break
-    return found[::-1]
+    return matches[::-1]
 
 
 def _chain_to(last: Node, kinds: tuple[Any, ...], modules: dict[str, nn.Module]) -> list[Node]:
@@ -178,13 +178,13 @@ def _module_of(fused: GraphModule, node: Node) -> Any:
 
 def _made_by(fusion: _Fusion, modules: list[Any], path: str) -> nn.Module:
     try:
-        made = fusion.fuse(False, *modules)
+        result = fusion.fuse(False, *modules)
     except Exception as cause:  # The fuser method may be the user's own.
         name = getattr(fusion.fuse, "__name__", repr(fusion.fuse))
         raise ConfigError(
             f"backend_config: the fuser method {name} fails at {path!r}: {type(cause).__name__}: {cause}",
             hint="it is called with is_qat and the modules of its pattern in the order they run.",
         ) from cause
-    if not isinstance(made, nn.Module):
-        raise ConfigError.wrong_type("backend_config: the result of a fuser method", "an nn.Module", made)
-    return made
+    if not isinstance(result, nn.Module):
+        raise ConfigError.wrong_type("backend_config: the result of a fuser method", "an nn.Module", result)
+    return result

@@ -114,7 +114,7 @@ class FollowGrid(TorchFunctionMode):
             args, kwargs = pytree.tree_map(self._as_quantized_tensor, (args, kwargs))
             self.by_hand[name] = None
         if before is not None and name in JOINS:
-            args = tuple(pytree.tree_map(lambda leaf: self._joined(leaf, before), each) for each in args)
+            args = tuple(pytree.tree_map(lambda leaf: self._joined(leaf, before), arg) for arg in args)
         result = func(*args, **kwargs)
         if quantized_tensors.is_quantized(result):
             return self._of_quantized_tensor(result)

@@ -86,7 +86,7 @@ def set_qconfigs(model: nn.Module, spec: ModuleSpec, left_out: Collection[Any] =
     for path, module in model.named_modules():
         if path and (path.rpartition(".")[2] in left_out or type(module) in left_out):
             inside = (*inside, path, f"{path}.")
-        if path not in inside and not path.startswith(tuple(each for each in inside if each.endswith("."))):
+        if path not in inside and not path.startswith(tuple(item for item in inside if item.endswith("."))):
             module.qconfig = qconfigs[path]
 
 
@@ -168,8 +168,8 @@ def _insert(module: nn.Module, device: torch.device | None, constructor: Any = N
 
 
 def _observer(constructor: Callable[[], nn.Module], device: torch.device | None) -> nn.Module:
-    made = constructor()
-    return made if device is None else made.to(device)
+    result = constructor()
+    return result if device is None else result.to(device)
 
 
 def _chooses_at_run_time(observer: Any) -> bool:
@@ -193,16 +193,16 @@ def _observed_custom(
             observed.qconfig = qconfig
             observed.register_load_state_dict_pre_hook(translate_names)  # type: ignore[no-untyped-call]
             return observed
-    made = observed_class.from_float(module)  # type: ignore[attr-defined]
-    if not isinstance(made, nn.Module):
+    result = observed_class.from_float(module)  # type: ignore[attr-defined]
+    if not isinstance(result, nn.Module):
         raise ConfigError(
-            f"{observed_class.__name__}.from_float returned a {type(made).__name__} at {path!r}.",
+            f"{observed_class.__name__}.from_float returned a {type(result).__name__} at {path!r}.",
             hint="return the observed module.",
             code="TQ905",
         )
-    if handler_of(made) is None:
-        _insert(made, device)
-    return made
+    if handler_of(result) is None:
+        _insert(result, device)
+    return result
 
 
 def translate_names(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -75,7 +75,7 @@ def read_spec(spec: Any, dtype: Any) -> ModuleSpec:
     if spec is None:
         return dict.fromkeys(DEFAULT_TYPES[dtype], QCONFIGS[dtype])
     if isinstance(spec, (set, frozenset, list, tuple)) and all(
-        isinstance(each, (str, type)) for each in spec
+        isinstance(item, (str, type)) for item in spec
     ):
         return dict.fromkeys(spec, QCONFIGS[dtype])
     raise ConfigError(
@@ -91,10 +91,10 @@ def qconfigs_by_path(model: nn.Module, spec: ModuleSpec, *, is_given: bool) -> d
     Args:
         is_given: whether a user wrote ``spec``, and is warned about entries that match nothing.
     """
-    found = dict(propagated_qconfigs(model, spec, spec.get("") if "" in spec else None, ""))
+    result = dict(propagated_qconfigs(model, spec, spec.get("") if "" in spec else None, ""))
     if is_given:
-        _warn_of_no_match(model, spec, found)
-    return found
+        _warn_of_no_match(model, spec, result)
+    return result
 
 
 def _warn_of_no_match(model: nn.Module, spec: ModuleSpec, paths: Container[str]) -> None:
@@ -141,11 +141,11 @@ class WholeRangeLinear(quantized.dynamic.Linear):
         if not x.numel():
             return x.new_empty(*x.shape[:-1], self.out_features)
         packed = self._packed_params._packed_params
-        made: tuple[Any, LinearCall] | None = vars(self).get(MADE)
-        if made is None or made[0] is not packed:
-            made = vars(self)[MADE] = (packed, self._call())
+        built: tuple[Any, LinearCall] | None = vars(self).get(MADE)
+        if built is None or built[0] is not packed:
+            built = vars(self)[MADE] = (packed, self._call())
         rows = x.reshape(-1, self.in_features).float()
-        (result,) = LINEAR_OPERATOR(rows, *made[1].behind_x())
+        (result,) = LINEAR_OPERATOR(rows, *built[1].behind_x())
         assert isinstance(result, Tensor)
         return result.reshape(*x.shape[:-1], self.out_features).to(x.dtype)
 
@@ -154,7 +154,7 @@ class WholeRangeLinear(quantized.dynamic.Linear):
         values = integers_of(weight)
         bias = None if bias is None else bias.detach()
         if is_per_channel(weight):
-            scales, zero_points = (each.clone() for each in channel_qparams(weight))
+            scales, zero_points = (channel_qparam.clone() for channel_qparam in channel_qparams(weight))
             linear = LinearWeight(values, scales.float(), zero_points, bias)
         else:
             linear = LinearWeight(values, None, None, bias, qparams_of(weight))
@@ -239,12 +239,12 @@ def quantize_dynamic(
     quantized: dict[nn.Module, nn.Module] = {}
     qconfigs = qconfigs_by_path(working, spec, is_given=qconfig_spec is not None)
     if whole_range:
-        qconfigs = {path: each and (with_whole_range(each) or each) for path, each in qconfigs.items()}
+        qconfigs = {path: item and (with_whole_range(item) or item) for path, item in qconfigs.items()}
     for path, module in working.named_modules():
         qconfig = qconfigs.get(path)
-        made = None if qconfig is None else _quantized(module, qconfig, path, classes)
-        if made is not None:
-            quantized[module] = _with_hooks_of(module, made)
+        result = None if qconfig is None else _quantized(module, qconfig, path, classes)
+        if result is not None:
+            quantized[module] = _with_hooks_of(module, result)
     is_asked = any(qconfig is not None for qconfig in qconfigs.values())
     if not quantized and (mapping is not None or not (is_asked or qconfig_spec)):
         warn_user("TQ411")
@@ -296,10 +296,10 @@ def _quantized(
     # from_float reads ``qconfig`` of the module; set it on a copy, as ``module`` may be the user's own.
     float_module = copy.copy(module)
     vars(float_module)["qconfig"] = qconfig
-    made: nn.Module = quantized_class.from_float(float_module)
+    result: nn.Module = quantized_class.from_float(float_module)
     if family is not None:
-        vars(made).setdefault("flatten_parameters", _flatten_parameters)
-    return made.eval()
+        vars(result).setdefault("flatten_parameters", _flatten_parameters)
+    return result.eval()
 
 
 def _flatten_parameters() -> None:
@@ -329,13 +329,13 @@ def _obstacle(module: nn.Module, qconfig: QConfig) -> str | None:
     return None
 
 
-def _with_hooks_of(module: nn.Module, made: nn.Module) -> nn.Module:
+def _with_hooks_of(module: nn.Module, result: nn.Module) -> nn.Module:
     """Copy the hooks of the float module to its replacement, as torch.ao does."""
     for hook in module._forward_pre_hooks.values():
-        made.register_forward_pre_hook(hook)
+        result.register_forward_pre_hook(hook)
     for hook in module._forward_hooks.values():
-        made.register_forward_hook(hook)
-    return made
+        result.register_forward_hook(hook)
+    return result
 
 
 def _root(model: nn.Module, quantized: nn.Module, *, inplace: bool) -> nn.Module:

@@ -112,9 +112,9 @@ class _Reader:
         ]
         outside += [f"{target}." for target in {str(node.target) for node in self.observer_of}]
         observers: dict[str | None, list[_Site]] = {}
-        for each in self.sites:
-            if each.reader is not None:
-                observers.setdefault(self._weight_name(each), []).append(each)
+        for entry in self.sites:
+            if entry.reader is not None:
+                observers.setdefault(self._weight_name(entry), []).append(entry)
         weight_beside = self._weights_beside_biases()
         for name in self.graph_module.state_dict():
             if name.startswith(tuple(outside)):
@@ -123,7 +123,7 @@ class _Reader:
             paths = tuple(dict.fromkeys(site.path for site in sites))
             yield WantedTensor(
                 name,
-                tuple(f"{self.prefix}{each}" for each in self.names.get(name, (name, in_sequential(name)))),
+                tuple(f"{self.prefix}{item}" for item in self.names.get(name, (name, in_sequential(name)))),
                 observer=paths[0] if paths else None,
                 more_observers=paths[1:],
                 is_functional=bool(sites) and not any(site.is_module_weight for site in sites),
@@ -148,12 +148,12 @@ class _Reader:
             unnamed = [site for site in numbered if site.node not in prefix_of]
             theirs = [name for name in theirs if name not in prefix_of.values()]
             ordered = self._in_graph_order(unnamed) if named else unnamed
-            found, more, problems = _aligned(ordered, theirs, state, self.prefix)
-            prefix_of |= found
+            result, more, problems = _aligned(ordered, theirs, state, self.prefix)
+            prefix_of |= result
         by_path: dict[str, list[_Site]] = {}
         for site in self.sites:
             by_path.setdefault(site.path, []).append(site)
-        wanted = tuple(
+        expected = tuple(
             WantedObserver(
                 path,
                 tuple(name for site in sites for name in self._prefixes(site, prefix_of)),
@@ -165,18 +165,18 @@ class _Reader:
             )
             for path, sites in by_path.items()
         )
-        return wanted, more, problems
+        return expected, more, problems
 
     def _named_parameters(self, sites: list[_Site], named: list[str]) -> dict[Node, str]:
         """Return FX's names of the observers that FX names after the parameter they observe; FX's graph has
         them where Python read the parameter."""
-        found: dict[Node, str] = {}
+        matches: dict[Node, str] = {}
         for site in sites:
             parameter = _attribute(site.node)
             if parameter is not None:
                 name = f"{self.prefix}{_flat(str(parameter.target))}_activation_post_process_0"
-                found |= {site.node: name} if name in named else {}
-        return found
+                matches |= {site.node: name} if name in named else {}
+        return matches
 
     def folded(self) -> Iterator[FoldedBatchNorm]:
         for norm in batch_norm.describe(self.graph_module):
@@ -213,12 +213,12 @@ class _Reader:
 
     def _weights_beside_biases(self) -> dict[str, str]:
         """Return the name of each function's bias -> the name of its weight."""
-        found = {}
+        result = {}
         for site in self.sites:
             parameters = dict(_parameters(site.reader)) if site.reader is not None else {}
             if not site.is_module_weight and {"weight", "bias"} <= parameters.keys():
-                found[str(parameters["bias"].target)] = str(parameters["weight"].target)
-        return found
+                result[str(parameters["bias"].target)] = str(parameters["weight"].target)
+        return result
 
     def _site(self, node: Node, reader: Node | None) -> _Site:
         record = op_record(reader) if reader is not None else None
@@ -249,9 +249,9 @@ class _Reader:
         """Yield the scales of a dropout's input: FX's lowered dropout returns its input and has no scale."""
         if site.observed.target is ATEN.dropout.default:
             sources = {node.target for node in site.observed.all_input_nodes if node in self.observer_of}
-            for each in self.sites:
-                if each.path in sources:
-                    yield from self._scales(each, scale_of)
+            for item in self.sites:
+                if item.path in sources:
+                    yield from self._scales(item, scale_of)
 
     def _scale_names(
         self, sites: list[_Site], state: FxState
@@ -294,10 +294,10 @@ class _Reader:
                     f"it has {len(of_group)} scales {prefix}_scale_<n> for {len(members)} values here"
                 )
                 continue
-            found, extra = laid
+            result, extra = laid
             more += [of_group[index] for index in sorted(extra)]
             for site in members:
-                named = [of_group[index] for index in sorted(found[site.node])]
+                named = [of_group[index] for index in sorted(result[site.node])]
                 if len({state.fingerprint(name) for name in named}) > 1:
                     problems.append(f"{', '.join(named)} cannot be told apart")
                 if named:
@@ -340,8 +340,8 @@ class _Reader:
     def _expected_qparams(self, site: _Site, name: str, state: FxState) -> Qparams | None:
         """Return the qparams that the observer computes from the value of the parameter in ``state``; None if
         ``state`` has no finite one."""
-        names = (f"{self.prefix}{each}" for each in self.names.get(name, (name, in_sequential(name))))
-        value = next((state.entries[each].value for each in names if each in state.entries), None)
+        names = (f"{self.prefix}{entry}" for entry in self.names.get(name, (name, in_sequential(name))))
+        value = next((state.entries[item].value for item in names if item in state.entries), None)
         if not isinstance(value, Tensor) or not bool(value.isfinite().all()):
             return None
         observer = copy.deepcopy(site.observer)
@@ -368,7 +368,7 @@ class _Reader:
         if record is not None and self._is_item_of_call(site, record, state):
             callers = callers_of_leaf(site.observed)
             # A caller that returns the results unchanged takes no value out of them.
-            takers = [each for each in callers if f"{self.prefix}{_flat(each.module_path)}" in scaled]
+            takers = [caller for caller in callers if f"{self.prefix}{_flat(caller.module_path)}" in scaled]
             record = replace(record, origin=(takers or callers)[0])
         is_input = site.observed.op == "placeholder" or (
             record is not None and self.rules is not None and record.select(self.rules).qconfig is None
@@ -391,7 +391,7 @@ class _Reader:
 
     def _is_composite(self, record: OpRecord) -> bool:
         calls = [op_record(node) for node in self.graph_module.graph.nodes]
-        return sum(each is not None and each.origin.call == record.origin.call for each in calls) > 1
+        return sum(item is not None and item.origin.call == record.origin.call for item in calls) > 1
 
     def _path(self, record: OpRecord) -> str:
         path = _once(record.origin.module_path)
@@ -431,7 +431,7 @@ class _Reader:
 def _first_reader(observer: Node) -> OpRecord | None:
     """Return the reader that FX names an input after: the first linear function, or else the first reader."""
     records = [op_record(user) for user in observer.users]
-    linear = (each for each in records if each is not None and F.linear in each.origin.object_types)
+    linear = (record for record in records if record is not None and F.linear in record.origin.object_types)
     return next(linear, records[0] if records else None)
 
 
@@ -444,8 +444,10 @@ def _kernel_qparams(site: _Site) -> tuple[float, int] | None:
     None if the kernel has none."""
     record = op_record(site.observed)
     kinds = record.origin.object_types if record is not None and site.reader is None else ()
-    made = (FIXED_QPARAMS_OP_TO_OBSERVER.get(kind) for kind in kinds if kind not in (nn.Sigmoid, nn.Softmax))
-    observer = next((each for each in made if each is not None), None)
+    result = (
+        FIXED_QPARAMS_OP_TO_OBSERVER.get(kind) for kind in kinds if kind not in (nn.Sigmoid, nn.Softmax)
+    )
+    observer = next((item for item in result if item is not None), None)
     if observer is None:
         return None
     scale, zero_point = observer().calculate_qparams()
@@ -469,25 +471,25 @@ def _numbers(names: dict[int, str], repeated: set[str], state: FxState) -> dict[
 def _repeated(names: list[str], state: FxState, beside: Collection[str] = ()) -> set[str]:
     """Return those of ``names`` whose content equals that of an earlier one or of one of ``beside``."""
     seen = {state.fingerprint(name) for name in beside}
-    found = set()
+    result = set()
     for name in names:
         content = state.fingerprint(name)
         if content in seen:
-            found.add(name)
+            result.add(name)
         seen.add(content)
-    return found
+    return result
 
 
 def _has_fixed_qparams(observer: nn.Module) -> bool:
     return isinstance(getattr(observer, "activation_post_process", observer), FIXED_QPARAMS)
 
 
-def _difference(expected: Qparams | None, found: Qparams | None) -> float:
+def _difference(expected: Qparams | None, qparams: Qparams | None) -> float:
     """Return a distance between two qparams, at most 10; infinity if their numbers of channels differ, 0 if
     either is None."""
-    if expected is None or found is None:
+    if expected is None or qparams is None:
         return 0.0
-    (scale, zero_point), (other, other_zero_point) = expected, found
+    (scale, zero_point), (other, other_zero_point) = expected, qparams
     if scale.numel() != other.numel():
         return math.inf
     far = (scale.reshape(-1).double() / other.reshape(-1).double()).log().abs().mean()
@@ -520,10 +522,10 @@ def _aligned(
     laid = laid_beside(places, numbers, is_whole=True)
     if laid is None:
         return {}, (), () if state.is_converted and not theirs else (problem,)
-    found, extra = laid
-    if any(len({prints[index] for index in of_place}) > 1 for of_place in found.values()):
+    result, extra = laid
+    if any(len({prints[index] for index in of_place}) > 1 for of_place in result.values()):
         return {}, (), (problem,)
-    return {node: theirs[min(of)] for node, of in found.items()}, tuple(theirs[i] for i in sorted(extra)), ()
+    return {node: theirs[min(of)] for node, of in result.items()}, tuple(theirs[i] for i in sorted(extra)), ()
 
 
 def _is_apart(path: str, module: nn.Module) -> bool:

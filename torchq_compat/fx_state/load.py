@@ -56,8 +56,8 @@ def load_state(
     """
     _refuse_wrapped(prepared, given)
     state = FxState.read(given)
-    wanted = wanted_by_model(prepared, state, prepared.record.rules, handler_of=handler_of)
-    plan = _Planner(prepared, state, wanted).plan()
+    expected = wanted_by_model(prepared, state, prepared.record.rules, handler_of=handler_of)
+    plan = _Planner(prepared, state, expected).plan()
     _carry_out(prepared, plan)
     if plan.dropped:
         warn_user("TQ501", count=len(plan.dropped), values=_shorten(plan.dropped))
@@ -89,7 +89,7 @@ def load_module_state(
 
 def wanted_by_modules(model: nn.Module, state: FxState, handler_of: Callable[[nn.Module], Any]) -> Wanted:
     """Return what a prepared model of modules wants: torch.ao has the same names, but for custom modules."""
-    wanted, read = Wanted(), set[str]()
+    expected, read = Wanted(), set[str]()
     for path, module in model.named_modules():
         if any(path.startswith(f"{above}.") for above in read):
             continue
@@ -97,12 +97,12 @@ def wanted_by_modules(model: nn.Module, state: FxState, handler_of: Callable[[nn
         handler = handler_of(module)
         if handler is not None and isinstance(module, OpaqueModule):
             read.add(path)
-            wanted += handler.wanted_of_fx(module, state, path, wanted_by_model).below(path)
+            expected += handler.wanted_of_fx(module, state, path, wanted_by_model).below(path)
         elif isinstance(module, (ObserverBase, FakeQuantizeBase)):
             read.add(path)
             is_weight = name == "weight_fake_quant"
             scales = () if is_weight else (f"{owner}.scale",)
-            wanted += Wanted(observers=(WantedObserver(path, (path,), scales, is_weight=is_weight),))
+            expected += Wanted(observers=(WantedObserver(path, (path,), scales, is_weight=is_weight),))
         elif isinstance(norm := getattr(module, "bn", None), nn.modules.batchnorm._BatchNorm):
             gamma, beta, mean, variance = (
                 f"{path}.bn.{part}" for part in ("weight", "bias", "running_mean", "running_var")
@@ -110,9 +110,9 @@ def wanted_by_modules(model: nn.Module, state: FxState, handler_of: Callable[[nn
             bias = f"{path}.bias"
             own_bias = bias if getattr(module, "bias", None) is not None else None
             folded = FoldedBatchNorm(gamma, beta, mean, variance, norm.eps, (bias,), own_bias)
-            wanted += Wanted(folded=(folded,))
+            expected += Wanted(folded=(folded,))
     names = (name for name in model.state_dict() if not any(name.startswith(f"{above}.") for above in read))
-    return wanted + Wanted(tuple(_wanted_of_module(model, name) for name in names))
+    return expected + Wanted(tuple(_wanted_of_module(model, name) for name in names))
 
 
 def _wanted_of_module(model: nn.Module, name: str) -> WantedTensor:
@@ -178,7 +178,7 @@ def wanted_by_model(
     handler_of: Callable[[nn.Module], Any],
 ) -> Wanted:
     """Return what a prepared model wants, with its custom modules, whose handler ``handler_of`` returns."""
-    wanted = wanted_by_graph(graph_module, state, rules, prefix)
+    expected = wanted_by_graph(graph_module, state, rules, prefix)
     for path in dict.fromkeys(str(node.target) for node in opaque_call_nodes(graph_module)):
         leaf = graph_module.get_submodule(path)
         handler = handler_of(leaf)
@@ -186,8 +186,8 @@ def wanted_by_model(
             inside = handler.wanted_of_fx(
                 leaf, state, f"{prefix}{path}", partial(wanted_by_model, handler_of=handler_of)
             )
-            wanted += inside.below(path)
-    return wanted
+            expected += inside.below(path)
+    return expected
 
 
 @dataclass
@@ -203,10 +203,10 @@ class _Plan:
 
 
 class _Planner:
-    def __init__(self, prepared: nn.Module, state: FxState, wanted: Wanted) -> None:
+    def __init__(self, prepared: nn.Module, state: FxState, expected: Wanted) -> None:
         self.prepared = prepared
         self.state = state
-        self.wanted = wanted
+        self.wanted = expected
         self.own = prepared.state_dict()
         self.made = _Plan()
         self.missing: list[str] = []
@@ -240,46 +240,51 @@ class _Planner:
         ]
         return self.made
 
-    def _plan_tensor(self, wanted: WantedTensor, functional: Iterator[tuple[str, Entry]]) -> None:
-        found = self._take_tied(wanted)
-        if found is None and wanted.is_functional and (packed := _next_weight(functional)) is not None:
+    def _plan_tensor(self, wanted_tensor: WantedTensor, functional: Iterator[tuple[str, Entry]]) -> None:
+        result = self._take_tied(wanted_tensor)
+        if (
+            result is None
+            and wanted_tensor.is_functional
+            and (packed := _next_weight(functional)) is not None
+        ):
             self.state.forgive(packed[0])
-            self.packed[wanted.name] = packed[0]
-            found = packed
-        if found is None and wanted.packed_with in self.packed:
-            name = f"{self.packed[wanted.packed_with]}:bias"
+            self.packed[wanted_tensor.name] = packed[0]
+            result = packed
+        if result is None and wanted_tensor.packed_with in self.packed:
+            name = f"{self.packed[wanted_tensor.packed_with]}:bias"
             entry = self.state.functional_weights.get(name)
             self.state.forgive(name)
-            found = None if entry is None else (name, entry)
-        if found is None:
-            if not wanted.is_optional:
-                self.missing.append(wanted.names[0])
+            result = None if entry is None else (name, entry)
+        if result is None:
+            if not wanted_tensor.is_optional:
+                self.missing.append(wanted_tensor.names[0])
             return
-        name, entry = found
+        name, entry = result
         value = entry.value
         if isinstance(value, FxWeight):
-            self.weights |= dict.fromkeys(wanted.observers, value)
+            self.weights |= dict.fromkeys(wanted_tensor.observers, value)
             value = value.values
-            if wanted.is_functional and value.dim() == self.own[wanted.name].dim() + 1:
+            if wanted_tensor.is_functional and value.dim() == self.own[wanted_tensor.name].dim() + 1:
                 # FX packs a convolution over one dimension as one over two.
                 value = value.squeeze(2)
-        self._set(wanted.name, value, name)
+        self._set(wanted_tensor.name, value, name)
 
-    def _take_tied(self, wanted: WantedTensor) -> tuple[str, Entry] | None:
+    def _take_tied(self, wanted_tensor: WantedTensor) -> tuple[str, Entry] | None:
         """Take every entry of the state for one tensor, and return one of them: each of FX's modules that
         shares the tensor saves its own, quantized or not."""
-        found = [taken for name in wanted.names if (taken := self.state.take((name,))) is not None]
+        result = [taken for name in wanted_tensor.names if (taken := self.state.take((name,))) is not None]
         # A float entry is preferred: it is the value before quantization.
-        found.sort(key=lambda taken: isinstance(taken[1].value, FxWeight))
-        for name, entry in found[1:]:
-            first, other = found[0][1].value, entry.value
+        result.sort(key=lambda taken: isinstance(taken[1].value, FxWeight))
+        for name, entry in result[1:]:
+            first, other = result[0][1].value, entry.value
             if isinstance(first, FxWeight) or isinstance(other, Tensor):
-                a, b = (each.values if isinstance(each, FxWeight) else each for each in (first, other))
+                a, b = (item.values if isinstance(item, FxWeight) else item for item in (first, other))
                 if a.shape != b.shape or not torch.equal(a.to(b.dtype), b):
                     raise CheckpointError.other_model(
-                        f"{found[0][0]} and {name} differ, and are one tensor, {wanted.name}, in this model."
+                        f"{result[0][0]} and {name} differ, and are one tensor, {wanted_tensor.name}, in "
+                        "this model."
                     )
-        return found[0] if found else None
+        return result[0] if result else None
 
     def _set(self, name: str, value: Tensor, fx_name: str) -> None:
         expected = self.own[name]
@@ -298,8 +303,8 @@ class _Planner:
     def _dissolve(self, batch_norm: FoldedBatchNorm) -> None:
         """Make the batch norm an identity plus the loaded bias: a converted state has it in the weight."""
         for name in (batch_norm.gamma, batch_norm.beta, batch_norm.mean, batch_norm.variance):
-            found = {each.name: each for each in self.wanted.tensors}[name].names
-            self.missing = [each for each in self.missing if each != found[0]]
+            result = {tensor.name: tensor for tensor in self.wanted.tensors}[name].names
+            self.missing = [item for item in self.missing if item != result[0]]
         bias = self.state.take(batch_norm.biases)
         variance = torch.ones_like(self.own[batch_norm.variance])
         self.made.tensors[batch_norm.variance] = variance
@@ -311,25 +316,33 @@ class _Planner:
             shift = bias[1].value
         self.made.tensors[batch_norm.beta] = shift
 
-    def _plan_observer(self, wanted: WantedObserver) -> None:
-        observer = self.prepared.get_submodule(wanted.path)
+    def _plan_observer(self, wanted_observer: WantedObserver) -> None:
+        observer = self.prepared.get_submodule(wanted_observer.path)
         if self.state.is_converted:
-            self._plan_qparams(wanted, observer)
+            self._plan_qparams(wanted_observer, observer)
             return
-        found = {prefix: under for prefix in wanted.prefixes if (under := self.state.take_under((prefix,)))}
+        result = {
+            prefix: under
+            for prefix in wanted_observer.prefixes
+            if (under := self.state.take_under((prefix,)))
+        }
         own = _names_of(observer)
-        if wanted.is_weight and isinstance(observer, WeightObserver):
+        if wanted_observer.is_weight and isinstance(observer, WeightObserver):
             return  # It observes the weight at convert, as FX does.
         if not own:
             return
-        if not found:
-            if wanted.trained_float:
-                self.made.trained_float[wanted.path] = wanted.prefixes[0]
+        if not result:
+            if wanted_observer.trained_float:
+                self.made.trained_float[wanted_observer.path] = wanted_observer.prefixes[0]
             elif not _has_fixed_qparams(observer):
-                self.missing.append(wanted.prefixes[0] if wanted.prefixes else wanted.path)
+                self.missing.append(
+                    wanted_observer.prefixes[0] if wanted_observer.prefixes else wanted_observer.path
+                )
             return
-        prefix = self._most_common(list(found))
-        self.made.observers[wanted.path] = self._checked(prefix, wanted, observer, found[prefix])
+        prefix = self._most_common(list(result))
+        self.made.observers[wanted_observer.path] = self._checked(
+            prefix, wanted_observer, observer, result[prefix]
+        )
 
     def _most_common(self, names: list[str]) -> str:
         """Return the observer or scale whose content most of ``names`` have; record those that differ as
@@ -340,19 +353,20 @@ class _Planner:
         return next(name for name in names if prints[name] == common)
 
     def _checked(
-        self, name: str, wanted: WantedObserver, observer: nn.Module, given: dict[str, Tensor]
+        self, name: str, wanted_observer: WantedObserver, observer: nn.Module, given: dict[str, Tensor]
     ) -> dict[str, Tensor]:
         own = _names_of(observer)
         given = _current_observer(given, own, observer)
         learned = dict(getattr(observer, "legacy", observer).named_parameters())
-        lacking = sorted(each for each in own - given.keys() if not each.endswith(EPS))
+        lacking = sorted(item for item in own - given.keys() if not item.endswith(EPS))
         if _has_fixed_qparams(observer):
             lacking = []
         unknown = sorted(given.keys() - own)
         if lacking or unknown:
             raise CheckpointError.other_model(
-                f"{name} is of another class of observer than {type(observer).__name__} at {wanted.path}: it "
-                f"has {', '.join(unknown) or 'nothing more'} and lacks {', '.join(lacking) or 'nothing'}."
+                f"{name} is of another class of observer than {type(observer).__name__} at "
+                f"{wanted_observer.path}: it has {', '.join(unknown) or 'nothing more'} and lacks "
+                f"{', '.join(lacking) or 'nothing'}."
             )
         for key, value in given.items():
             if key.endswith(("histogram", "scale")) and not bool(value.isfinite().all()):
@@ -372,55 +386,65 @@ class _Planner:
                 )
         return given
 
-    def _plan_qparams(self, wanted: WantedObserver, observer: nn.Module) -> None:
-        weight = self.weights.get(wanted.path)
+    def _plan_qparams(self, wanted_observer: WantedObserver, observer: nn.Module) -> None:
+        weight = self.weights.get(wanted_observer.path)
         if weight is not None:
             if weight.scale is not None and weight.zero_point is not None:
-                self.made.qparams[wanted.path] = weight.scale, weight.zero_point
+                self.made.qparams[wanted_observer.path] = weight.scale, weight.zero_point
             return
-        found = self._qparams_of(wanted.scales)
-        if not found and self.state.is_lowered and (handed_on := self._qparams_of(wanted.handed_on)):
+        result = self._qparams_of(wanted_observer.scales)
+        if (
+            not result
+            and self.state.is_lowered
+            and (handed_on := self._qparams_of(wanted_observer.handed_on))
+        ):
             name, values = next(iter(handed_on.items()))
-            self._set_qparams(wanted, observer, name, *values)
+            self._set_qparams(wanted_observer, observer, name, *values)
             return
-        if not found:
-            if wanted.kernel is not None and self.state.is_lowered:
-                fixed_scale, fixed_zero_point = wanted.kernel
+        if not result:
+            if wanted_observer.kernel is not None and self.state.is_lowered:
+                fixed_scale, fixed_zero_point = wanted_observer.kernel
                 qparams = torch.tensor([fixed_scale]), torch.tensor([fixed_zero_point])
-                self.made.qparams[wanted.path] = qparams
-            elif not _needs_no_qparams(observer, wanted):
-                self.without_qparams.append(wanted)
+                self.made.qparams[wanted_observer.path] = qparams
+            elif not _needs_no_qparams(observer, wanted_observer):
+                self.without_qparams.append(wanted_observer)
             return
-        name = next(iter(found)) if wanted.is_weight else self._most_common(list(found))
-        self.given_by.setdefault(name, []).append(wanted.path)
-        self._set_qparams(wanted, observer, name, *found[name])
+        name = next(iter(result)) if wanted_observer.is_weight else self._most_common(list(result))
+        self.given_by.setdefault(name, []).append(wanted_observer.path)
+        self._set_qparams(wanted_observer, observer, name, *result[name])
 
     def _qparams_of(self, scale_names: Iterable[str]) -> dict[str, tuple[Any, Any]]:
-        found = {}
+        result = {}
         for scale_name in scale_names:
             scale, zero_point = (self.state.take((name,)) for name in self.state.qparams(scale_name))
             if scale is not None and zero_point is not None:
-                found[scale_name] = scale[1].value, zero_point[1].value
-        return found
+                result[scale_name] = scale[1].value, zero_point[1].value
+        return result
 
     def _set_qparams(
-        self, wanted: WantedObserver, observer: Any, name: str, scale_value: Any, zero_point_value: Any
+        self,
+        wanted_observer: WantedObserver,
+        observer: Any,
+        name: str,
+        scale_value: Any,
+        zero_point_value: Any,
     ) -> None:
         if scale_value.numel() > 1 and not hasattr(observer, "ch_axis"):
             raise CheckpointError.other_model(
-                f"{name} is of {scale_value.numel()} channels, and {wanted.path} of this model has none."
+                f"{name} is of {scale_value.numel()} channels, and {wanted_observer.path} of this model has "
+                "none."
             )
         if not bool((scale_value.isfinite() & (scale_value > 0)).all()):
             raise CheckpointError.bad_value(name, "holds a scale that is no positive number")
-        self.made.qparams[wanted.path] = scale_value, zero_point_value
-        if wanted.is_weight:
-            self._quantize_weight(wanted, observer, scale_value, zero_point_value)
+        self.made.qparams[wanted_observer.path] = scale_value, zero_point_value
+        if wanted_observer.is_weight:
+            self._quantize_weight(wanted_observer, observer, scale_value, zero_point_value)
 
     def _quantize_weight(
-        self, wanted: WantedObserver, observer: Any, scale: Tensor, zero_point: Tensor
+        self, wanted_observer: WantedObserver, observer: Any, scale: Tensor, zero_point: Tensor
     ) -> None:
         """Quantize a function's weight, which a reference model has as floats in front of a quantize node."""
-        name = next(each.name for each in self.wanted.tensors if wanted.path in each.observers)
+        name = next(tensor.name for tensor in self.wanted.tensors if wanted_observer.path in tensor.observers)
         weight = self.made.tensors.get(name)
         if weight is None:
             return
@@ -435,20 +459,22 @@ class _Planner:
         reader it finds, so names may differ while the order is the same."""
         names = [name for name in self.state.scales_at("") if name in dict(self.state.untaken())]
         known = {
-            SCALE_NAME.sub(r"\g<prefix>", name) for each in self.wanted.observers for name in each.scales
+            SCALE_NAME.sub(r"\g<prefix>", name) for item in self.wanted.observers for name in item.scales
         }
         # A known name with another number means that a scale in between is missing: the order is unreliable.
         is_renamed = all(SCALE_NAME.sub(r"\g<prefix>", name) not in known for name in names)
         if len(names) != len(self.without_qparams) or not is_renamed:
-            self.missing += [each.scales[0] if each.scales else each.path for each in self.without_qparams]
+            self.missing += [
+                entry.scales[0] if entry.scales else entry.path for entry in self.without_qparams
+            ]
             return
-        for wanted, scale_name in zip(self.without_qparams, names, strict=True):
+        for without_qparam, scale_name in zip(self.without_qparams, names, strict=True):
             scale, zero_point = (self.state.take((name,)) for name in self.state.qparams(scale_name))
             if scale is None or zero_point is None:
                 self.missing.append(scale_name)
                 continue
-            observer = self.prepared.get_submodule(wanted.path)
-            self._set_qparams(wanted, observer, scale_name, scale[1].value, zero_point[1].value)
+            observer = self.prepared.get_submodule(without_qparam.path)
+            self._set_qparams(without_qparam, observer, scale_name, scale[1].value, zero_point[1].value)
 
     def _drop_known(self) -> None:
         for prefix in (*self.wanted.only_fx, *self.wanted.unused):
@@ -486,7 +512,7 @@ class _Planner:
             raise _incomplete(f"{parametrized}.", [], COMPUTED_WEIGHTS)
         left = self.state.left()
         record = record_of(self.prepared)
-        apart = record is not None and any(each.code == "TQ584" for each in record.decisions)
+        apart = record is not None and any(decision.code == "TQ584" for decision in record.decisions)
         hint = FUSED_HERE if apart else ""
         if self.missing:
             if self.state.is_lowered and not lacks_weights:
@@ -548,10 +574,10 @@ def _names_of(observer: nn.Module) -> set[str]:
     }
 
 
-def _needs_no_qparams(observer: Any, wanted: WantedObserver) -> bool:
+def _needs_no_qparams(observer: Any, wanted_observer: WantedObserver) -> bool:
     """Return whether a converted state may lack the qparams of ``observer``: FX's kernels know fixed qparams,
     and dynamic activations and float weights have none."""
-    return _has_fixed_qparams(observer) or not observer.state_dict() or wanted.is_weight
+    return _has_fixed_qparams(observer) or not observer.state_dict() or wanted_observer.is_weight
 
 
 def _has_fixed_qparams(observer: nn.Module) -> bool:

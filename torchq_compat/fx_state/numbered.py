@@ -112,7 +112,7 @@ def laid_beside(
     best = min(layers[number][key].cost for number, key in ends)
     if best == NOWHERE:
         return None
-    found: dict[Key, set[int]] = {place.key: set() for place in places}
+    matches: dict[Key, set[int]] = {place.key: set() for place in places}
     extra: set[int] = set()
     todo = {end for end in ends if layers[end[0]][end[1]].cost <= best + 1e-9}
     seen = set(todo)
@@ -120,11 +120,11 @@ def laid_beside(
         number, key = todo.pop()
         for before, place in layers[number][key].before:
             if number - 1 in given:
-                (extra if place is None else found[place.key]).add(number - 1)
+                (extra if place is None else matches[place.key]).add(number - 1)
             if (number - 1, before) not in seen:
                 seen.add((number - 1, before))
                 todo.add((number - 1, before))
-    return found, extra
+    return matches, extra
 
 
 def _steps(
@@ -273,24 +273,24 @@ class Wanted:
             self,
             tensors=tuple(
                 replace(
-                    each,
-                    name=at(each.name),
-                    observer=None if each.observer is None else at(each.observer),
-                    more_observers=tuple(at(path) for path in each.more_observers),
-                    packed_with=None if each.packed_with is None else at(each.packed_with),
+                    tensor,
+                    name=at(tensor.name),
+                    observer=None if tensor.observer is None else at(tensor.observer),
+                    more_observers=tuple(at(path) for path in tensor.more_observers),
+                    packed_with=None if tensor.packed_with is None else at(tensor.packed_with),
                 )
-                for each in self.tensors
+                for tensor in self.tensors
             ),
-            observers=tuple(replace(each, path=at(each.path)) for each in self.observers),
+            observers=tuple(replace(item, path=at(item.path)) for item in self.observers),
             folded=tuple(
                 replace(
-                    each,
-                    gamma=at(each.gamma),
-                    beta=at(each.beta),
-                    mean=at(each.mean),
-                    variance=at(each.variance),
-                    own_bias=None if each.own_bias is None else at(each.own_bias),
+                    entry,
+                    gamma=at(entry.gamma),
+                    beta=at(entry.beta),
+                    mean=at(entry.mean),
+                    variance=at(entry.variance),
+                    own_bias=None if entry.own_bias is None else at(entry.own_bias),
                 )
-                for each in self.folded
+                for entry in self.folded
             ),
         )

@@ -165,14 +165,14 @@ class FxState:
     def take_under(self, prefixes: Iterable[str]) -> dict[str, Tensor]:
         """Return the tensors below the first of ``prefixes`` that has any, by the rest of their names."""
         for prefix in prefixes:
-            found = {
+            result = {
                 name.removeprefix(f"{prefix}."): entry.value
                 for name, entry in self.entries.items()
                 if name.startswith(f"{prefix}.") and isinstance(entry.value, Tensor)
             }
-            if found:
-                self._taken.update(f"{prefix}.{name}" for name in found)
-                return found
+            if result:
+                self._taken.update(f"{prefix}.{name}" for name in result)
+                return result
         return {}
 
     def forgive(self, name: str) -> None:
@@ -192,15 +192,15 @@ class FxState:
     def observers_at(self, prefix: str) -> list[str]:
         """Return the ``<prefix>activation_post_process_<k>`` that have a state, in the order FX made them."""
         pattern = re.compile(re.escape(prefix) + r"activation_post_process_(\d+)\.")
-        found = {int(match[1]) for name in self.entries if (match := pattern.match(name))}
-        return [f"{prefix}activation_post_process_{index}" for index in sorted(found)]
+        result = {int(match[1]) for name in self.entries if (match := pattern.match(name))}
+        return [f"{prefix}activation_post_process_{index}" for index in sorted(result)]
 
     def named_observers_at(self, prefix: str) -> list[str]:
         """Return the ``<prefix><name of a node>_activation_post_process_<k>``, FX's names before torch 1.12,
         in the order of its graph."""
         pattern = re.compile(re.escape(prefix) + r"[^.]+_activation_post_process_\d+(?=\.)")
-        found = (match[0] for name in self.entries if (match := pattern.match(name)))
-        return list(dict.fromkeys(found))
+        result = (match[0] for name in self.entries if (match := pattern.match(name)))
+        return list(dict.fromkeys(result))
 
     def scales_at(self, prefix: str) -> list[str]:
         """Return the names of the scales of a converted graph at ``prefix``, in the order of the graph."""
@@ -214,8 +214,8 @@ class FxState:
 
     def fingerprint(self, name: str) -> tuple[object, ...]:
         """Return a value that is equal for observers, or scales with zero points, of equal content."""
-        names = [each for each in self.entries if each.startswith(f"{name}.")] or list(self.qparams(name))
-        values = (self.entries[each].value for each in sorted(names) if each in self.entries)
+        names = [entry for entry in self.entries if entry.startswith(f"{name}.")] or list(self.qparams(name))
+        values = (self.entries[item].value for item in sorted(names) if item in self.entries)
         return tuple(
             (tuple(value.shape), *value.flatten().tolist()) for value in values if isinstance(value, Tensor)
         )
@@ -249,7 +249,7 @@ def _in_current_form(state: Mapping[str, Any]) -> dict[str, Any]:
     conv_bn_v1 = {
         prefix
         for prefix in gammas
-        if all(f"{prefix}{each}" in state for each in CONV_BN_V1 if each != "num_batches_tracked")
+        if all(f"{prefix}{item}" in state for item in CONV_BN_V1 if item != "num_batches_tracked")
     }
     for name, value in state.items():
         prefix, _, last = name.rpartition(".")
@@ -396,10 +396,10 @@ def _is_in_observer(path: str) -> bool:
 
 
 def _unknown_values(names: list[str], state: Mapping[str, Any]) -> CheckpointError:
-    found = ", ".join(f"{name} ({shown(state[name])})" for name in names[:5])
+    result = ", ".join(f"{name} ({shown(state[name])})" for name in names[:5])
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return CheckpointError(
-        f"the FX state has values that cannot be read: {found}{more}.",
+        f"the FX state has values that cannot be read: {result}{more}.",
         hint="packed weights of functions and of dynamic modules are objects: load the file in full, with "
         "torch.load(path, weights_only=False) if you trust its source, in a process that imported torch, "
         "and give its result.",
@@ -439,7 +439,7 @@ def packed_names(path: str | os.PathLike[str]) -> list[str]:
     """Return the names of the packed objects in the state at ``path``; empty if the file is unreadable."""
     try:
         with zipfile.ZipFile(path) as archive:
-            name = next(each for each in archive.namelist() if each.endswith("data.pkl"))
+            name = next(item for item in archive.namelist() if item.endswith("data.pkl"))
             content = _NameReader(io.BytesIO(archive.read(name))).load()
     except Exception:  # Any failure is ignored: the names only improve an error message.
         return []

@@ -47,8 +47,8 @@ class TrialCalls:
 
     def places(self, placeholder: Node) -> list[Place | None]:
         """Return, for each dimension of an input, the place of the size that it has; None if it is fixed."""
-        found = self._dimensions.get(placeholder, [])
-        return [None if each.is_fixed else each.root or each.place for each in found]
+        result = self._dimensions.get(placeholder, [])
+        return [None if item.is_fixed else item.root or item.place for item in result]
 
     def inputs(self, sizes: Mapping[Place, int]) -> list[Any]:
         """Return random inputs with ``sizes``, and the sizes of the example where it names none."""
@@ -61,7 +61,7 @@ class TrialCalls:
         if not isinstance(value, Tensor):
             return value
         dimensions = self._dimensions.get(node, [])
-        shape = [sizes.get(each.root or each.place, each.example) for each in dimensions]
+        shape = [sizes.get(dimension.root or dimension.place, dimension.example) for dimension in dimensions]
         if value.dtype is torch.bool:
             return (torch.rand(shape, generator=generator) < 0.5).to(value.device)
         if not value.dtype.is_floating_point:
@@ -102,13 +102,13 @@ class TrialCalls:
     def shapes(self) -> dict[Place | None, dict[Node, Any]]:
         """Place of a free size -> the values of the graph with that size larger by one; None -> at the sizes
         of the example. A size that cannot change alone has no values."""
-        found: dict[Place | None, dict[Node, Any]] = {None: self.values(self.inputs({}))}
-        for each in self.sizes.free:
+        matches: dict[Place | None, dict[Node, Any]] = {None: self.values(self.inputs({}))}
+        for item in self.sizes.free:
             try:
-                found[each.place] = self.values(self.inputs({each.place: each.example + 1}))
+                matches[item.place] = self.values(self.inputs({item.place: item.example + 1}))
             except ExportError:
                 continue
-        return found
+        return matches
 
     def place_of(self, call: Node, dim: int) -> Place | None:
         """Return the place of the size that dimension ``dim`` of the first result of ``call`` has; None if it
@@ -168,14 +168,14 @@ def recurrent_calls(trial: TrialCalls) -> list[RecurrentCall]:
     Raises:
         ExportError: a call cannot run in pieces, named by its path; or no call keeps its state.
     """
-    graph_module, found = trial.graph_module, []
+    graph_module, result = trial.graph_module, []
     for node in opaque_call_nodes(graph_module):
         module, path = graph_module.get_submodule(str(node.target)), str(node.target)
         if isinstance(module, RecurrentModule):
-            found.append(_read(trial, node, module, path))
-    if not any(call.keeps_state for call in found):
+            result.append(_read(trial, node, module, path))
+    if not any(call.keeps_state for call in result):
         raise _nothing_to_keep()
-    return found
+    return result
 
 
 def _read(trial: TrialCalls, node: Node, module: RecurrentModule, path: str) -> RecurrentCall:
@@ -216,7 +216,7 @@ def _is_kept(trial: TrialCalls, path: str, hidden: Any, steps: Place) -> bool:
         ExportError: the state is computed from the sequence.
     """
     given = set(_placeholders(pytree.tree_leaves(hidden)))
-    if any(steps in trial.places(each) for each in given):
+    if any(steps in trial.places(item) for item in given):
         raise _refused(path, "the state it begins with is computed from the sequence")
     return not given
 
@@ -293,8 +293,8 @@ def check_causality(trial: TrialCalls, calls: Sequence[RecurrentCall], *, is_dyn
         start += count
     least = EQUAL_DYNAMIC if is_dynamic else EQUAL
     for node, value in expected.items():
-        found = [each[node] for each in pieces]
-        if not _agrees(value, found, least):
+        result = [item[node] for item in pieces]
+        if not _agrees(value, result, least):
             raise _refused_as_not_causal(
                 "it is computed from several steps, or from the number of steps", node
             )
@@ -309,12 +309,12 @@ def _piece(value: Any, places: Sequence[Place | None], steps: Place, start: int,
 
 
 def _agrees(whole: Any, pieces: list[Any], least: float) -> bool:
-    expected, found = pytree.tree_leaves(whole), [pytree.tree_leaves(piece) for piece in pieces]
-    if any(len(each) != len(expected) for each in found):
+    expected, result = pytree.tree_leaves(whole), [pytree.tree_leaves(piece) for piece in pieces]
+    if any(len(item) != len(expected) for item in result):
         return False
     return all(
         not isinstance(value, Tensor) or _tensor_agrees(value, list(parts), least)
-        for value, *parts in zip(expected, *found, strict=True)
+        for value, *parts in zip(expected, *result, strict=True)
     )
 
 
@@ -330,14 +330,14 @@ def _tensor_agrees(whole: Tensor, pieces: list[Tensor], least: float) -> bool:
     if lengths == list(PIECES) and whole.shape[axis] == sum(PIECES):
         joined = _join(pieces, axis)
         return joined is not None and _equal(whole, joined, least)
-    rows, rest = divmod(lengths[-1], PIECES[-1])
-    if rest or [rows * count for count in PIECES] != lengths or whole.shape[axis] != rows * sum(PIECES):
+    rows, remaining = divmod(lengths[-1], PIECES[-1])
+    if remaining or [rows * count for count in PIECES] != lengths or whole.shape[axis] != rows * sum(PIECES):
         return False
     # Steps and batch are flattened into one dimension, in either order.
     for by_step in (False, True):
         parts = (-1, rows) if by_step else (rows, -1)
         split = [
-            each.reshape(*each.shape[:axis], *parts, *each.shape[axis + 1 :]) for each in (whole, *pieces)
+            item.reshape(*item.shape[:axis], *parts, *item.shape[axis + 1 :]) for item in (whole, *pieces)
         ]
         joined = _join(split[1:], axis if by_step else axis + 1)
         if joined is not None and _equal(split[0], joined, least):
@@ -352,10 +352,10 @@ def _join(pieces: list[Tensor], axis: int) -> Tensor | None:
     return torch.cat(pieces, axis)
 
 
-def _equal(whole: Tensor, found: Tensor, least: float) -> bool:
-    if whole.shape != found.shape:
+def _equal(whole: Tensor, tensor: Tensor, least: float) -> bool:
+    if whole.shape != tensor.shape:
         return False
-    a, b = whole.double(), found.double()
+    a, b = whole.double(), tensor.double()
     return torch.equal(a, b) or sqnr(a, b) >= least
 
 

@@ -108,34 +108,34 @@ def _calls_refused(
     """Return guard -> the sizes of 1 that it refuses, for guards whose sizes the model accepts."""
     signature = model.record.signature
     dimensions = _by_name_in_guards(signature.sizes.dimensions, signature.labelled(args))
-    found = {}
+    result = {}
     for guard in guards:
         groups = _ones_refused(guard, dimensions)
         if groups and signature.sizes.broken_rule(sizes_at(signature.sizes, groups)) is None:
-            found[guard] = groups
-    return found
+            result[guard] = groups
+    return result
 
 
 def _by_name_in_guards(dimensions: Iterable[Dimension], labels: Iterable[str]) -> dict[str, Dimension]:
     """Return name in guards -> dimension; a streaming program takes ``*args``, named by their positions."""
     positions = list(dict.fromkeys(label.partition("[")[0] for label in labels))
-    found: dict[str, Dimension] = {}
+    matches: dict[str, Dimension] = {}
     for dimension in dimensions:
-        name, bracket, rest = dimension.label.partition("[")
+        name, bracket, remaining = dimension.label.partition("[")
         for root in (f"['{name}']", f"['args'][{positions.index(name)}]"):
-            found[f"L{root}{bracket}{rest}.size()[{dimension.index}]"] = dimension
-    return found
+            matches[f"L{root}{bracket}{remaining}.size()[{dimension.index}]"] = dimension
+    return matches
 
 
 def _ones_refused(guard: str, dimensions: Mapping[str, Dimension]) -> SizeGroups:
     """Return the sizes of 1 that ``guard`` refuses, if it only says that a product of sizes is not its value
     at sizes of 1; return no sizes for any other guard."""
-    found = NOT_PRODUCT.fullmatch(guard)
+    result = NOT_PRODUCT.fullmatch(guard)
     sizes = SIZE.findall(guard)
-    if found is None or not sizes or not all(size in dimensions for size in sizes):
+    if result is None or not sizes or not all(size in dimensions for size in sizes):
         return {}
-    factors = [int(number) for number in SIZE.sub("1", found["product"]).split("*")]
-    if torch.Size(factors).numel() != int(found["number"]):
+    factors = [int(number) for number in SIZE.sub("1", result["product"]).split("*")]
+    if torch.Size(factors).numel() != int(result["number"]):
         return {}
     return {group_of(dimensions[size]): 1 for size in sizes}
 
@@ -161,8 +161,8 @@ def _is_right(
         return False
 
 
-def _same_bits(expected: Any, found: Any) -> bool:
-    pairs = zip(pytree.tree_leaves(expected), pytree.tree_leaves(found), strict=True)
+def _same_bits(expected: Any, value: Any) -> bool:
+    pairs = zip(pytree.tree_leaves(expected), pytree.tree_leaves(value), strict=True)
     return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs if isinstance(a, torch.Tensor))
 
 
@@ -263,7 +263,8 @@ def _set_floats(opaque: OpaqueModule, index: int, inputs: list[int], outputs: li
     )
     if inputs:
         lying_on = tuple(
-            each if position in inputs else None for position, each in enumerate(layout.input_qparams)
+            input_qparam if position in inputs else None
+            for position, input_qparam in enumerate(layout.input_qparams)
         )
         opaque.opaque_layouts[index] = replace(opaque.opaque_layouts[index], float_qparams=lying_on)
 
@@ -332,8 +333,8 @@ def export(
                 checked, args, torch_export.EVERY_SIZE if dynamic_shapes is None else dynamic_shapes
             )
         except Exception as cause:
-            found = _error(model, args, shape, dynamic_shapes, cause)
-            raise found from torch_export.without_frames_of_torch(cause)
+            result = _error(model, args, shape, dynamic_shapes, cause)
+            raise result from torch_export.without_frames_of_torch(cause)
     if dynamic_shapes is None:
         drop_guards_of_ones(program, model, args)
     _freeze(program)

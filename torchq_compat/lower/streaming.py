@@ -75,7 +75,7 @@ def _are_whole(given: Any) -> bool:
     if isinstance(given, Tensor):
         return not (given.is_floating_point() or given.is_complex())
     return argument_checks.INDEX.accepts(given) or (
-        isinstance(given, (list, tuple, range)) and all(isinstance(each, int) for each in given)
+        isinstance(given, (list, tuple, range)) and all(isinstance(item, int) for item in given)
     )
 
 
@@ -142,9 +142,10 @@ def _has_loops(steps: tuple[str, ...]) -> ExportError:
     )
 
 
-def _not_converted(found: nn.Module) -> ExportError:
+def _not_converted(module: nn.Module) -> ExportError:
     return ExportError(
-        f"streaming: {type(found).__name__} is no model that convert_fx or convert_to_reference_fx returned.",
+        f"streaming: {type(module).__name__} is no model that convert_fx or convert_to_reference_fx "
+        "returned.",
         hint="prepare_fx, calibrate, convert_fx, then streaming(what convert_fx returns).",
         code="TQ931",
     )

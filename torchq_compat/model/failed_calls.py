@@ -46,11 +46,11 @@ def explain_failed_call(
     given = pytree.tree_leaves(args)
     sizes = model.record.signature.sizes.of_placeholders(model.graph)
     problem = next(_differences(expected, given, sizes), "")
-    wanted = ", ".join(
+    required = ", ".join(
         f"{name}: {_described(value, dimensions)}"
         for (name, value), dimensions in zip(expected, sizes, strict=True)
     )
-    return _call_failed(stage, _place(cause), problem, cause, wanted)
+    return _call_failed(stage, _place(cause), problem, cause, required)
 
 
 def check_structure(model: GraphModule, args: tuple[Any, ...]) -> None:
@@ -128,16 +128,16 @@ def _differences(
         elif value.device != example.device:
             yield f"argument {name!r} is on {value.device} where the example was on {example.device}"
         else:
-            for size, each in zip(value.shape, dimensions, strict=False):
-                if each.is_fixed and size != each.example:
-                    where = f"in dimension {each.index}, the example {each.example}"
+            for size, dimension in zip(value.shape, dimensions, strict=False):
+                if dimension.is_fixed and size != dimension.example:
+                    where = f"in dimension {dimension.index}, the example {dimension.example}"
                     yield f"argument {name!r} has size {size} {where}"
 
 
 def _described(value: Any, dimensions: Iterable[Dimension]) -> str:
     if not isinstance(value, Tensor):
         return "None" if value is None else type(value).__name__
-    sizes = ", ".join(str(each.example) if each.is_fixed else "any" for each in dimensions)
+    sizes = ", ".join(str(dimension.example) if dimension.is_fixed else "any" for dimension in dimensions)
     return f"{dtype_name(value.dtype)} ({sizes})"
 
 
@@ -178,7 +178,7 @@ def _path_of_reader(node: Node) -> str:
     return next(filter(None, map(_path, node.users)), "") if is_result else _path(node)
 
 
-def _call_failed(stage: str, place: str, problem: str, cause: BaseException, wanted: str) -> CallError:
+def _call_failed(stage: str, place: str, problem: str, cause: BaseException, expected: str) -> CallError:
     lines = str(cause).strip().splitlines() or [""]
     where = f" at {place}" if place else ""
     reason = f"{type(cause).__name__}: {lines[0]}"
@@ -186,6 +186,6 @@ def _call_failed(stage: str, place: str, problem: str, cause: BaseException, wan
         f"the call of the {stage} model failed{where}: {f'{problem}; ' if problem else ''}{reason}",
         hint=SHARDED
         if "DTensor" in reason
-        else f"it was prepared for ({wanted}); compare the arguments in number, structure, shape, dtype "
+        else f"it was prepared for ({expected}); compare the arguments in number, structure, shape, dtype "
         "and device.",
     )

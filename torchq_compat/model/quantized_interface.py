@@ -137,7 +137,7 @@ def quantize_inputs(args: tuple[Any, ...], all_qparams: tuple[QParams | None, ..
 
 
 def _flat(setting: str, indexes: Iterable[int], sizes: list[int]) -> frozenset[int]:
-    found: set[int] = set()
+    matches: set[int] = set()
     for index in indexes:
         if isinstance(index, int) and not 0 <= index < len(sizes):
             # FX ignores such an index too, without a warning.
@@ -146,8 +146,8 @@ def _flat(setting: str, indexes: Iterable[int], sizes: list[int]) -> frozenset[i
         if not isinstance(index, int):
             raise _no_such_index(setting, index, len(sizes))
         first = sum(sizes[:index])
-        found.update(range(first, first + sizes[index]))
-    return frozenset(found)
+        matches.update(range(first, first + sizes[index]))
+    return frozenset(matches)
 
 
 def _returned(graph_module: GraphModule) -> list[Any]:
@@ -190,9 +190,9 @@ def _integers(index: int, value: Any, qparams: QParams) -> Tensor:
         return qparams.quantize(as_float(value))
     if isinstance(value, Tensor) and value.dtype is qparams.dtype:
         return value
-    found = str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
+    result = str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
     raise InputError(
-        f"input {index} is one of input_quantized_indexes: it is taken as {qparams.dtype!s}, got {found}.",
+        f"input {index} is one of input_quantized_indexes: it is taken as {qparams.dtype!s}, got {result}.",
         hint=f"pass a quantized tensor, or converted.input_qparams()[{index}].quantize(x).",
     )
 
@@ -228,15 +228,15 @@ def quantized_values(
         others: the last nodes of the other ops.
         quantized: the nodes whose result is quantized; an input with the qparams of that result is left out.
     """
-    found: list[QuantizedValue] = []
+    matches: list[QuantizedValue] = []
     for edge in _edges_into(model, node, others):
         value = _of_edge(model, edge, path, quantized)
-        if value is not None and value not in found:
-            found.append(value)
-    inputs = [value for value in found if value.role == "input"]
+        if value is not None and value not in matches:
+            matches.append(value)
+    inputs = [value for value in matches if value.role == "input"]
     return tuple(
         value if value.role == "weight" or len(inputs) == 1 else value.numbered(inputs.index(value))
-        for value in found
+        for value in matches
     )
 
 

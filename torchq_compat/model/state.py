@@ -193,7 +193,7 @@ def _zero_points(model: nn.Module) -> Iterator[tuple[str, torch.dtype]]:
             if getattr(node.target, "namespace", "") == NAMESPACE and len(node.args) > 2:
                 zero_point, dtypes = (
                     node.args[2],
-                    [each for each in node.args if isinstance(each, torch.dtype)],
+                    [arg for arg in node.args if isinstance(arg, torch.dtype)],
                 )
                 if isinstance(zero_point, Node) and zero_point.op == "get_attr" and dtypes:
                     yield f"{path}.{zero_point.target}".removeprefix("."), dtypes[0]

@@ -193,23 +193,23 @@ def _is_scaling(node: Node) -> bool:
 
 def _inputs_of(nodes: list[Node]) -> Iterator[Node]:
     """Yield each value once that ``nodes`` read and that depends on the model's inputs."""
-    found: dict[Node, None] = {}
+    matches: dict[Node, None] = {}
     for node in nodes:
         for source in node.all_input_nodes:
             if source not in nodes and _depends_on_inputs(source):
-                found[source] = None
-    return iter(found)
+                matches[source] = None
+    return iter(matches)
 
 
 def _depends_on_inputs(node: Node) -> bool:
     waiting, seen = [node], set[Node]()
     while waiting:
-        each = waiting.pop()
-        if each.op == "placeholder":
+        item = waiting.pop()
+        if item.op == "placeholder":
             return True
-        if each not in seen:
-            seen.add(each)
-            waiting.extend(each.all_input_nodes)
+        if item not in seen:
+            seen.add(item)
+            waiting.extend(item.all_input_nodes)
     return False
 
 

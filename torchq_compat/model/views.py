@@ -60,7 +60,7 @@ class ModuleFacts:
 
 def describe_modules(model: nn.Module) -> dict[str, ModuleFacts]:
     """Return path -> facts, for all modules of ``model`` that FX does not trace into, such as torch.nn's."""
-    found = {}
+    result = {}
     paths: dict[nn.Module, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         paths.setdefault(module, []).append(path)
@@ -71,10 +71,10 @@ def describe_modules(model: nn.Module) -> dict[str, ModuleFacts]:
                 for name, value in vars(module).items()
                 if not name.startswith("_") and isinstance(value, SETTINGS) and name != "training"
             }
-            found[path] = ModuleFacts(
+            result[path] = ModuleFacts(
                 type(module).__name__, settings, module.extra_repr(), tuple(paths[module][1:])
             )
-    return found
+    return result
 
 
 def install_views(converted: GraphModule, facts: Mapping[str, ModuleFacts]) -> None:
@@ -149,12 +149,12 @@ class ModuleView(nn.Module):
             owner, path, facts = vars(self)["_view"]
             if name.startswith("__") or owner() is None:
                 raise
-        found = self._answer(owner(), path, name)
-        if found is MISSING:
-            found = facts.settings.get(name, MISSING) if name not in _ANSWERS else MISSING
-        if found is MISSING:
+        result = self._answer(owner(), path, name)
+        if result is MISSING:
+            result = facts.settings.get(name, MISSING) if name not in _ANSWERS else MISSING
+        if result is MISSING:
             raise self._refusal(path, facts.kind, name)
-        return found
+        return result
 
     def _answer(self, owner: GraphModule, path: str, name: str) -> Any:
         return _ANSWERS[name](owner, path) if name in _ANSWERS else MISSING
@@ -261,12 +261,12 @@ def _plain_module(state: dict[str, Any]) -> nn.Module:
 
 def hooked_views(owner: GraphModule) -> dict[str, nn.Module]:
     """Return path -> view, for the views in ``owner`` that have hooks."""
-    found: dict[str, nn.Module] = {}
+    matches: dict[str, nn.Module] = {}
     for view in HOOKED:
         of, path, _ = vars(view)["_view"]
         if of() is owner and has_hooks(view):
-            found[path] = view
-    return dict(sorted(found.items()))
+            matches[path] = view
+    return dict(sorted(matches.items()))
 
 
 @cache
@@ -281,12 +281,12 @@ def parent_of(model: nn.Module, path: str) -> tuple[nn.Module | None, str]:
     """
     *parents, name = path.split(".")
     module = model
-    for each in parents:
-        if each not in module._modules:
-            if each in vars(module):
+    for parent in parents:
+        if parent not in module._modules:
+            if parent in vars(module):
                 return None, name
-            module._modules[each] = nn.Module()
-        child = module._modules[each]
+            module._modules[parent] = nn.Module()
+        child = module._modules[parent]
         if child is None or type(child) is not nn.Module:
             return None, name
         module = child
@@ -295,11 +295,11 @@ def parent_of(model: nn.Module, path: str) -> tuple[nn.Module | None, str]:
 
 def nodes_by_path(graph_module: GraphModule) -> dict[str, list[Node]]:
     """Return module path -> ops of that module, without q-dq."""
-    found: dict[str, list[Node]] = {}
+    matches: dict[str, list[Node]] = {}
     for node in graph_module.graph.nodes:
         if node.op == "call_function" and node.target not in (*DEQUANTIZES, QUANTIZE):
-            found.setdefault(module_path_of(node).partition("@")[0], []).append(node)
-    return found
+            matches.setdefault(module_path_of(node).partition("@")[0], []).append(node)
+    return matches
 
 
 def _nodes_at(graph_module: GraphModule, path: str) -> list[Node]:
@@ -363,19 +363,17 @@ def _weight(owner: GraphModule, path: str) -> Any:
         return MISSING
 
     def weight() -> Tensor:
-        values: list[Any] = [
-            attribute_of(owner, each) if isinstance(each, Node) else each for each in node.args
-        ]
+        values: list[Any] = [attribute_of(owner, arg) if isinstance(arg, Node) else arg for arg in node.args]
         integers, *qparams = values
         if integers.dtype not in LEGACY_DTYPES:
             return Tensor(integers)
         if node.target is DEQUANTIZE_PER_CHANNEL:
             scales, zero_points, axis = qparams[:3]
-            made = of_integers_per_channel(integers, scales, zero_points, axis)
+            result = of_integers_per_channel(integers, scales, zero_points, axis)
         else:
-            made = of_integers(integers, *qparams[:2])
-        assert isinstance(made, Tensor)
-        return made
+            result = of_integers(integers, *qparams[:2])
+        assert isinstance(result, Tensor)
+        return result
 
     return weight
 
@@ -387,10 +385,10 @@ def _bias(owner: GraphModule, path: str) -> Any:
     if weight is None:
         return MISSING
     op = next(node for node in _nodes_at(owner, path) if weight in node.all_input_nodes)
-    found = op.args[2] if len(op.args) > 2 else op.kwargs.get("bias")
+    result = op.args[2] if len(op.args) > 2 else op.kwargs.get("bias")
 
     def bias() -> Any:
-        return attribute_of(owner, found) if isinstance(found, Node) else None
+        return attribute_of(owner, result) if isinstance(result, Node) else None
 
     return bias
 

@@ -335,9 +335,9 @@ class AttentionModule(PartOwner):
         (output,) = self.project_out(attended)
         returned: Tensor | None = None
         if call.need_weights:
-            wanted = weights.mean(1) if call.average else weights
-            (flat,) = self.returned_weights(wanted.flatten())
-            returned = as_dtype(flat.view_as(wanted), dtype)
+            expected = weights.mean(1) if call.average else weights
+            (flat,) = self.returned_weights(expected.flatten())
+            returned = as_dtype(flat.view_as(expected), dtype)
         return call.results(self.structure, as_dtype(output, dtype), returned)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -507,14 +507,14 @@ class AttentionHandler(parts_handler.PartOwnerHandler):
         ]
 
     def convert(self, request: ConvertRequest) -> OpaqueModule:
-        made = parts_handler.converted_by_its_class(
+        result = parts_handler.converted_by_its_class(
             request,
             (ConvertedMultiheadAttention, LEGACY_CONVERTED),
             lambda: ConvertedMultiheadAttention.from_observed(request.observed),
         )
-        if not isinstance(made, ConvertedMultiheadAttention):
-            raise CustomModuleError.not_observed_here(type(made).__name__)
-        return made
+        if not isinstance(result, ConvertedMultiheadAttention):
+            raise CustomModuleError.not_observed_here(type(result).__name__)
+        return result
 
     def wanted_of_fx(
         self, opaque: OpaqueModule, state: FxState, prefix: str, wanted_by_model: WantedByModel
@@ -525,10 +525,10 @@ class AttentionHandler(parts_handler.PartOwnerHandler):
             state.forgive(
                 f"{prefix}.{name}"
             )  # torch.ao's observed module has them still, beside linear_Q, K and V.
-        wanted = Wanted(only_fx=(f"{prefix}.q_scaling_product.activation_post_process",))
+        expected = Wanted(only_fx=(f"{prefix}.q_scaling_product.activation_post_process",))
         for path, graph in opaque.graphs():
-            wanted += parts_handler.wanted_by_parts(graph, prefix).below(path)
-        return wanted
+            expected += parts_handler.wanted_by_parts(graph, prefix).below(path)
+        return expected
 
     def mapping_hint(self, module: nn.Module) -> str | None:
         if not isinstance(module, nn.MultiheadAttention):

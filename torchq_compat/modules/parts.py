@@ -463,12 +463,12 @@ class PartOwner(OpaqueModule, ABC):
         every call."""
         if self.inputs_named_as is None:
             return {}
-        found: dict[str, set[QParams | None]] = {}
+        matches: dict[str, set[QParams | None]] = {}
         for layout in self.opaque_layouts:
             labels = input_labels(self.inputs_named_as, layout.inputs)
             for label, qparams in zip(labels, layout.input_qparams, strict=bool(layout.input_qparams)):
-                found.setdefault(label, set()).add(qparams)
-        single = {label: all_qparams.pop() for label, all_qparams in found.items() if len(all_qparams) == 1}
+                matches.setdefault(label, set()).add(qparams)
+        single = {label: all_qparams.pop() for label, all_qparams in matches.items() if len(all_qparams) == 1}
         return {label: qparams for label, qparams in single.items() if isinstance(qparams, PerTensorQParams)}
 
     def take_over(self, other: PartOwner) -> None:

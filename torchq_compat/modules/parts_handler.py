@@ -112,19 +112,19 @@ def observed_by_its_class(request: ObserveRequest, standard: Standard, build: Ca
     """Return ``build()`` if the observed class has the ``from_float`` of a ``standard`` class; else the
     result of its own ``from_float``."""
     if inherits(request.observed_class, "from_float", standard):
-        made = build()
+        result = build()
     else:
         request.module.qconfig = request.qconfig  # type: ignore[assignment]  # where FX puts it
-        made = request.observed_class.from_float(request.module)  # type: ignore[attr-defined]
-    _warn_if_observed_class_unused(request, standard, made)
-    return made
+        result = request.observed_class.from_float(request.module)  # type: ignore[attr-defined]
+    _warn_if_observed_class_unused(request, standard, result)
+    return result
 
 
-def _warn_if_observed_class_unused(request: ObserveRequest, standard: Standard, made: object) -> None:
+def _warn_if_observed_class_unused(request: ObserveRequest, standard: Standard, value: object) -> None:
     """Warn if the user's observed class has its own ``forward``, which ``made`` does not call."""
     observed = request.observed_class
-    is_standard = any(_computes_alike(observed, each) for each in standard if each is not None)
-    if is_standard or (type(made) is observed and not issubclass(observed, OpaqueModule)):
+    is_standard = any(_computes_alike(observed, item) for item in standard if item is not None)
+    if is_standard or (type(value) is observed and not issubclass(observed, OpaqueModule)):
         return
     warn_user("TQ408", kind=observed.__name__, path=request.path, observed="the class it inherits from")
 

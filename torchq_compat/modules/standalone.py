@@ -42,8 +42,8 @@ def standalone(kind: type[T]) -> type[T]:
 
     def layouts(self: Any) -> list[CallLayout]:
         # In meta, because GraphModule.__deepcopy__ drops other attributes.
-        found: list[CallLayout] = self.meta.get(metadata.LAYOUTS.name, [])
-        return found
+        matches: list[CallLayout] = self.meta.get(metadata.LAYOUTS.name, [])
+        return matches
 
     def set_layouts(self: Any, layouts: list[CallLayout]) -> None:
         self.meta[metadata.LAYOUTS.name] = layouts
@@ -67,10 +67,10 @@ def standalone(kind: type[T]) -> type[T]:
         of_instance.forward = forward
         return code
 
-    made: Any = kind
-    made.opaque_layouts, made.__call__, made.recompile = property(layouts, set_layouts), call, recompile
+    value: Any = kind
+    value.opaque_layouts, value.__call__, value.recompile = property(layouts, set_layouts), call, recompile
     # Quantized results are integers already.
-    made.opaque_hand_out = lambda self, result, qparams: result
+    value.opaque_hand_out = lambda self, result, qparams: result
     return kind
 
 

@@ -131,8 +131,8 @@ def _modules_with_paths(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[str
     for path, module in model.named_modules(remove_duplicate=False):
         if path:
             paths.setdefault(module, []).append(path)
-    for module, found in paths.items():
-        yield module, tuple(found)
+    for module, result in paths.items():
+        yield module, tuple(result)
 
 
 def _inside(paths: tuple[str, ...], swaps: list[Swap]) -> bool:
@@ -193,12 +193,12 @@ def _mapping_of_base(
     return None
 
 
-def _why_unmapped(module_class: type[nn.Module], wanted: QuantType, settings: PrepareSettings) -> str:
+def _why_unmapped(module_class: type[nn.Module], quant_type: QuantType, settings: PrepareSettings) -> str:
     mapped = [
         kind.name.lower() for kind, classes in settings.float_to_observed.items() if module_class in classes
     ]
     if mapped:
-        return f"its qconfig is {wanted.name.lower()} and its class is mapped for {mapped[0]} qconfigs"
+        return f"its qconfig is {quant_type.name.lower()} and its class is mapped for {mapped[0]} qconfigs"
     return NO_MAPPING
 
 
@@ -214,11 +214,11 @@ def _find_standalone(
 
 
 def _left_float(module: nn.Module, path: str, rules: QConfigRules, reason: str, hint: str) -> Decision:
-    wanted = select_for_module(rules, type(module), path).qconfig is not None
+    expected = select_for_module(rules, type(module), path).qconfig is not None
     return Decision(
         path,
         type(module).__name__,
         Action.FLOAT,
-        f"{reason}; {hint}" if wanted and hint else reason,
-        warn=wanted,
+        f"{reason}; {hint}" if expected and hint else reason,
+        warn=expected,
     )

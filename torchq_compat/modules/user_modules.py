@@ -182,10 +182,10 @@ class OpaqueUserModule(OpaqueModule):
         return super().opaque_hand_out(as_float(result), qparams)
 
     def opaque_check_results(self, layout: CallLayout, results: Any) -> None:
-        found, _ = Structure.take_apart(results)
-        if found != layout.outputs:
+        result, _ = Structure.take_apart(results)
+        if result != layout.outputs:
             raise CustomModuleError.other_results(
-                self.opaque_path, self.opaque_users_class, _shown(layout.outputs), _shown(found)
+                self.opaque_path, self.opaque_users_class, _shown(layout.outputs), _shown(result)
             )
 
 
@@ -330,9 +330,9 @@ class UserModuleHandler(registry.CustomModuleHandler):
             raise
         except Exception as cause:
             raise _call_raised(path, opaque.opaque_users_class, cause) from cause
-        for wanted, found in zip(map(_shown_setting, expected), map(_shown_setting, results), strict=True):
-            if wanted != found:
-                raise CustomModuleError.other_results(path, opaque.opaque_users_class, wanted, found)
+        for required, result in zip(map(_shown_setting, expected), map(_shown_setting, results), strict=True):
+            if required != result:
+                raise CustomModuleError.other_results(path, opaque.opaque_users_class, required, result)
 
     def convert(self, request: registry.ConvertRequest) -> OpaqueModule:
         opaque, path = request.observed, request.path
@@ -345,7 +345,9 @@ class UserModuleHandler(registry.CustomModuleHandler):
         observed = as_users_module(opaque)
         if request.output_observers:
             # FX sets it there; legacy classes read their output qparams from it.
-            first, *more = (observer_of_all_calls(each) for each in request.output_observers)
+            first, *more = (
+                observer_of_all_calls(output_observer) for output_observer in request.output_observers
+            )
             observed.activation_post_process = nn.ModuleList([first, *more]) if more else first
         quantized = made_by(request.quantized_class, "from_observed", observed, path)
         if isinstance(quantized, OpaqueModule) and registry.handler_of(quantized) is not None:
@@ -365,18 +367,18 @@ def made_by(owner: type[nn.Module], method: str, module: nn.Module, path: str) -
         CustomModuleError: if the method raises, or does not return a module.
     """
     try:
-        made = getattr(owner, method)(module)
+        result = getattr(owner, method)(module)
     except TorchQCompatError:
         raise
     except Exception as cause:
         raise _method_raised(path, owner, method, cause) from cause
-    if not isinstance(made, nn.Module):
+    if not isinstance(result, nn.Module):
         raise CustomModuleError(
-            f"{owner.__qualname__}.{method} for the module at {path!r} returned {type(made).__name__}.",
+            f"{owner.__qualname__}.{method} for the module at {path!r} returned {type(result).__name__}.",
             hint=f"{method} has to return the nn.Module to use instead.",
             code="TQ942",
         )
-    return made
+    return result
 
 
 def _all(label_lists: Any) -> list[str]:

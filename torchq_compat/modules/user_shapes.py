@@ -147,19 +147,19 @@ def _size(pair: tuple[int, int], call: _Call, moves: Moves) -> Any:
     return pair[0]
 
 
-def _shapes_unknown(path: str, found: type, cause: BaseException) -> CustomModuleError:
+def _shapes_unknown(path: str, cls: type, cause: BaseException) -> CustomModuleError:
     first_line = str(cause).strip().split("\n", 1)[0]
     return CustomModuleError(
-        f"the shapes of the results of {found.__name__} at {path!r} cannot be computed without data: "
+        f"the shapes of the results of {cls.__name__} at {path!r} cannot be computed without data: "
         f"{type(cause).__name__}: {first_line}",
         hint="register a torchq_compat.custom_modules.UserModuleHandler whose fake_call computes them.",
         code="TQ942",
     )
 
 
-def _shapes_depend_on_data(path: str, found: type) -> CustomModuleError:
+def _shapes_depend_on_data(path: str, cls: type) -> CustomModuleError:
     return CustomModuleError(
-        f"the shapes of the results of {found.__name__} at {path!r} are no sizes of its inputs.",
+        f"the shapes of the results of {cls.__name__} at {path!r} are no sizes of its inputs.",
         hint="register a torchq_compat.custom_modules.UserModuleHandler whose fake_call computes them.",
         code="TQ942",
     )

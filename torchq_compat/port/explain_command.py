@@ -51,12 +51,12 @@ def explain_command(args: argparse.Namespace) -> int:
     """
     if args.passes:
         for stage, passes in PASSES.items():
-            for each in passes:
-                print(f"{stage:8} {each.name}: {each.guarantees}")
+            for item in passes:
+                print(f"{stage:8} {item.name}: {item.guarantees}")
         return 0
     if args.list or not args.codes:
-        titles = {code: each.title for code, each in (CONSTRUCTS | CODES).items()}
-        titles |= {code: f"FX: {each.fx}".replace("`", "") for code, each in DIFFERENCES.items()}
+        titles = {code: entry.title for code, entry in (CONSTRUCTS | CODES).items()}
+        titles |= {code: f"FX: {difference.fx}".replace("`", "") for code, difference in DIFFERENCES.items()}
         for first, what in RANGES.items():
             print(f"TQ{first}xx {what}")
             for code, title in sorted(titles.items()):
@@ -94,7 +94,7 @@ def explained(code: str, width: int) -> str:
         if index % 2:
             lines += ["", *(f"    {line}".rstrip() for line in passage.splitlines()[1:-1])]
             continue
-        for paragraph in filter(None, (each.strip() for each in passage.split("\n\n"))):
+        for paragraph in filter(None, (item.strip() for item in passage.split("\n\n"))):
             lines += ["", *_wrapped(" ".join(paragraph.replace("`", "").split()), width)]
     return "\n".join(lines)
 

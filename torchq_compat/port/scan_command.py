@@ -158,7 +158,8 @@ def as_data(scan: Scan) -> dict[str, Any]:
         "files": scan.files,
         "findings": [_finding_data(finding) for finding in scan.findings],
         "problems": [
-            {"file": str(each.path), "reason": each.reason, "code": each.code} for each in scan.problems
+            {"file": str(problem.path), "reason": problem.reason, "code": problem.code}
+            for problem in scan.problems
         ],
     }
 

@@ -345,11 +345,11 @@ def scan_paths(
     """
     scan = Scan()
     files: list[Path] = []
-    for found in find_files(paths):
-        if isinstance(found, Problem):
-            scan.problems.append(found)
+    for find_file in find_files(paths):
+        if isinstance(find_file, Problem):
+            scan.problems.append(find_file)
         else:
-            files.append(found)
+            files.append(find_file)
     scan.files = len(files)
     tree = Tree(files)
     documents = list(_candidates(files, tree, scan.problems, progress))
@@ -410,8 +410,8 @@ def _sites_and_taken(
     tree: Tree, seconds: float, document: Document
 ) -> tuple[list[Finding], list[Problem], dict[Path, set[str]]]:
     problems: list[Problem] = []
-    found = _sites(document, _origin(tree, document.path), problems, seconds)
-    return found, problems, tree.taken
+    result = _sites(document, _origin(tree, document.path), problems, seconds)
+    return result, problems, tree.taken
 
 
 def _origin(tree: Tree, path: Path) -> Origin:

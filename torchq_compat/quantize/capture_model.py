@@ -123,7 +123,7 @@ def capture_model(
     )
     try:
         with torch_export.failed_attempts_held_back():
-            case, found = capture_checked(case)
+            case, result = capture_checked(case)
     except Exception as cause:
         raise torch_export.explain_failure(model, args, cause) from torch_export.without_frames_of_torch(
             cause
@@ -132,7 +132,7 @@ def capture_model(
         watching.remove()
     if tried.problem is not None:
         raise tried.problem
-    return CapturedModel(case, found)
+    return CapturedModel(case, result)
 
 
 # The observed modules behind the opaque calls of a captured model, and the specs around each call.
@@ -265,24 +265,24 @@ def share_modules(
     candidates = {} if quantizer is None else _candidates(captured, swaps)
     if quantizer is None or not candidates:
         return {}, list(decisions)
-    wanted, why_not = _wanted(captured, modules, candidates, quantizer, is_fixed=is_fixed)
+    expected, why_not = _wanted(captured, modules, candidates, quantizer, is_fixed=is_fixed)
     kept = []
     for decision in decisions:
-        if decision.path in wanted:
+        if decision.path in expected:
             continue  # The graph has the Quantizer's decision.
         if decision.path in candidates and decision.action is Action.FLOAT:
             decision = replace(decision, reason=f"{decision.reason}; {why_not}")
         kept.append(decision)
-    return {path: candidates[path] for path in wanted}, kept
+    return {path: candidates[path] for path in expected}, kept
 
 
 def _candidates(captured: CapturedModel, swaps: Sequence[Swap]) -> dict[str, WriteOps]:
-    found = {}
+    result = {}
     for swap in swaps:
         write = None if swap.request is not None else swap.handler.ops_writer(swap.module)
         if write is not None and captured.stubs.layouts(swap.paths[0]):
-            found[swap.paths[0]] = write
-    return found
+            result[swap.paths[0]] = write
+    return result
 
 
 def _wanted(
@@ -315,8 +315,8 @@ def _wanted(
         return set(), f"{name} fails on its ops: {type(failed.raised).__name__}: {first_line}"
     # An op whose results are no longer read was rewritten by the Quantizer as ops of its own.
     annotated, read = (_module_paths(trial, accepts) for accepts in (_is_annotated, _is_read))
-    wanted = (written & annotated) | (written - read)
-    return wanted, f"{name} does not annotate its ops either"
+    expected = (written & annotated) | (written - read)
+    return expected, f"{name} does not annotate its ops either"
 
 
 def _is_annotated(node: Node) -> bool:

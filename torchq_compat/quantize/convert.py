@@ -63,7 +63,7 @@ def decide_switched_off(
     Raises:
         ConfigError: ``after`` gives an op another QConfig, or switches a custom module off.
     """
-    found: SwitchedOff = {}
+    switched_off: SwitchedOff = {}
     for node in prepared.graph.nodes:
         record = op_record(node)
         if record is None:
@@ -77,14 +77,14 @@ def decide_switched_off(
                     "an observed custom module has no float form to go back to",
                     "set its qconfig to None in the mapping given to prepare_fx.",
                 )
-            found[record.label] = now.rule
+            switched_off[record.label] = now.rule
         elif now.qconfig is not None and not qconfig_mappings.same_qconfig(was.qconfig, now.qconfig):
             raise ConfigError(
                 f"convert_fx: qconfig_mapping gives {record.label!r} another qconfig than prepare_fx did "
                 f"({now.rule}).",
                 hint="its observers were made for the one of prepare_fx; convert can only switch them off.",
             )
-    return found
+    return switched_off
 
 
 def remove_observers(prepared: GraphModule, switched_off: SwitchedOff) -> None:
@@ -350,7 +350,7 @@ def _working_copy(prepared: GraphModule, settings: ConvertSettings) -> GraphModu
         for name, parameter in prepared.named_parameters(remove_duplicate=False)
         if not name.startswith(tuple(f"{path}." for path in sharing))
     }
-    parameters = [each for opaque in sharing.values() for each in opaque.parameters() if id(each) not in tied]
+    parameters = [item for opaque in sharing.values() for item in opaque.parameters() if id(item) not in tied]
     with whole_weights(prepared) as whole:
         return copy.deepcopy(prepared, {id(parameter): parameter for parameter in parameters} | whole)
 
@@ -402,14 +402,14 @@ def _output_observers(working: GraphModule, path: str) -> tuple[tuple[nn.Module,
     """Return the observers of each result of the opaque module at ``path``, in flat order: one observer for
     each call."""
     observers = {user.args[0]: observer for user, observer in observed_graph.observer_nodes(working)}
-    found: dict[int, list[nn.Module]] = {}
+    matches: dict[int, list[nn.Module]] = {}
     for call in opaque_calls.opaque_call_nodes(working):
         for getitem in call.users if call.target == path else ():
             position = getitem.args[1]
             assert isinstance(position, int)
             if getitem in observers:
-                found.setdefault(position, []).append(observers[getitem])
-    return tuple(tuple(found[position]) for position in sorted(found))
+                matches.setdefault(position, []).append(observers[getitem])
+    return tuple(tuple(matches[position]) for position in sorted(matches))
 
 
 def _check_observers(prepared: GraphModule) -> None:

@@ -90,7 +90,7 @@ def _restore_weight_observers(
     for node in working.graph.nodes:
         if node.op != "call_module" or node.target not in weights:
             continue
-        records = [found for found in map(op_record, node.users) if found is not None]
+        records = [result for result in map(op_record, node.users) if result is not None]
         qconfig = records[0].select(rules).qconfig if records else None
         spec = None if qconfig is None else OpSpecs(qconfig).weight
         if spec is not None:

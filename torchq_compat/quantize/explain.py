@@ -53,20 +53,26 @@ def explain(model: nn.Module) -> Report:
     if record is None or not isinstance(model, QuantizationGraphModule):
         about_modules = vars(model).get(MODULE_DECISIONS) or tuple(_of_float_model(model))
         modules = dict(model.named_modules())
-        return Report(tuple(itertools.chain(*([each, *_inside(modules, each)] for each in about_modules))))
+        return Report(
+            tuple(
+                itertools.chain(
+                    *([about_module, *_inside(modules, about_module)] for about_module in about_modules)
+                )
+            )
+        )
     lowering, model = model.lowering, model.reference
     nodes = {node.name: node for node in model.graph.nodes}
-    last = {nodes[each.node] for each in record.decisions if each.node in nodes}
+    last = {nodes[element.node] for element in record.decisions if element.node in nodes}
     quantized = {
-        nodes[each.node]
-        for each in record.decisions
-        if each.node in nodes and each.action is not Action.FLOAT
+        nodes[member.node]
+        for member in record.decisions
+        if member.node in nodes and member.action is not Action.FLOAT
     }
-    on_integers = {each.node for each in lowering if each.action is Action.LOWERED and each.node}
+    on_integers = {entry.node for entry in lowering if entry.action is Action.LOWERED and entry.node}
     places = _Places(model)
     told: list[tuple[int, list[Decision]]] = []
     before = 0
-    own = {each.path: each for each in record.decisions if each.action is Action.FOLDED}
+    own = {item.path: item for item in record.decisions if item.action is Action.FOLDED}
     folded = _folded(model, record.batch_norms, own)
     modules = dict(model.named_modules())
     for decision in record.decisions:
@@ -79,8 +85,8 @@ def explain(model: nn.Module) -> Report:
         values: tuple[QuantizedValue, ...] = ()
         if decision.action in (Action.QUANTIZED, Action.SHARED):
             ends = [node] if node else places.calls(decision.path)
-            found = (quantized_values(model, end, decision.path, last - {end}, quantized) for end in ends)
-            values = tuple(dict.fromkeys(itertools.chain(*found)))
+            result = (quantized_values(model, end, decision.path, last - {end}, quantized) for end in ends)
+            values = tuple(dict.fromkeys(itertools.chain(*result)))
         decision = replace(decision, details=result_details(node), values=values)
         place = places.of(decision)
         if place >= places.behind and decision.node:
@@ -136,13 +142,13 @@ def _folded(
     """Return the decisions about batch norms that left the graph, by the path of the op before them; ``own``
     are those of prepare. Behind a folded batch norm its path may have an activation."""
     left = {module_path_of(node) for node in model.graph.nodes}
-    found: dict[str, list[Decision]] = {}
+    matches: dict[str, list[Decision]] = {}
     for path, producer in before.items():
         if path not in left or path in own:
             reason = f"it is in the weight of {producer}" if producer else "it is in the weight it follows"
             decision = own.get(path) or Decision(path, "BatchNorm", Action.FOLDED, reason)
-            found.setdefault(producer, []).append(decision)
-    return found
+            matches.setdefault(producer, []).append(decision)
+    return matches
 
 
 def _of_float_model(model: nn.Module) -> Iterator[Decision]:

@@ -240,12 +240,12 @@ class WaitingModel(nn.Module):
         with TURNS:
             if type(self) is not WaitingModel:  # Another thread's call was first.
                 return self(*args, **kwargs)
-            made = self._made(args, kwargs)
+            built = self._made(args, kwargs)
             own = {name: vars(self)[name] for name in OWN_HOOKS}
-            object.__setattr__(self, "__dict__", made.__dict__)
-            self.__class__ = type(made)  # type: ignore[assignment]
-            vars(self)[MADE] = made  # Finalizers forget its packed weights with it.
-            hand_over_views(made, self)
+            object.__setattr__(self, "__dict__", built.__dict__)
+            self.__class__ = type(built)  # type: ignore[assignment]
+            vars(self)[MADE] = built  # Finalizers forget its packed weights with it.
+            hand_over_views(built, self)
             result = self(*args, **kwargs)
         # Give it the hooks only now: torch calls those of this first call around this method.
         self.__dict__.update(own)
@@ -262,33 +262,33 @@ class WaitingModel(nn.Module):
             self._set_flags({**modes, **since.flags})
             with torch.inference_mode(mode=False), torch.enable_grad():
                 examples = pytree.tree_map(_out_of_inference_mode, bound.args)
-                made = self.make(self.float_model, examples)
+                result = self.make(self.float_model, examples)
         except BaseException:
             self._set_flags(modes)
             for path, state in hooks.items():
                 modules[path].__dict__.update(state)
             raise
-        self._adopt_parameters(made)
+        self._adopt_parameters(result)
         if since.mode is not None:
-            made.train(since.mode)
+            result.train(since.mode)
         if since.state is not None:
             state, strict, assign = since.state
-            made.load_state_dict(state, strict=strict, assign=assign)
+            result.load_state_dict(state, strict=strict, assign=assign)
         for path, state in hooks.items():
-            _give_hooks(made, path, state)
-        cast("GraphModule", made).meta.update(self.meta)
-        return made
+            _give_hooks(result, path, state)
+        cast("GraphModule", result).meta.update(self.meta)
+        return result
 
     def _set_flags(self, flags: Mapping[str, bool]) -> None:
         for path, module in self.float_model.named_modules():
             module.training = flags.get(path, module.training)
 
-    def _adopt_parameters(self, made: nn.Module) -> None:
+    def _adopt_parameters(self, module: nn.Module) -> None:
         """Put this model's parameters in the place of their copies in ``made``: an optimizer has them."""
         lost = []
         for name, parameter in nn.Module.named_parameters(self):
             path, _, leaf = name.rpartition(".")
-            owner = _submodule(made, path)
+            owner = _submodule(module, path)
             copied = None if owner is None else owner._parameters.get(leaf)
             if owner is None or copied is None or copied.shape != parameter.shape:
                 lost.append(name)
@@ -400,14 +400,14 @@ def _taken_hooks(module: nn.Module) -> dict[str, Any]:
     return state
 
 
-def _give_hooks(made: nn.Module, path: str, state: dict[str, Any]) -> None:
+def _give_hooks(module: nn.Module, path: str, state: dict[str, Any]) -> None:
     """Give the module or view at ``path`` the hooks themselves, whose handles then remove them there."""
     if not state:
         return
-    owner = _submodule(made, path)
+    owner = _submodule(module, path)
     try:
         if owner is not None and isinstance(owner, ModuleView):
-            check_hookable(cast("GraphModule", made), path)
+            check_hookable(cast("GraphModule", module), path)
             HOOKED.add(owner)
         # A plain module only holds others, as in FX.
         is_called = owner is not None and type(owner) is not nn.Module

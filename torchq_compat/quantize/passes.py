@@ -46,7 +46,7 @@ def carries_out(
     passes: tuple[Pass, ...], name: str
 ) -> Callable[[Callable[[State], None]], Callable[[State], None]]:
     """Return a decorator that binds a function of the state to the pass ``name`` of ``passes``."""
-    assert any(each.name == name for each in passes), name
+    assert any(item.name == name for item in passes), name
 
     def bind(function: Callable[[State], None]) -> Callable[[State], None]:
         _BOUND[id(passes), name] = function
@@ -58,8 +58,8 @@ def carries_out(
 def run_passes(passes: tuple[Pass, ...], state: Any) -> None:
     """Run ``passes`` on ``state``, each with what it needs."""
     with slow_stages(next(stage for stage, listed in PASSES.items() if listed is passes)) as begin:
-        for each in passes:
-            assert all(hasattr(state, name) for name in each.needs), each
-            begin(each.name)
-            _BOUND[id(passes), each.name](state)
-            assert all(hasattr(state, name) for name in each.gives), each
+        for item in passes:
+            assert all(hasattr(state, name) for name in item.needs), item
+            begin(item.name)
+            _BOUND[id(passes), item.name](state)
+            assert all(hasattr(state, name) for name in item.gives), item

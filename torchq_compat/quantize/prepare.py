@@ -319,7 +319,9 @@ def _observe(state: _Preparing) -> None:
     growing = checked.growing_values(state.captured.case, state.captured.found)
     reads_growing = dict(growing)
     for node in graph_module.graph.nodes if growing else ():  # An op quantizes what it reads, too.
-        known = next((growing[each.name] for each in node.all_input_nodes if each.name in growing), None)
+        known = next(
+            (growing[producer.name] for producer in node.all_input_nodes if producer.name in growing), None
+        )
         if known is not None:
             reads_growing.setdefault(node.name, known)
     state.interface = _read_interface(state.captured, state.request)
@@ -334,7 +336,7 @@ def _observe(state: _Preparing) -> None:
     )
     state.observed, decided = _insert_observers(captured, state.request)
     named = {decision.path for decision in state.decisions}
-    decided = tuple(_with_growth(each, reads_growing.get(each.node)) for each in decided)
+    decided = tuple(_with_growth(item, reads_growing.get(item.node)) for item in decided)
     state.decisions.extend(decision for decision in decided if decision.path not in named)
 
 
@@ -394,7 +396,7 @@ def _check(state: _Preparing) -> None:
 
 def _fused(state: _Preparing) -> set[str]:
     """Return the paths of the batch norms behind a quantized op, which FX makes one module with it."""
-    quantized = {each.path for each in state.decisions if each.action is Action.QUANTIZED}
+    quantized = {decision.path for decision in state.decisions if decision.action is Action.QUANTIZED}
     return {norm for norm, source in state.batch_norms.items() if source in quantized}
 
 

@@ -285,7 +285,7 @@ def rules_beside(
     }
     for path, qconfig in own.items():
         mapping.set_module_name(path, qconfig) if path else mapping.set_global(qconfig)
-    mapped = {each for classes in settings.float_to_observed.values() for each in classes}
+    mapped = {item for classes in settings.float_to_observed.values() for item in classes}
     paths = [
         path
         for path, module in model.named_modules()
@@ -313,9 +313,9 @@ def _is_inside(path: str, name: str) -> bool:
 def _over_time(spec: QuantizationSpec, setting: str) -> SpecObserverConstructor:
     """Return the constructor of ``spec``; of a histogram in place of a moving average, which over the steps
     of a sequence stays near the range of the first ones."""
-    made = make_observer(spec)
-    if isinstance(made, MovingAverageMinMaxObserver):
-        eps = float(made.eps)
+    result = make_observer(spec)
+    if isinstance(result, MovingAverageMinMaxObserver):
+        eps = float(result.eps)
         spec = replace(spec, observer_or_fake_quant_ctr=HistogramObserver.with_args(eps=eps))
     return SpecObserverConstructor(spec, setting)
 
@@ -329,10 +329,10 @@ class _Probe(nn.Module):
         for path in paths:
             parent: nn.Module = self
             *outer, name = path.split(".")
-            for each in outer:
-                if each not in dict(parent.named_children()):
-                    parent.add_module(each, nn.Module())
-                parent = parent.get_submodule(each)
+            for item in outer:
+                if item not in dict(parent.named_children()):
+                    parent.add_module(item, nn.Module())
+                parent = parent.get_submodule(item)
             parent.add_module(name, nn.Linear(WIDTH, WIDTH))
 
     def forward(self, x: Tensor) -> list[Tensor]:

@@ -212,9 +212,9 @@ def _after_fusing(
 ) -> torch_ao.BackendPatternConfig:
     """Return the row that applies to a pattern whose modules FX replaces by one before it reads the rows
     again: the row of that module. A batch norm after another module is folded and does not count."""
-    first, *rest = pattern if isinstance(pattern, tuple) else (pattern,)
-    kept = (first, *(part for part in rest if part not in BATCH_NORMS))
-    unfolded = configs.get(kept, config) if len(kept) <= len(rest) else config
+    first, *remaining = pattern if isinstance(pattern, tuple) else (pattern,)
+    kept = (first, *(part for part in remaining if part not in BATCH_NORMS))
+    unfolded = configs.get(kept, config) if len(kept) <= len(remaining) else config
     module = first if len(kept) == 1 else unfolded.fused_module
     if module is None:
         return config

@@ -167,15 +167,15 @@ def read_fuse_custom_config(value: torch_ao.FuseCustomConfig | dict[str, Any] | 
 
 
 def _read_mapping(setting: str, mapping: ClassMapping, method: str) -> ClassMapping:
-    for found in (cls for classes in mapping.values() for cls in classes.values()):
-        _check_method(setting, found, method)
+    for result in (cls for classes in mapping.values() for cls in classes.values()):
+        _check_method(setting, result, method)
     return MappingProxyType({kind: MappingProxyType(dict(classes)) for kind, classes in mapping.items()})
 
 
-def _check_method(mapping: str, found: type, method: str) -> None:
-    if not callable(getattr(found, method, None)):
+def _check_method(mapping: str, cls: type, method: str) -> None:
+    if not callable(getattr(cls, method, None)):
         raise CustomModuleError(
-            f"{found.__module__}.{found.__qualname__} in {mapping} has no classmethod {method!r}.",
+            f"{cls.__module__}.{cls.__qualname__} in {mapping} has no classmethod {method!r}.",
             hint=f"give it a classmethod {method}(cls, module) that returns the module to use instead.",
         )
 

@@ -117,10 +117,10 @@ def _least_error_bins(histogram: Tensor, error: Callable[[int, int], float]) -> 
             high, candidate = next_high, (first, next_last)
         if candidate == (first, last):
             continue
-        found = error(*candidate)
-        if found > least:
+        result = error(*candidate)
+        if result > least:
             break
-        (first, last), least = candidate, found
+        (first, last), least = candidate, result
     return first, last
 
 

@@ -86,16 +86,16 @@ class ObserverConstructor:
         if not callable(self.legacy) or isinstance(self.legacy, nn.Module):
             raise _not_a_constructor(self.setting, self.legacy)
         try:
-            made = self.legacy()
+            result = self.legacy()
         except Warning:
             raise  # The user made errors of them.
         except TypeError as cause:
             raise _not_a_constructor(self.setting, self.legacy) from cause
         except Exception as cause:
             raise _observer_cannot_be_made(self.setting, cause) from cause
-        if not isinstance(made, (*PT2E_BASES, *LEGACY_BASES)):
+        if not isinstance(result, (*PT2E_BASES, *LEGACY_BASES)):
             raise _not_a_constructor(self.setting, self.legacy)
-        return made
+        return result
 
 
 def _was_told(text: str) -> bool:
@@ -127,16 +127,16 @@ def fixed_qparams_constructor(
     return ObserverConstructor(observer)
 
 
-def _translate(made: nn.Module) -> nn.Module:
-    mirror = _mirror_class(type(made))
+def _translate(module: nn.Module) -> nn.Module:
+    mirror = _mirror_class(type(module))
     if mirror is None:
-        return adapted(made)
-    inner = getattr(made, "activation_post_process", None)
+        return adapted(module)
+    inner = getattr(module, "activation_post_process", None)
     if inner is not None:
         if getattr(inner, "qscheme", None) is torch.per_channel_affine_float_qparams:
             mirror = qparams.FloatQParamsFakeQuantize
         return mirror(observer=lambda **_: _translate(inner))
-    return mirror(**_arguments_from_attributes(mirror, made))
+    return mirror(**_arguments_from_attributes(mirror, module))
 
 
 def is_of_torch_ao(module: nn.Module) -> bool:
@@ -144,14 +144,14 @@ def is_of_torch_ao(module: nn.Module) -> bool:
     return isinstance(module, LEGACY_BASES) and not isinstance(module, PT2E_BASES)
 
 
-def adapted(made: nn.Module) -> nn.Module:
+def adapted(module: nn.Module) -> nn.Module:
     """Return an observer for torchao: unchanged if derived from its classes, else as part of an adapter."""
-    if isinstance(made, PT2E_BASES):
-        torchao_own: nn.Module = made
+    if isinstance(module, PT2E_BASES):
+        torchao_own: nn.Module = module
         return torchao_own
-    if isinstance(made, legacy_fake_quantize.FakeQuantizeBase):
-        return LegacyFakeQuantizeAdapter(made)
-    return LegacyObserverAdapter(made)
+    if isinstance(module, legacy_fake_quantize.FakeQuantizeBase):
+        return LegacyFakeQuantizeAdapter(module)
+    return LegacyObserverAdapter(module)
 
 
 def _mirror_class(cls: type[nn.Module]) -> Callable[..., nn.Module] | None:
@@ -164,18 +164,18 @@ def _mirror_class(cls: type[nn.Module]) -> Callable[..., nn.Module] | None:
     return mirror
 
 
-def _arguments_from_attributes(mirror: Callable[..., nn.Module], made: nn.Module) -> dict[str, Any]:
+def _arguments_from_attributes(mirror: Callable[..., nn.Module], module: nn.Module) -> dict[str, Any]:
     arguments: dict[str, Any] = {}
     for name in _parameters(_torchao_class(mirror)):
         attribute = ATTRIBUTE_OF_ARGUMENT.get(name, name)
-        if hasattr(made, attribute):
-            arguments[name] = _plain_value(getattr(made, attribute))
-    if getattr(made, "has_customized_qrange", False):
+        if hasattr(module, attribute):
+            arguments[name] = _plain_value(getattr(module, attribute))
+    if getattr(module, "has_customized_qrange", False):
         arguments["reduce_range"] = False  # A given range is stored already reduced.
-    elif hasattr(made, "has_customized_qrange") and made.dtype not in PACKED_DTYPES:
+    elif hasattr(module, "has_customized_qrange") and module.dtype not in PACKED_DTYPES:
         del arguments["quant_min"], arguments["quant_max"]
-    if isinstance(made, torch_ao_classes.FIXED_QPARAMS):
-        arguments["quant_min"], arguments["quant_max"] = _fixed_qparams_range(made)
+    if isinstance(module, torch_ao_classes.FIXED_QPARAMS):
+        arguments["quant_min"], arguments["quant_max"] = _fixed_qparams_range(module)
     return arguments
 
 
@@ -197,16 +197,16 @@ def _plain_value(value: Any) -> Any:
     return plain_dtype(value) if isinstance(value, torch.dtype) else value
 
 
-def _fixed_qparams_range(made: Any) -> tuple[int, int]:
+def _fixed_qparams_range(value: Any) -> tuple[int, int]:
     """Return the range to clamp to.
 
     FixedQParamsObserver stores 0..255 for every dtype if the user gave no range. FX's quantize op ignores the
     stored range; PT2E's op clamps to it, which turns a 32-bit part into zeros. So the range of the dtype is
     used instead.
     """
-    if (made.quant_min, made.quant_max) == (0, 255):
-        return dtype_range(made.dtype)
-    return made.quant_min, made.quant_max
+    if (value.quant_min, value.quant_max) == (0, 255):
+        return dtype_range(value.dtype)
+    return value.quant_min, value.quant_max
 
 
 def _copy_settings(adapter: nn.Module, legacy: nn.Module) -> None:
@@ -297,9 +297,9 @@ def _of_legacy(adapter: nn.Module, name: str, own: Callable[[str], Any]) -> Any:
         return getattr(legacy, name)
 
 
-def _not_a_constructor(setting: str, found: object) -> ConfigError:
+def _not_a_constructor(setting: str, value: object) -> ConfigError:
     return ConfigError(
-        f"{setting} is not an observer or fake-quantize constructor: {found!r}.",
+        f"{setting} is not an observer or fake-quantize constructor: {value!r}.",
         hint="pass a class or Class.with_args(...), not an instance or its result.",
     )
 

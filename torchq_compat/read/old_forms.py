@@ -109,17 +109,17 @@ def takes_old_keywords(
 
 
 def _renamed(function: str, parameters: Mapping[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    matches: dict[str, Any] = {}
     for name, value in kwargs.items():
         new = KEYWORDS.get(name, name) if name not in parameters else name
         if new not in parameters:
             new = name
         if new != name:
             warn_user("TQ301", function=function, old=name, new=new)
-        if new in found or (new != name and new in kwargs):
+        if new in matches or (new != name and new in kwargs):
             raise ArgumentError(f"{function} got {new} twice, once as {name}.", hint=f"give {new}= alone.")
-        found[new] = value
-    return found
+        matches[new] = value
+    return matches
 
 
 def _without_flag(

@@ -86,7 +86,7 @@ class QConfigRules:
         levels = (self.object_types.values(), self.module_names.values())
         regexes = (qconfig for _, qconfig in self.module_name_regexes)
         orders = (rule.qconfig for rule in self.orders)
-        return (self.global_qconfig, *(each for level in levels for each in level), *regexes, *orders)
+        return (self.global_qconfig, *(item for level in levels for item in level), *regexes, *orders)
 
 
 def read_qconfig_mapping(value: QConfigMapping | dict[str, Any]) -> QConfigRules:
@@ -118,7 +118,7 @@ def read_qconfig_mapping(value: QConfigMapping | dict[str, Any]) -> QConfigRules
 
 def _no_mapping(value: object) -> ConfigError:
     """Return the error for a value given in place of a QConfigMapping, with a hint for common mistakes."""
-    found = ConfigError.wrong_type(SETTING, "a QConfigMapping", value)
+    result = ConfigError.wrong_type(SETTING, "a QConfigMapping", value)
     if isinstance(value, QConfig):
         hint = "this is one QConfig: give QConfigMapping().set_global(qconfig), which is for every module."
     elif isinstance(value, str):
@@ -128,8 +128,8 @@ def _no_mapping(value: object) -> ConfigError:
     elif isinstance(value, (tuple, list, torch.Tensor)):
         hint = "these look like example_inputs, which come third: prepare_fx(model, qconfig_mapping, (x,))."
     else:
-        return found
-    return ConfigError(found.message, hint=hint)
+        return result
+    return ConfigError(result.message, hint=hint)
 
 
 def same_qconfig(a: QConfig | None, b: QConfig | None) -> bool:

@@ -179,15 +179,15 @@ def in_blocks(function: Callable[..., Tensor], values: Tensor, axis: int, *of_ch
     if values.numel() <= BLOCK:
         return function(values, *of_channels)
     size = values.shape[axis]
-    step, made = max(1, BLOCK * size // values.numel()), None
+    step, result = max(1, BLOCK * size // values.numel()), None
     for start in range(0, size, step):
         count = min(step, size - start)
         block = values.narrow(axis, start, count)
-        part = function(block, *(each.narrow(0, start, count) for each in of_channels))
-        made = torch.empty_like(values, dtype=part.dtype) if made is None else made
-        made.narrow(axis, start, count).copy_(part)
-    assert made is not None
-    return made
+        part = function(block, *(of_channel.narrow(0, start, count) for of_channel in of_channels))
+        result = torch.empty_like(values, dtype=part.dtype) if result is None else result
+        result.narrow(axis, start, count).copy_(part)
+    assert result is not None
+    return result
 
 
 def fold_weights(graph_module: GraphModule) -> None:
@@ -209,8 +209,8 @@ def fold_weights(graph_module: GraphModule) -> None:
             continue
         inputs = node.all_input_nodes
         replace_node_with_constant(graph_module, node, folded)
-        for each in inputs:
-            _drop_unread(graph_module, each, readers)
+        for item in inputs:
+            _drop_unread(graph_module, item, readers)
         if folded.numel() > LARGE:
             give_back_freed()
 
@@ -251,8 +251,8 @@ def _drop_unread(graph_module: GraphModule, node: Node, readers: Counter[str]) -
         if not readers[target]:
             path, _, name = target.rpartition(".")
             delattr(graph_module.get_submodule(path), name)
-    for each in inputs:
-        _drop_unread(graph_module, each, readers)
+    for item in inputs:
+        _drop_unread(graph_module, item, readers)
 
 
 def run_in_blocks(node: Node, arguments: Sequence[Any]) -> Tensor:
@@ -328,7 +328,7 @@ class WeightByWeight(Interpreter):
                 for block, bias in zip(blocks, biases, strict=True)
             ]
             return results[0] if len(results) == 1 else torch.cat(results, dim=1 - integers.dim())
-        self.env.update({each: self._floats(each) for each in weights})
+        self.env.update({item: self._floats(item) for item in weights})
         try:
             return super().run_node(n)
         finally:
@@ -337,10 +337,12 @@ class WeightByWeight(Interpreter):
     def _floats(self, weight: Node, index: Any = None) -> Tensor:
         """Return the floats of ``weight``, or of some of its rows."""
         arguments = [
-            self.fetch_attr(str(each.target)) if isinstance(each, Node) else each for each in weight.args
+            self.fetch_attr(str(arg.target)) if isinstance(arg, Node) else arg for arg in weight.args
         ]
         if index is not None:
-            arguments = [each[index] if isinstance(each, Tensor) else each for each in arguments]
+            arguments = [
+                argument[index] if isinstance(argument, Tensor) else argument for argument in arguments
+            ]
         return run_in_blocks(weight, arguments)
 
 

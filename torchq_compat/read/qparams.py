@@ -226,7 +226,7 @@ def is_on_loaded_qparams(observer: Any, weight: Tensor) -> bool:
     axis = int(getattr(observer, "ch_axis", 0))
     shape = [-1 if dimension == axis else 1 for dimension in range(weight.dim())]
     scale, zero_point = (
-        each.to(weight.device).reshape(shape if each.numel() > 1 else [1] * weight.dim()) for each in loaded
+        item.to(weight.device).reshape(shape if item.numel() > 1 else [1] * weight.dim()) for item in loaded
     )
     integers = torch.round(weight / scale + zero_point)
     return bool(torch.equal((integers - zero_point) * scale, weight))

@@ -205,15 +205,15 @@ def misfit(qconfigs: Iterable[QConfig | None], *, is_qat: bool) -> str:
     """Return a warning about ``qconfigs`` in this mode; empty if they suit it."""
     pairs = [
         [
-            made
-            for made in map(_class_of, (qconfig.activation, qconfig.weight))
-            if isinstance(made, type) and not issubclass(made, WITHOUT_RANGE)
+            result
+            for result in map(_class_of, (qconfig.activation, qconfig.weight))
+            if isinstance(result, type) and not issubclass(result, WITHOUT_RANGE)
         ]
         for qconfig in qconfigs
         if isinstance(qconfig, QConfig)
     ]
-    classes = [made for pair in pairs for made in pair]
-    fakes = [made for made in classes if issubclass(made, FAKE_QUANTIZES)]
+    classes = [built for pair in pairs for built in pair]
+    fakes = [product for product in classes if issubclass(product, FAKE_QUANTIZES)]
     if is_qat and classes and not fakes:
         return (
             "prepare_qat_fx: the qconfig_mapping has observers and no fake-quantize, so training does not "
@@ -228,8 +228,8 @@ def misfit(qconfigs: Iterable[QConfig | None], *, is_qat: bool) -> str:
     return ""
 
 
-def _is_learnt(made: type) -> bool:
-    return issubclass(made, FAKE_QUANTIZES) and not issubclass(made, FIXED)
+def _is_learnt(cls: type) -> bool:
+    return issubclass(cls, FAKE_QUANTIZES) and not issubclass(cls, FIXED)
 
 
 def _class_of(constructor: Any) -> Any:
@@ -289,10 +289,10 @@ def with_torchao_observer(spec: QuantizationSpec, setting: str) -> tuple[Quantiz
         ConfigError: a constructor of torch.ao that cannot be translated; names ``setting``.
         Exception: any error that the constructor raises.
     """
-    made = make_observer(spec)
-    is_known = _is_known_to_torchao(spec) and _choosing_on_the_fly(made) is made
-    if is_known and not any(_is_legacy(module) for module in made.modules()):
-        return spec, made
+    result = make_observer(spec)
+    is_known = _is_known_to_torchao(spec) and _choosing_on_the_fly(result) is result
+    if is_known and not any(_is_legacy(module) for module in result.modules()):
+        return spec, result
     constructor = SpecObserverConstructor(spec, setting)
     return replace(spec, observer_or_fake_quant_ctr=constructor), constructor()
 
@@ -316,20 +316,20 @@ def make_observer(spec: QuantizationSpec) -> nn.Module:
         del settings["ch_axis"]
     if _takes_only_an_observer(cls):
         observer = constructor()._observer_ctr.with_args(**settings)
-        made: nn.Module = constructor.with_args(observer=observer)()
+        module: nn.Module = constructor.with_args(observer=observer)()
     elif hasattr(constructor, "with_args"):
-        made = constructor.with_args(**settings)()
+        module = constructor.with_args(**settings)()
     else:
-        made = constructor(**settings)
-    return made
+        module = constructor(**settings)
+    return module
 
 
-def _choosing_on_the_fly(made: nn.Module) -> nn.Module:
+def _choosing_on_the_fly(module: nn.Module) -> nn.Module:
     """Return ``made``, or a replacement if it is dynamic and its eps is a tensor: torchao's convert would
     write the tensor into the graph's code. Convert reads only the settings of a dynamic observer."""
-    settings: Any = made
-    if not getattr(made, "is_dynamic", False) or not isinstance(getattr(made, "eps", None), Tensor):
-        return made
+    settings: Any = module
+    if not getattr(module, "is_dynamic", False) or not isinstance(getattr(module, "eps", None), Tensor):
+        return module
     stands_for: nn.Module = pt2e_observer.PlaceholderObserver(
         dtype=settings.dtype,
         quant_min=settings.quant_min,

@@ -101,9 +101,9 @@ class ObserverLimits:
     fixed_zero_point: int | None
 
     @classmethod
-    def of(cls, made: nn.Module) -> ObserverLimits:
+    def of(cls, module: nn.Module) -> ObserverLimits:
         """Read the limits of an observer, or of the observer inside a fake-quantize."""
-        observer: Any = getattr(made, "activation_post_process", made)
+        observer: Any = getattr(module, "activation_post_process", module)
         is_fixed = isinstance(observer, FIXED_QPARAMS)
         eps = getattr(observer, "eps", None)
         return cls(
@@ -137,13 +137,13 @@ class ObserverSettings:
     limits: ObserverLimits
 
 
-def read_settings(made: nn.Module, legacy: nn.Module, setting: str = "qconfig") -> ObserverSettings:
+def read_settings(module: nn.Module, legacy: nn.Module, setting: str = "qconfig") -> ObserverSettings:
     """Return the settings of ``made``, the torchao observer or fake-quantize translated from ``legacy``.
 
     Raises:
         ConfigError: the channel axis is no valid axis; names ``setting``.
     """
-    source: nn.Module = getattr(made, "activation_post_process", made)
+    source: nn.Module = getattr(module, "activation_post_process", module)
     observed_by: nn.Module = getattr(source, "legacy", source)
     ch_axis = getattr(source, "ch_axis", None)
     qscheme = getattr(source, "qscheme", None) or torch.per_tensor_affine
@@ -154,14 +154,14 @@ def read_settings(made: nn.Module, legacy: nn.Module, setting: str = "qconfig") 
             hint="give the dimension of the channels: 0 for the weight of a Linear or Conv.",
         )
     return ObserverSettings(
-        dtype=plain_dtype(made.dtype),  # type: ignore[arg-type]
+        dtype=plain_dtype(module.dtype),  # type: ignore[arg-type]
         declared_dtype=legacy.dtype,  # type: ignore[arg-type]
         qscheme=qscheme,
         quant_min=getattr(source, "quant_min", None),
         quant_max=getattr(source, "quant_max", None),
         ch_axis=int(ch_axis) if qscheme in PER_CHANNEL and ch_axis is not None else None,
-        is_dynamic=bool(getattr(made, "is_dynamic", False)),
-        is_fake_quantize=isinstance(made, pt2e_fake_quantize.FakeQuantizeBase),
+        is_dynamic=bool(getattr(module, "is_dynamic", False)),
+        is_fake_quantize=isinstance(module, pt2e_fake_quantize.FakeQuantizeBase),
         has_fixed_qparams=isinstance(source, pt2e_observer.FixedQParamsObserver),
         reuses_input=isinstance(source, pt2e_observer.ReuseInputObserver),
         observer_type=type(observed_by),

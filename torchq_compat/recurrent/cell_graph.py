@@ -125,23 +125,23 @@ def _split(graph: Graph, moved: set[Node], shared: set[Node]) -> SplitGraph:
     for node in _with_what_they_read(moved, shared, graph):
         in_first[node] = first.node_copy(node, in_first.__getitem__)
     first.output(tuple(in_first[node] for node in handed_over))
-    rest, in_rest = Graph(), dict[Node, Node]()
+    remaining, in_rest = Graph(), dict[Node, Node]()
     for node in handed_over:
-        in_rest[node] = rest.placeholder(node.name)
+        in_rest[node] = remaining.placeholder(node.name)
         in_rest[node].meta = dict(node.meta)
     others = [node for node in graph.nodes if node not in moved and node not in shared]
     for node in _with_what_they_read(others, shared, graph):
-        in_rest[node] = rest.node_copy(node, in_rest.__getitem__)
-    return SplitGraph(first, rest)
+        in_rest[node] = remaining.node_copy(node, in_rest.__getitem__)
+    return SplitGraph(first, remaining)
 
 
 def _with_what_they_read(nodes: Collection[Node], shared: set[Node], graph: Graph) -> Iterator[Node]:
     """Return ``nodes`` and the nodes of ``shared`` that they depend on, in the order of ``graph``."""
-    wanted = set(nodes)
+    expected = set(nodes)
     for node in reversed(graph.nodes):
-        if node in wanted:
-            wanted |= shared.intersection(node.all_input_nodes)
-    return (node for node in graph.nodes if node in wanted)
+        if node in expected:
+            expected |= shared.intersection(node.all_input_nodes)
+    return (node for node in graph.nodes if node in expected)
 
 
 # A cell as a graph of parts, with the qparams of its initial states.
@@ -319,8 +319,8 @@ def float_cell(module: nn.Module, suffix: str, *, split_gates: bool) -> FloatCel
 
 
 def _weights(module: nn.Module, suffix: str) -> dict[str, Tensor]:
-    found = {name: getattr(module, f"{name}{suffix}", None) for name in WEIGHT_NAMES}
-    return {name: value for name, value in found.items() if value is not None}
+    result = {name: getattr(module, f"{name}{suffix}", None) for name in WEIGHT_NAMES}
+    return {name: value for name, value in result.items() if value is not None}
 
 
 #: Name of a projection in a cell -> the names of its weight and bias in torch.nn.

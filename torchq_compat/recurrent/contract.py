@@ -138,10 +138,10 @@ def _call_packed(
     batch_sizes = [int(size) for size in packed.batch_sizes] if batch is None else [batch]
     state = _initial_state(structure, path, packed.data.new_empty(0, batch_sizes[0], 0), hidden, True)
     if state is not None and packed.sorted_indices is not None:
-        state = tuple(each[:, packed.sorted_indices] for each in state)
+        state = tuple(entry[:, packed.sorted_indices] for entry in state)
     rows, last = run_layers(packed.data, state, batch_sizes)
     if packed.unsorted_indices is not None:
-        last = tuple(each[:, packed.unsorted_indices] for each in last)
+        last = tuple(item[:, packed.unsorted_indices] for item in last)
     output = PackedSequence(rows, packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices)
     return output, as_given(last)
 
@@ -167,10 +167,10 @@ def _call_padded(
     x = packed.data.reshape(steps, batch, packed.data.shape[1])
     state = _initial_state(structure, path, x, hidden, True)
     if state is not None and packed.sorted_indices is not None:
-        state = tuple(each[:, packed.sorted_indices] for each in state)
+        state = tuple(entry[:, packed.sorted_indices] for entry in state)
     output, last = run_layers(x, state, is_step(packed.batch_sizes, batch))
     if packed.unsorted_indices is not None:
-        last = tuple(each[:, packed.unsorted_indices] for each in last)
+        last = tuple(item[:, packed.unsorted_indices] for item in last)
     return packed._replace(data=output.reshape(steps * batch, output.shape[2])), as_given(last)
 
 

@@ -234,7 +234,7 @@ class SequenceContract(RecurrentContract):
     ) -> list[State]:
         """Return the initial state of every layer and direction."""
         if state is not None:
-            return list(zip(*(as_dtype(each, x.dtype).unbind(0) for each in state), strict=True))
+            return list(zip(*(as_dtype(item, x.dtype).unbind(0) for item in state), strict=True))
         widths = self.structure.state_widths
         first_step = x[: batch_sizes[0]] if isinstance(batch_sizes, list) else x[0]
         return [cell.initial_state(widths, first_step) for _, cell in self.cells(module)]
@@ -246,7 +246,7 @@ class SequenceContract(RecurrentContract):
         batched = x.dim() == 3
         rows = x.select(1 if self.structure.batch_first else 0, 0) if batched else x[:1]
         cells = self._states(module, as_dtype(rows, _computes_in(module))[None], None, None)
-        states = (as_dtype(torch.stack(each), x.dtype) for each in zip(*cells, strict=True))
+        states = (as_dtype(torch.stack(item), x.dtype) for item in zip(*cells, strict=True))
         return tuple(state if batched else state.squeeze(1) for state in states)
 
     def output_qparams(self, module: nn.Module, results: list[Tensor]) -> tuple[QParams | None, ...]:
@@ -360,9 +360,9 @@ class CellContract(RecurrentContract):
         expected = (*input.shape[:-1], self.hidden_size)
         for state, value in zip(self.kind.states, states, strict=True):
             if not isinstance(value, Tensor) or tuple(value.shape) != expected:
-                found = str(shown(value.shape)) if isinstance(value, Tensor) else type(value).__name__
+                result = str(shown(value.shape)) if isinstance(value, Tensor) else type(value).__name__
                 raise CustomModuleError.call_failed(
-                    path, f"{state.name} must have shape {shown(expected)}, got {found}"
+                    path, f"{state.name} must have shape {shown(expected)}, got {result}"
                 )
             check_is_float(path, state.name, value)
         return states

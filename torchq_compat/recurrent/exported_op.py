@@ -90,7 +90,7 @@ def _to_data(argument: Any) -> Any:
     if isinstance(argument, torch.dtype):
         return {"dtype": dtype_name(argument)}
     if isinstance(argument, (tuple, list)):
-        return [_to_data(each) for each in argument]
+        return [_to_data(item) for item in argument]
     if isinstance(argument, dict):
         return {key: _to_data(value) for key, value in argument.items()}
     return argument
@@ -98,7 +98,7 @@ def _to_data(argument: Any) -> Any:
 
 def _from_data(data: Any, values: Mapping[str, Node]) -> Any:
     if isinstance(data, list):
-        return [_from_data(each, values) for each in data]
+        return [_from_data(item, values) for item in data]
     if not isinstance(data, dict):
         return data
     if "value" in data:
@@ -155,8 +155,8 @@ def _quantized_recurrent_fake(
     last_layer = _read(cells)[-1]
     count = last_layer[0].state_count
     hidden = states[::count][-len(last_layer) :]
-    outputs = [x.new_empty(x.shape[0], *each.shape) for each in hidden]
-    return [*outputs, *(torch.empty_like(each) for each in states)]
+    outputs = [x.new_empty(x.shape[0], *item.shape) for item in hidden]
+    return [*outputs, *(torch.empty_like(state) for state in states)]
 
 
 QUANTIZED_RECURRENT = torch.ops.torchq_compat.quantized_recurrent.default
@@ -237,7 +237,7 @@ def call_opaque(
     and the last states. The results are followed by q-dq with their own qparams, which change no value."""
     directions = list(chain.from_iterable(layers))
     cells = [
-        [[graph_to_data(each.graph) for each in direction.graphs()] for direction in layer]
+        [[graph_to_data(item.graph) for item in direction.graphs()] for direction in layer]
         for layer in layers
     ]
     weights = [

@@ -285,21 +285,21 @@ def quantize_recurrent(module: nn.Module, qconfig: QConfig, path: str) -> Dynami
 def _made_again(made_from: MadeFrom, path: str, is_lowered: bool, state: dict[str, Any]) -> DynamicRecurrent:
     with draws_kept():
         module = made_from.float_class(**made_from.arguments)
-    made = quantize_recurrent(module, made_from.qconfig, path)
-    made.load_state_dict(state)
-    return made.lowered() if is_lowered else made
+    result = quantize_recurrent(module, made_from.qconfig, path)
+    result.load_state_dict(state)
+    return result.lowered() if is_lowered else result
 
 
 def prepare_dynamic(module: nn.Module, specs: PartSpecs) -> DynamicRecurrent:
     """Return a prepared module with copies of the parameters of ``module``, its linears marked for dynamic
     quantization."""
     contract = contract_of(module)
-    made = DynamicRecurrent(contract, _prepared_layers(contract, module, specs))
-    made.specs = specs
-    made.split_gates = False
-    made.qconfig = specs.op_specs.qconfig
-    made.train(module.training)
-    return made
+    dynamic_recurrent = DynamicRecurrent(contract, _prepared_layers(contract, module, specs))
+    dynamic_recurrent.specs = specs
+    dynamic_recurrent.split_gates = False
+    dynamic_recurrent.qconfig = specs.op_specs.qconfig
+    dynamic_recurrent.train(module.training)
+    return dynamic_recurrent
 
 
 def convert_dynamic(prepared: DynamicRecurrent) -> DynamicRecurrent:

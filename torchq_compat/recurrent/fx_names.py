@@ -32,27 +32,27 @@ def wanted_by_observed(module: RecurrentModule, state: FxState, prefix: str) -> 
 
     ``prefix`` is the module's path in FX's names.
     """
-    wanted = Wanted()
+    expected = Wanted()
     for path, cell in module.cells():
         at = f"{prefix}.{path}"
         if state.observers_at(f"{at}.") or state.scales_at(f"{at}."):
-            wanted += _numbered_parts(module, cell, state, at).below(path)
+            expected += _numbered_parts(module, cell, state, at).below(path)
         else:
-            wanted += parts_handler.wanted_by_parts(cell, at).below(path)
-    return wanted
+            expected += parts_handler.wanted_by_parts(cell, at).below(path)
+    return expected
 
 
 def wanted_by_dynamic(module: DynamicRecurrent, prefix: str) -> Wanted:
     """Return what a dynamically quantized module needs from a state dict of FX."""
-    wanted = Wanted()
+    expected = Wanted()
     index = 0
-    for layer, each in enumerate(module.contract.layers(module)):
-        for direction, suffix in zip(each.directions(), ("", "_reverse"), strict=False):
+    for layer, item in enumerate(module.contract.layers(module)):
+        for direction, suffix in zip(item.directions(), ("", "_reverse"), strict=False):
             for graph in direction.graphs():
                 path = next(name for name, inside in module.named_modules() if inside is graph)
-                wanted += _dynamic_graph(graph, prefix, layer, suffix, index).below(path)
+                expected += _dynamic_graph(graph, prefix, layer, suffix, index).below(path)
             index += 1
-    return wanted
+    return expected
 
 
 def _dynamic_graph(graph: GraphModule, prefix: str, layer: int, suffix: str, index: int) -> Wanted:
@@ -143,7 +143,7 @@ def _numbers(split_gates: bool, requantized: set[str]) -> _Numbers:
         first, *others = LSTM_GATES
         projections = [None, f"igates.{first}", None, f"hgates.{first}", f"gates.{first}"]
         projections += [f"{part}.{gate}" for gate in others for part in ("igates", "hgates", "gates")]
-    gates = [each for gate, part in GATE_PARTS.items() for each in (*extra(gate), part)]
+    gates = [item for gate, part in GATE_PARTS.items() for item in (*extra(gate), part)]
     fgate_cx, igate_cgate, cy, tanh_cy, ogate_cy = LAST_PARTS
     prepared = [
         *projections,
@@ -154,7 +154,7 @@ def _numbers(split_gates: bool, requantized: set[str]) -> _Numbers:
         *(*extra("output"), ogate_cy),
     ]
     sums = [f"gates.{gate}" for gate in LSTM_GATES] if split_gates else ["gates"]
-    inputs = [each for gate in LSTM_GATES for each in extra(gate)]
+    inputs = [entry for gate in LSTM_GATES for entry in extra(gate)]
     return _Numbers(prepared, [None, None, *sums, *inputs, *inputs, *LAST_PARTS])
 
 

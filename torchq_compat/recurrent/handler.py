@@ -96,15 +96,15 @@ class RecurrentHandler(parts_handler.PartOwnerHandler):
 
     def _observed(self, request: ObserveRequest) -> ObservedRecurrent:
         specs = PartSpecs(request.specs)
-        made = parts_handler.observed_by_its_class(
+        result = parts_handler.observed_by_its_class(
             request,
             (self.family.observed, self.family.legacy_observed),
             lambda: self.family.observed.observe(request.module, specs),
         )
-        if isinstance(made, self.family.observed):
-            return made
-        if self.family.legacy_observed is not None and isinstance(made, self.family.legacy_observed):
-            if any(isinstance(m, GraphModule) for m in made.modules()):
+        if isinstance(result, self.family.observed):
+            return result
+        if self.family.legacy_observed is not None and isinstance(result, self.family.legacy_observed):
+            if any(isinstance(m, GraphModule) for m in result.modules()):
                 raise CustomModuleError(
                     f"the LSTM at {request.path!r} was observed by the FX engine.",
                     hint="import get_lstm_with_individually_observed_parts from torchq_compat.lstm_utils, or "
@@ -112,8 +112,8 @@ class RecurrentHandler(parts_handler.PartOwnerHandler):
                     code="TQ941",
                 )
             # The eager engine observed every part by the qconfig: the cells built here do the same.
-            return self.family.observed.observe(request.module, specs, split_gates=_is_split(made))
-        raise CustomModuleError.unusable_result(request.path, "from_float", made)
+            return self.family.observed.observe(request.module, specs, split_gates=_is_split(result))
+        raise CustomModuleError.unusable_result(request.path, "from_float", result)
 
     def boundary(self, opaque: OpaqueModule, request: ObserveRequest, layout: CallLayout) -> OpaqueBoundary:
         """Return the base class's boundary, in which states that the parts keep in floats are not
@@ -142,14 +142,14 @@ class RecurrentHandler(parts_handler.PartOwnerHandler):
 
     def convert(self, request: ConvertRequest) -> OpaqueModule:
         _warn_of_single_steps(request)
-        made = parts_handler.converted_by_its_class(
+        result = parts_handler.converted_by_its_class(
             request,
             self._converted_classes,
             lambda: self.family.converted.from_observed(request.observed),
         )
-        if not isinstance(made, ConvertedRecurrent):
-            raise CustomModuleError.unusable_result(request.path, "from_observed", made)
-        return made
+        if not isinstance(result, ConvertedRecurrent):
+            raise CustomModuleError.unusable_result(request.path, "from_observed", result)
+        return result
 
     def lower(self, opaque: OpaqueModule) -> OpaqueModule | str:
         return _lower(opaque)

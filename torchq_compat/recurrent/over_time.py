@@ -38,7 +38,7 @@ def project_as_given(
     a dequantize."""
     if not batch_first or x.dim() != 3:
         return project(x)
-    return tuple(each.transpose(0, 1) for each in project(x.transpose(0, 1)))
+    return tuple(item.transpose(0, 1) for item in project(x.transpose(0, 1)))
 
 
 def masked_step(step: Step, weights: int, states: int) -> Step:
@@ -46,10 +46,11 @@ def masked_step(step: Step, weights: int, states: int) -> Step:
     its last ``states`` arguments, are kept where the mask is false."""
 
     def masked(*flat: Tensor) -> State:
-        mask, rest = flat[weights], flat[weights + 1 :]
-        new = step(*flat[:weights], *rest)
+        mask, remaining = flat[weights], flat[weights + 1 :]
+        new = step(*flat[:weights], *remaining)
         return tuple(
-            torch.where(mask[:, None], *pair) for pair in zip(new, rest[len(rest) - states :], strict=True)
+            torch.where(mask[:, None], *pair)
+            for pair in zip(new, remaining[len(remaining) - states :], strict=True)
         )
 
     return masked
@@ -60,7 +61,7 @@ def run_looped_direction(
 ) -> tuple[Tensor, State]:
     """Run ``step`` in a Python loop: ``inputs`` (T, B, width) each, states (B, width) -> (T, B, P) and the
     last states."""
-    steps = list(zip(*(each.unbind(0) for each in inputs), strict=True))
+    steps = list(zip(*(item.unbind(0) for item in inputs), strict=True))
     outputs = []
     for at_time in reversed(steps) if backward else steps:
         state = tuple(step(*at_time, *state))
@@ -107,12 +108,12 @@ def run_rolled_direction(
     the same bits as ``run_looped_direction``."""
 
     def body(*flat: Tensor) -> list[Tensor]:
-        states, rest = flat[: len(state)], flat[len(state) :]
-        new = step(*rest[len(inputs) :], *rest[: len(inputs)], *states)
+        states, remaining = flat[: len(state)], flat[len(state) :]
+        new = step(*remaining[len(inputs) :], *remaining[: len(inputs)], *states)
         # scan refuses a result that is the carried tensor itself.
         return [*new, new[0].clone()]
 
-    xs = [each.flip([0]) for each in inputs] if backward else list(inputs)
+    xs = [item.flip([0]) for item in inputs] if backward else list(inputs)
     *last, outputs = scan_steps(body, state, xs, weights)
     return (outputs.flip([0]) if backward else outputs), tuple(last)
 
@@ -126,12 +127,12 @@ def run_packed_direction(
     Step t has ``batch_sizes[t]`` rows, the longest sequences first; batch sizes never grow. Forward, a
     sequence leaves the batch at its end; backward, it joins there with its own initial state.
     """
-    steps = list(zip(batch_sizes, *(torch.split(each, batch_sizes) for each in inputs), strict=True))
+    steps = list(zip(batch_sizes, *(torch.split(item, batch_sizes) for item in inputs), strict=True))
     outputs = []
     for size, *at_time in reversed(steps) if backward else steps:
-        new = step(*at_time, *(each[:size] for each in state))
+        new = step(*at_time, *(element[:size] for element in state))
         outputs.append(new[0])
-        state = tuple(torch.cat([now, each[size:]]) for now, each in zip(new, state, strict=True))
+        state = tuple(torch.cat([now, entry[size:]]) for now, entry in zip(new, state, strict=True))
     if backward:
         outputs.reverse()
     return torch.cat(outputs), state

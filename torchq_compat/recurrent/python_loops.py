@@ -40,9 +40,9 @@ class OpaqueLoop(OpaqueModule):
 
     def with_step(self, step: QuantizationGraphModule) -> Self:
         """Return this loop with ``step``, another form of its step."""
-        made = type(self)(self.form, step)
-        made.opaque_layouts = list(self.opaque_layouts)
-        return made
+        result = type(self)(self.form, step)
+        result.opaque_layouts = list(self.opaque_layouts)
+        return result
 
     def opaque_call(
         self, states: Sequence[Tensor], wholes: Sequence[Tensor], same: Sequence[Tensor]
@@ -82,20 +82,20 @@ def _scan(
     weights = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
 
     def body(*flat: Any) -> list[Tensor]:
-        now, rest = flat[:count], flat[count:]
-        parts, rest = rest[: len(wholes)], rest[len(wholes) :]
-        given, rest = rest[: len(same)], rest[len(same) :]
+        now, remaining = flat[:count], flat[count:]
+        parts, remaining = remaining[: len(wholes)], remaining[len(wholes) :]
+        given, remaining = remaining[: len(same)], remaining[len(same) :]
         args = (*now, *parts[:read], *given)
-        results = functional_call(step, dict(zip(weights, rest, strict=True)), args)
+        results = functional_call(step, dict(zip(weights, remaining, strict=True)), args)
         # scan refuses a result that is also another result, or an argument.
-        return [each.clone() for each in results]
+        return [result.clone() for result in results]
 
     xs = []
     for part, whole in zip(form.parts, wholes, strict=True):
         first = whole.movedim(part.dim, 0)
         xs.append(first.flip([0]) if part.backward else first)
-    results = scan_steps(body, [each.clone() for each in states], xs, (*same, *weights.values()))
-    stacked = [each.movedim(0, dim) for each, dim in zip(results[count:], form.stacked, strict=True)]
+    results = scan_steps(body, [state.clone() for state in states], xs, (*same, *weights.values()))
+    stacked = [item.movedim(0, dim) for item, dim in zip(results[count:], form.stacked, strict=True)]
     return (*results[:count], *stacked)
 
 

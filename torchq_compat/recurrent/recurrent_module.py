@@ -143,7 +143,7 @@ class RecurrentModule(PartOwner):
         binds = self.can_be_lowered and not is_compiling()
         layers = self.contract.layers(self) if binds else []
         bound = [[direction.bound() for direction in layer.directions()] for layer in layers]
-        known = [[each for each in layer if each is not None] for layer in bound]
+        known = [[item for item in layer if item is not None] for layer in bound]
         self._bound, self._direct = None, {}
         if known and list(map(len, known)) == list(map(len, bound)):
             width = known[0][0].program.slots[1].width
@@ -187,8 +187,10 @@ class RecurrentModule(PartOwner):
         assert opaque_layout is not None
         all_qparams = self.opaque_layouts[opaque_layout].output_qparams
         return tuple(
-            qparams.quantize(each) if index in leaf_quantized and (qparams := all_qparams[index]) else each
-            for index, each in enumerate(results)
+            qparams.quantize(result)
+            if index in leaf_quantized and (qparams := all_qparams[index])
+            else result
+            for index, result in enumerate(results)
         )
 
     def _as_floats(self, tensor: Tensor, qparams: QParams | None) -> Tensor:
@@ -216,7 +218,7 @@ class RecurrentModule(PartOwner):
         if bound is None:
             return None
         tensors = call.tensors(args)
-        if tensors is None or not (len(tensors) > 1 or all(each.starts_at_zero() for each in bound.cells)):
+        if tensors is None or not (len(tensors) > 1 or all(cell.starts_at_zero() for cell in bound.cells)):
             return None
         return call.run(bound, tensors)
 
@@ -251,7 +253,9 @@ class RecurrentModule(PartOwner):
         )
 
     def _index_of(self, layout: CallLayout) -> int:
-        return next(index for index, each in enumerate(self.opaque_layouts) if each is layout)
+        return next(
+            index for index, opaque_layout in enumerate(self.opaque_layouts) if opaque_layout is layout
+        )
 
     def _device(self) -> torch.device | None:
         """Return the device of the weights; None in a capture, which checks devices itself."""
@@ -329,7 +333,7 @@ class RecurrentModule(PartOwner):
     def program_problems(self) -> list[str]:
         """Return the reasons why cells cannot run in the compiled cell loop."""
         directions = [direction for layer in self.contract.layers(self) for direction in layer.directions()]
-        return [problem for each in directions if (problem := each.program_problem())]
+        return [problem for item in directions if (problem := item.program_problem())]
 
     def cells(self) -> Iterator[tuple[str, CellGraphModule]]:
         """Return (path inside the module, cell) for every layer and direction."""
@@ -379,12 +383,12 @@ class ObservedRecurrent(RecurrentModule):
         argument_checks.check_arguments(
             type(self).__name__, {"split_gates": argument_checks.FLAG}, {"split_gates": split_gates}
         )
-        made: Any = self.float_class(*args, **kwargs)
-        made.qconfig = NOTHING_OBSERVED
-        given = given_specs(made, None, None, split_gates=split_gates, constructors={})
+        value: Any = self.float_class(*args, **kwargs)
+        value.qconfig = NOTHING_OBSERVED
+        given = given_specs(value, None, None, split_gates=split_gates, constructors={})
         specs = FloatPartSpecs(given.op_specs)
-        contract = contract_of(made)
-        super().__init__(contract, prepared_layers(contract, made, specs, split_gates=split_gates))
+        contract = contract_of(value)
+        super().__init__(contract, prepared_layers(contract, value, specs, split_gates=split_gates))
         self.split_gates, self.specs, self.qconfig = split_gates, specs, None
         for _, cell in self.cells():
             cell.meta.pop(OBSERVED_KEY, None)  # torchao's prepare has marked the cell, but observes nothing.
@@ -392,13 +396,13 @@ class ObservedRecurrent(RecurrentModule):
 
     def as_float(self) -> nn.Module:
         """Return a float module with copies of the weights of the cells."""
-        made: nn.Module = self.contract.float_module(self.float_class)
+        module: nn.Module = self.contract.float_module(self.float_class)
         cells = chain.from_iterable(layer.directions() for layer in self.contract.layers(self))
         with torch.no_grad():
             for suffix, direction in zip(chain.from_iterable(self.contract.suffixes()), cells, strict=True):
                 for name, value in weights_of(direction.cell).items():
-                    made.get_parameter(f"{name}{suffix}").copy_(value)
-        return made.train(self.training)
+                    module.get_parameter(f"{name}{suffix}").copy_(value)
+        return module.train(self.training)
 
     @classmethod
     def observe(cls, module: nn.Module, specs: PartSpecs, *, split_gates: bool = False) -> Self:

@@ -175,7 +175,7 @@ class OpaqueRunner(TracedRunner):
         count = self.bound.directions
         parts = output.chunk(count, -1) if count > 1 else (output,)
         outputs = [q_dq(*pair) for pair in zip(parts, (of[0] for of in all_qparams[-count:]), strict=True)]
-        rows = zip(*(each.unbind(0) for each in last), strict=True)
+        rows = zip(*(item.unbind(0) for item in last), strict=True)
         ends = [tuple(map(q_dq, row, of)) for row, of in zip(rows, all_qparams, strict=True)]
         return (outputs[0] if count == 1 else torch.cat(outputs, -1)), ends
 
@@ -220,7 +220,7 @@ class NativeRunner(PythonRunner):
             return super().run_layers(layers, given, states, dropout)
         stacked = [torch.stack(rows) for rows in zip(*states, strict=True)]
         output, *last = self.bound.run(given.x, stacked, given.columns, given.batch_sizes or ())
-        return output, list(zip(*(each.unbind(0) for each in last), strict=True))
+        return output, list(zip(*(item.unbind(0) for item in last), strict=True))
 
     def run_direction(
         self, direction: RecurrentDirection, given: Sequences, state: State, *, backward: bool

@@ -70,7 +70,7 @@ class Streams:
             for buffer, new in zip(self.states[key], last, strict=True):
                 buffer.copy_(new)
         else:
-            self.states[key] = tuple(each.detach() for each in last)
+            self.states[key] = tuple(item.detach() for item in last)
         return result
 
     def reset(self, indices: Sequence[int] | Tensor | None = None) -> None:
@@ -94,7 +94,7 @@ class Streams:
                 raise _no_such_stream(rows.tolist(), count)
         for key, state in self.states.items():
             self.states[key] = tuple(
-                _with_rows(each, first, rows) for each, first in zip(state, self.initial[key], strict=True)
+                _with_rows(item, first, rows) for item, first in zip(state, self.initial[key], strict=True)
             )
 
 
@@ -143,12 +143,12 @@ def has_seen_no_hidden_state(cells: Iterable[GraphModule]) -> bool:
 
     False if the observers cannot show it: they keep no range, or have seen no data.
     """
-    found = [
+    result = [
         _reads_zeros(cell, node) or _is_bias_alone(cell, node)
         for cell in cells
         for node in _hidden_projections(cell)
     ]
-    return bool(found) and all(found)
+    return bool(result) and all(result)
 
 
 def _hidden_projections(cell: GraphModule) -> list[Node]:
@@ -166,7 +166,7 @@ def _reads_zeros(cell: GraphModule, node: Node) -> bool:
 
 
 def _is_bias_alone(cell: GraphModule, node: Node) -> bool:
-    ranges = [each for user in node.users if (each := _observed_range(cell, user)) is not None]
+    ranges = [item for user in node.users if (item := _observed_range(cell, user)) is not None]
     if not ranges:
         return False
     bias = node.args[2] if len(node.args) > 2 else None

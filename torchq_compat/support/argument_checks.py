@@ -33,7 +33,7 @@ class Expected:
 
 def instance_of(*classes: type, what: str = "") -> Expected:
     """Accept an instance of one of ``classes``; ``what`` describes it, by default the class names."""
-    named = what or " or ".join(_with_article(each.__name__) for each in classes)
+    named = what or " or ".join(_with_article(item.__name__) for item in classes)
     return Expected(named, lambda value: isinstance(value, classes), classes)
 
 
@@ -58,7 +58,7 @@ def one_of(*values: object) -> Expected:
     shown = ", ".join(map(repr, values))
     return Expected(
         f"one of {shown}",
-        lambda value: any(type(value) is type(each) and value == each for each in values),
+        lambda value: any(type(value) is type(item) and value == item for item in values),
     )
 
 

@@ -321,7 +321,7 @@ def _rows(decisions: tuple[Decision, ...]) -> Iterator[report.Row]:
                 alone.append(decision)
     for decision in decisions:
         if decision.action not in LOWERINGS:
-            yield _row(decision, [each for each in lowered.get(decision.path, ()) if each.reason != FUSED])
+            yield _row(decision, [item for item in lowered.get(decision.path, ()) if item.reason != FUSED])
             yield from (value.row for value in decision.values)
     yield from (_row(decision, ()) for decision in alone)
 
@@ -337,8 +337,8 @@ def _row(decision: Decision, lowered: Sequence[Decision]) -> report.Row:
         _short(details.get("dtype", "")),
         details.get("scale"),
         details.get("zero_point"),
-        runs_as="; ".join(dict.fromkeys(each.reason for each in lowered)),
-        on_integers=all(each.action is Action.LOWERED for each in lowered) if lowered else None,
+        runs_as="; ".join(dict.fromkeys(entry.reason for entry in lowered)),
+        on_integers=all(item.action is Action.LOWERED for item in lowered) if lowered else None,
         reason=", ".join(filter(None, (decision.reason, *others, decision.unlike_fx))),
     )
 

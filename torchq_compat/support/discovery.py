@@ -22,6 +22,6 @@ def declared(package: ModuleType, kind: type[Declaration]) -> tuple[Declaration,
     Returns:
         The values, in the order of the module names; a module may declare none.
     """
-    names = sorted(found.name for found in pkgutil.iter_modules(package.__path__))
+    names = sorted(iter_module.name for iter_module in pkgutil.iter_modules(package.__path__))
     modules = [importlib.import_module(f"{package.__name__}.{name}") for name in names]
     return tuple(value for module in modules for value in vars(module).values() if isinstance(value, kind))

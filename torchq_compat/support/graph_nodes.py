@@ -92,12 +92,12 @@ def module_path_of(node: Node) -> str:
     return str(list(stack.values())[-1][0]) if stack else ""
 
 
-def free_name(graph_module: nn.Module, wanted: str) -> str:
+def free_name(graph_module: nn.Module, expected: str) -> str:
     """Return ``wanted``, or the first of ``wanted_1``, ... that is no attribute of ``graph_module``."""
-    name, count = wanted, 0
+    name, count = expected, 0
     while hasattr(graph_module, name):
         count += 1
-        name = f"{wanted}_{count}"
+        name = f"{expected}_{count}"
     return name
 
 
@@ -174,7 +174,7 @@ def copied_values(tensor: Tensor) -> Tensor:
 
 def shared_tensors(model: nn.Module, copied: nn.Module) -> list[tuple[Tensor, Tensor]]:
     """Return the tensors of ``model`` that share their memory with ``copied``, each with its copy."""
-    pairs = zip(*(chain(each.parameters(), each.buffers()) for each in (model, copied)), strict=False)
+    pairs = zip(*(chain(item.parameters(), item.buffers()) for item in (model, copied)), strict=False)
     return [pair for pair in pairs if all(map(is_shared, pair))]
 
 
@@ -241,15 +241,15 @@ def _mapped_again(tensor: Tensor) -> Tensor | None:
 def _file_at(start: int, size: int) -> mmap.mmap | None:
     """Return a mapping, whose last bytes are those of the file that is mapped around ``start``."""
     for line in Path("/proc/self/maps").read_text().splitlines():
-        found = PRIVATE_MAPPING.match(line)
-        if found is None:
+        result = PRIVATE_MAPPING.match(line)
+        if result is None:
             continue
-        begin, end, place = (int(number, 16) for number in found.group(1, 2, 3))
+        begin, end, place = (int(number, 16) for number in result.group(1, 2, 3))
         if begin <= start and start + size <= end:
-            with Path(found[6]).open("rb") as file:
+            with Path(result[6]).open("rb") as file:
                 status, at = os.fstat(file.fileno()), start - begin + place
                 device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
-                if (device, str(status.st_ino)) != found.group(4, 5):
+                if (device, str(status.st_ino)) != result.group(4, 5):
                     return None  # Another file has its name now.
                 before = at % mmap.ALLOCATIONGRANULARITY
                 return mmap.mmap(file.fileno(), before + size, access=mmap.ACCESS_COPY, offset=at - before)

@@ -112,7 +112,7 @@ def _cells(cells: Sequence[str], widths: Sequence[int], note: str) -> list[str]:
     wrapped = [_wrapped(cell, width) for cell, width in zip(cells, widths, strict=True)]
     lines = []
     for index in range(max(map(len, wrapped))):
-        told = [each[index] if index < len(each) else "" for each in wrapped]
+        told = [item[index] if index < len(item) else "" for item in wrapped]
         line = GAP.join(cell.ljust(width) for cell, width in zip(told, widths, strict=True))
         lines.append(f"{line}{GAP}{note}" if note and not index else line)
     return lines

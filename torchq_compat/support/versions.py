@@ -28,5 +28,5 @@ def warn_of_untested_pair() -> None:
 
 
 def _minor(version: str) -> str:
-    found = re.match(r"\d+\.\d+", version)
-    return found[0] if found else version
+    result = re.match(r"\d+\.\d+", version)
+    return result[0] if result else version

@@ -129,9 +129,9 @@ def run_steps(
     for at_step in parts:
         results = step(*states, *at_step[:used], *same)
         states = results[: form.states]
-        for each, value in zip(values, results[form.states :], strict=True):
-            each.append(value)
-    stacked = [torch.stack(each, dim) for each, dim in zip(values, form.stacked, strict=True)]
+        for item, value in zip(values, results[form.states :], strict=True):
+            item.append(value)
+    stacked = [torch.stack(entry, dim) for entry, dim in zip(values, form.stacked, strict=True)]
     return (*states, *stacked)
 
 
@@ -201,8 +201,8 @@ class LoopedSizes:
     repeated: frozenset[str]
     lines: tuple[str, ...] = ()
 
-    def sizes(self, each: tuple[int, ...] | list[int]) -> dict[Place, int]:
-        return {place: size for group, size in zip(self.groups, each, strict=True) for place in group}
+    def sizes(self, item: tuple[int, ...] | list[int]) -> dict[Place, int]:
+        return {place: size for group, size in zip(self.groups, item, strict=True) for place in group}
 
 
 def find_looped_sizes(

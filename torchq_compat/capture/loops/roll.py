@@ -87,7 +87,7 @@ def _differences(one: Graph, other: Graph) -> list[tuple[Node, dict[int, Any]]]:
         raise NotALoopError("the graph has more nodes at another length")
     numbers = {node: index for index, node in enumerate(nodes)}
     other_numbers = {node: index for index, node in enumerate(others)}
-    found = []
+    result = []
     for node, twin in zip(nodes, others, strict=True):
         same_target = node.target == twin.target or node.op in ("placeholder", "get_attr", "output")
         if node.op != twin.op or not same_target:
@@ -106,8 +106,8 @@ def _differences(one: Graph, other: Graph) -> list[tuple[Node, dict[int, Any]]]:
             elif leaf != twin_leaf:
                 changes[index] = twin_leaf
         if changes:
-            found.append((node, changes))
-    return found
+            result.append((node, changes))
+    return result
 
 
 def _args(node: Node) -> Any:
@@ -116,12 +116,12 @@ def _args(node: Node) -> Any:
 
 
 def _length_of(node: Node, one: Any, other: Any, lengths: Sequence[Length]) -> Length:
-    found = None
+    result = None
     if isinstance(one, int) and not isinstance(one, bool):
-        found = next((length for length in lengths if abs(other - one) == length.grown), None)
-    if found is None:
+        result = next((length for length in lengths if abs(other - one) == length.grown), None)
+    if result is None:
         raise NotALoopError(f"{node} computes with a length: {one} becomes {other}")
-    return found
+    return result
 
 
 def _with_length(
@@ -134,11 +134,11 @@ def _with_length(
             place = (placeholders[length.placeholder], length.dim)
             sizes[length] = graph.call_function(ATEN.sym_size.int, place)
     with graph.inserting_before(node):
-        made = sizes[length]
+        result = sizes[length]
         if slope < 0:
-            made = graph.call_function(operator.neg, (made,))
+            result = graph.call_function(operator.neg, (result,))
         offset = one - slope * length.short
-        return graph.call_function(operator.add, (made, offset)) if offset else made
+        return graph.call_function(operator.add, (result, offset)) if offset else result
 
 
 # Rolls the loops over time of a float model into an equal model of free length, or raises the reason why
@@ -203,12 +203,12 @@ def roll_loops(
             break
     else:
         raise NotALoopError(next(iter(rolled.reasons), "no ops repeat"))
-    made = _build(working, rolled, captured)
+    result = _build(working, rolled, captured)
     if is_trained:
-        _refuse_parted_parameters(made)
-    _check(made, runs, args, inputs, looped)
-    _keep_examples(made, args)
-    return made
+        _refuse_parted_parameters(result)
+    _check(result, runs, args, inputs, looped)
+    _keep_examples(result, args)
+    return result
 
 
 def _rolled_at_two_lengths(
@@ -310,33 +310,33 @@ def _build(working: nn.Module, rolled: RolledGraph, captured: _Captured) -> Roll
 
 def _with_float_calls(root: nn.Module, graph: Graph, captured: _Captured) -> Graph:
     """Return ``graph`` with calls of the float modules in place of the opaque calls."""
-    made = GraphModule(root, graph)
-    called = {str(node.args[2]) for node in made.graph.nodes if node.target is OPAQUE_OP}
+    graph_module = GraphModule(root, graph)
+    called = {str(node.args[2]) for node in graph_module.graph.nodes if node.target is OPAQUE_OP}
     modules = {path: module for path, module in captured.modules.items() if path in called}
-    insert_calls(made, captured.stubs, modules)
-    for node in made.graph.nodes:
+    insert_calls(graph_module, captured.stubs, modules)
+    for node in graph_module.graph.nodes:
         node.meta.pop("val", None)
-    return made.graph
+    return graph_module.graph
 
 
 def _paths_in(graph: Graph) -> set[str]:
     """Return the paths of the modules whose code or parameters ``graph`` uses, and of those around them."""
-    found: set[str] = set()
+    matches: set[str] = set()
     for node in graph.nodes:
         paths = [str(fqn).partition("@")[0] for fqn, _ in (node.meta.get("nn_module_stack") or {}).values()]
         if node.op in ("get_attr", "call_module"):
             paths.append(str(node.target))
         for path in paths:
             names = path.split(".")
-            found.update(".".join(names[:end]) for end in range(1, len(names) + 1))
-    return found
+            matches.update(".".join(names[:end]) for end in range(1, len(names) + 1))
+    return matches
 
 
-def _refuse_parted_parameters(made: RolledModel) -> None:
+def _refuse_parted_parameters(rolled_model: RolledModel) -> None:
     """Raise if a loop shares parameters with the graph around it or another loop: each is copied when it is
     prepared, so training would make the copies differ."""
     known: set[int] = set()
-    for model in (made.model, *(vars(loop)["step"] for loop in made.loops.values())):
+    for model in (rolled_model.model, *(vars(loop)["step"] for loop in rolled_model.loops.values())):
         read = set[int]()
         for node in model.shared.graph.nodes:
             if node.op == "call_module":
@@ -370,23 +370,27 @@ def _like(model: nn.Module) -> type[GraphModel]:
         return GraphModel.forward(self, *args)
 
     forward.__signature__ = inspect.signature(type(model).forward)  # type: ignore[attr-defined]
-    made: type[GraphModel] = type(type(model).__name__, (GraphModel,), {"forward": forward})
-    return made
+    cls: type[GraphModel] = type(type(model).__name__, (GraphModel,), {"forward": forward})
+    return cls
 
 
-def _keep_examples(made: RolledModel, args: tuple[Any, ...]) -> None:
+def _keep_examples(rolled_model: RolledModel, args: tuple[Any, ...]) -> None:
     """Record the arguments that the steps are called with in the example."""
-    model = trial_copy(made.model)
+    model = trial_copy(rolled_model.model)
     with alone(), draws_kept(), torch.no_grad():
         model(*copied_inputs(args))
-    for name, loop in made.loops.items():
+    for name, loop in rolled_model.loops.items():
         ran = model.get_submodule(name)
         assert isinstance(ran, Loop)
         loop.example, loop.first = ran.example, ran.first
 
 
 def _check(
-    made: RolledModel, runs: Runs, args: tuple[Any, ...], inputs: Mapping[str, Any], looped: LoopedSizes
+    rolled_model: RolledModel,
+    runs: Runs,
+    args: tuple[Any, ...],
+    inputs: Mapping[str, Any],
+    looped: LoopedSizes,
 ) -> None:
     """Run the rolled model beside the user's model: on the example, and with each length changed alone.
 
@@ -404,15 +408,15 @@ def _check(
         if run.error is not None:
             continue
         ran += 1
-        problem = _compare(made, run)
+        problem = _compare(rolled_model, run)
         if problem is not None:
             raise NotALoopError(f"the rolled loop computes something else at lengths {sizes}: {problem}")
     if ran < 2:
         raise NotALoopError("the float model does not run at other lengths")
 
 
-def _compare(made: RolledModel, run: FloatRun) -> str | None:
-    rolled = Runs(made.model, StubRegistry(), {}, example=run.args).of_float_model(run.args)
+def _compare(rolled_model: RolledModel, run: FloatRun) -> str | None:
+    rolled = Runs(rolled_model.model, StubRegistry(), {}, example=run.args).of_float_model(run.args)
     if rolled.error is not None:
         return f"{type(rolled.error).__name__}: {rolled.error}"
     return difference(run.value, rolled.value, CAPTURED)

@@ -78,10 +78,10 @@ def roll_graph(
     rolled = RolledGraph(graph_module)
     for name in names:
         tidy_graph(graph_module, stubs, lengths)
-        found = _first_loop(graph_module, stubs, rolled)
-        if found is None:
+        result = _first_loop(graph_module, stubs, rolled)
+        if result is None:
             break
-        rolled.loops.append(_Roller(graph_module, found, name).roll())
+        rolled.loops.append(_Roller(graph_module, result, name).roll())
         graph_module.graph.eliminate_dead_code()
         graph_module.graph.lint()
     return rolled
@@ -107,7 +107,7 @@ def _first_loop(graph_module: GraphModule, stubs: StubRegistry, rolled: RolledGr
         start, end = min(places), max(places)
         if all(end < other or start > last for other, last, _ in chosen):
             chosen.append((start, end, flow))
-    return min(chosen, key=lambda each: each[0])[2] if chosen else None
+    return min(chosen, key=lambda item: item[0])[2] if chosen else None
 
 
 def _check_results(flow: Flow) -> None:
@@ -125,7 +125,7 @@ def _check_results(flow: Flow) -> None:
 
 
 def _outside(flow: Flow, node: Node) -> list[Node]:
-    inside = {each for step in flow.steps for each in step}
+    inside = {item for step in flow.steps for item in step}
     return [user for user in node.users if user not in inside]
 
 
@@ -267,9 +267,9 @@ class _Roller:
         return [p for p in self.flow.taken if self.flow.is_read_inside(p)]
 
     def _wholes(self, taken: Sequence[Taken]) -> list[Node]:
-        wholes = [self._part_of(each) for each in taken]
-        strided = [(whole, each) for whole, each in zip(wholes, taken, strict=True) if each.slope > 1]
-        sizes = [self.call(ATEN.sym_size.int, whole, each.dim) for whole, each in strided]
+        wholes = [self._part_of(element) for element in taken]
+        strided = [(whole, member) for whole, member in zip(wholes, taken, strict=True) if member.slope > 1]
+        sizes = [self.call(ATEN.sym_size.int, whole, entry.dim) for whole, entry in strided]
         if len(sizes) == 1 or not sizes:
             return wholes
         # Of some parts there may be one more than there are steps.
@@ -277,8 +277,8 @@ class _Roller:
         if count.meta["val"] != len(self.steps):
             raise NotALoopError("the loop ends before the tensors that it reads")
         return [
-            self.call(ATEN.slice.Tensor, whole, each.dim, 0, count) if each.slope > 1 else whole
-            for whole, each in zip(wholes, taken, strict=True)
+            self.call(ATEN.slice.Tensor, whole, item.dim, 0, count) if item.slope > 1 else whole
+            for whole, item in zip(wholes, taken, strict=True)
         ]
 
     def _part_of(self, taken: Taken) -> Node:
@@ -294,18 +294,18 @@ class _Roller:
 
     def _same(self) -> dict[Node, None]:
         """Return the tensors outside the loop that every step reads."""
-        found: dict[Node, None] = {}
+        matches: dict[Node, None] = {}
         reads = (self._outer(read) for position in self.flow.body for read in self.flow.reads[position])
         waiting = [node for node in reads if node is not None]
         while waiting:
             node = waiting.pop(0)
             if isinstance(node.meta.get("val"), Tensor) and node.op != "get_attr":
-                found[node] = None
+                matches[node] = None
             elif computes_number(node):
                 waiting.extend(node.all_input_nodes)
             elif node.op != "get_attr":
                 raise NotALoopError(f"a step reads {node}, which is no tensor")
-        return found
+        return matches
 
     def _outer(self, read: Read) -> Node | None:
         """Return the node outside the body that ``read`` refers to, or None."""
@@ -315,29 +315,29 @@ class _Roller:
 
     def _body(self, taken: list[int], same: Mapping[Node, None]) -> Graph:
         graph = Graph()
-        made: dict[Any, Node] = {}
+        result: dict[Any, Node] = {}
         for index, state in enumerate(self.states):
-            made[state] = graph.placeholder(f"state_{index}")
+            result[state] = graph.placeholder(f"state_{index}")
         parts = [*map(Inside, taken), *self.flow.counted]
-        made.update({read: graph.placeholder(f"part_{index}") for index, read in enumerate(parts)})
+        result.update({read: graph.placeholder(f"part_{index}") for index, read in enumerate(parts)})
         for index, node in enumerate(same):
-            made[node] = graph.placeholder(f"same_{index}")
+            result[node] = graph.placeholder(f"same_{index}")
         for position in taken:
-            place, part = self.flow.taken[position], made[Inside(position)]
+            place, part = self.flow.taken[position], result[Inside(position)]
             if place.keeps:
-                made[Inside(position)] = graph.call_function(ATEN.unsqueeze.default, (part, place.dim))
+                result[Inside(position)] = graph.call_function(ATEN.unsqueeze.default, (part, place.dim))
 
         def outside(node: Node) -> Node:
-            if node not in made:
-                made[node] = graph.node_copy(node, outside)
-                made[node].meta = _origin(node)
-            return made[node]
+            if node not in result:
+                result[node] = graph.node_copy(node, outside)
+                result[node].meta = _origin(node)
+            return result[node]
 
         def value(read: Read) -> Any:
             outer = self._outer(read)
             if outer is not None:
                 return outside(outer)
-            return made[read] if isinstance(read, (Inside, Carried, Counted)) else read
+            return result[read] if isinstance(read, (Inside, Carried, Counted)) else read
 
         for position in self.flow.body:
             node = self.flow.template[position]
@@ -354,8 +354,8 @@ class _Roller:
                     args, kwargs = (number, args[0]), {}
             copied = graph.call_function(target, args, kwargs)
             copied.meta = _origin(node)
-            made[Inside(position)] = copied
-        news = [made[Inside(state.position)] for state in self.states]
+            result[Inside(position)] = copied
+        news = [result[Inside(state.position)] for state in self.states]
         graph.output((*news, *(value(read) for read, _ in self.stacked)))
         return graph
 
@@ -494,9 +494,9 @@ class _ListUse(_Use):
                 if not is_cat:
                     piece = roller.call(ATEN.unsqueeze.default, piece, self.dim)
             pieces.append(piece)
-        made = pieces[0] if len(pieces) == 1 else roller.call(ATEN.cat.default, pieces, self.dim)
-        made.meta = {**_origin(self.user), "val": made.meta["val"]}
-        self.user.replace_all_uses_with(made)
+        result = pieces[0] if len(pieces) == 1 else roller.call(ATEN.cat.default, pieces, self.dim)
+        result.meta = {**_origin(self.user), "val": result.meta["val"]}
+        self.user.replace_all_uses_with(result)
         self.user.graph.erase_node(self.user)
 
 

@@ -83,33 +83,33 @@ def writes_in_place(node: Node) -> bool:
 
 
 def _is_whole(node: Node) -> bool:
-    rest = node.args[2:]
+    remaining = node.args[2:]
     return (
         not node.kwargs
-        and (not rest or rest[0] in (0, None))
-        and (len(rest) < 2 or rest[1] in (SLICE_END, None))
-        and rest[2:] in ((), (1,))
+        and (not remaining or remaining[0] in (0, None))
+        and (len(remaining) < 2 or remaining[1] in (SLICE_END, None))
+        and remaining[2:] in ((), (1,))
     )
 
 
 def _read_one_by_one(node: Node) -> Iterator[Node]:
     """Replace each result of an op that splits a tensor into parts by a select or slice, and yield these."""
-    source, *rest = node.args
+    source, *remaining = node.args
     value: Any = node.meta.get("val")
-    dim = node.kwargs.get("dim", rest[-1] if _has_dim(node, rest) else 0)
+    dim = node.kwargs.get("dim", remaining[-1] if _has_dim(node, remaining) else 0)
     if node.target is not ATEN.unbind.int and any(_size_at(part, dim) != 1 for part in value):
         return
     for user in list(node.users):
         index: Any = user.args[1]
         with node.graph.inserting_before(user):
             if node.target is ATEN.unbind.int:
-                made = node.graph.call_function(ATEN.select.int, (source, dim, index))
+                result = node.graph.call_function(ATEN.select.int, (source, dim, index))
             else:
-                made = node.graph.call_function(ATEN.slice.Tensor, (source, dim, index, index + 1))
-        made.meta = dict(user.meta)
-        user.replace_all_uses_with(made)
+                result = node.graph.call_function(ATEN.slice.Tensor, (source, dim, index, index + 1))
+        result.meta = dict(user.meta)
+        user.replace_all_uses_with(result)
         node.graph.erase_node(user)
-        yield made
+        yield result
 
 
 def _flatten_cat(node: Node) -> None:
@@ -129,8 +129,8 @@ def _dim_of(cat: Node) -> int:
     return int(dim) % int(cat.meta["val"].dim())
 
 
-def _has_dim(node: Node, rest: Sequence[Any]) -> bool:
-    return len(rest) >= (1 if node.target is ATEN.unbind.int else 2)
+def _has_dim(node: Node, remaining: Sequence[Any]) -> bool:
+    return len(remaining) >= (1 if node.target is ATEN.unbind.int else 2)
 
 
 def _size_at(value: Any, dim: Any) -> Any:
@@ -216,19 +216,19 @@ def _cut_last(views: Sequence[Node], step: int, known: dict[Hashable, Node]) -> 
         of_source.append(dims[view.args[1]])  # type: ignore[index]
         if view.target is ATEN.select.int:
             dims.pop(view.args[1])  # type: ignore[arg-type]
-    dims, made = list(range(source.meta["val"].dim())), source
+    dims, result = list(range(source.meta["val"].dim())), source
     for index in [*(index for index in range(len(views)) if index != step), step]:
         view, dim = views[index], dims.index(of_source[index])
-        key = None if index == step else (made, view.target, dim, view.args[2:])
+        key = None if index == step else (result, view.target, dim, view.args[2:])
         if key not in known or key is None:
             with view.graph.inserting_before(views[0]):
-                cut = view.graph.call_function(view.target, (made, dim, *view.args[2:]))  # type: ignore[arg-type]
-            cut.meta = {**view.meta, "val": view.target(made.meta["val"], dim, *view.args[2:])}  # type: ignore[operator]
+                cut = view.graph.call_function(view.target, (result, dim, *view.args[2:]))  # type: ignore[arg-type]
+            cut.meta = {**view.meta, "val": view.target(result.meta["val"], dim, *view.args[2:])}  # type: ignore[operator]
             known[key] = cut
-        made = known[key]
+        result = known[key]
         if view.target is ATEN.select.int:
             dims.pop(dim)
-    views[-1].replace_all_uses_with(made)
+    views[-1].replace_all_uses_with(result)
 
 
 def _origins_of_sizes(graph_module: GraphModule, stubs: StubRegistry) -> dict[Node, tuple[Node, int]]:
@@ -240,17 +240,17 @@ def _origins_of_sizes(graph_module: GraphModule, stubs: StubRegistry) -> dict[No
         if isinstance(node.meta.get("val"), Tensor)
     ]
     places = {(node, dim): int(size) for node, value in inputs for dim, size in enumerate(value.shape)}
-    found: dict[Node, tuple[Node, int]] = {}
+    matches: dict[Node, tuple[Node, int]] = {}
     for place, size in places.items() if asked else ():
         alike = [other for other, known in places.items() if known == size]
         for changed in ([place], alike):
             values = _sizes_at(graph_module, asked, {**places, **dict.fromkeys(changed, size + 1)}, stubs)
             for node, value in (values or {}).items():
                 if (node.meta["val"], value) == (size, size + 1):
-                    found.setdefault(node, changed[0])
+                    matches.setdefault(node, changed[0])
             if values is not None:
                 break
-    return found
+    return matches
 
 
 def _sizes_at(
@@ -315,7 +315,7 @@ def _make_constants_once(graph_module: GraphModule) -> None:
         key = repr((node.target, args, kwargs))
         if key not in known:
             reads = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Node)]
-            order = {each: index for index, each in enumerate(graph.nodes)}
+            order = {item: index for index, item in enumerate(graph.nodes)}
             after = max([*reads, inputs[-1]], key=order.__getitem__)
             with graph.inserting_after(after):
                 known[key] = graph.call_function(node.target, args, kwargs)
@@ -379,15 +379,15 @@ def _partial_step(
     nodes: Sequence[Node], tokens: Sequence[Hashable], start: int, at: int, period: int
 ) -> list[Node | None] | None:
     """Return the nodes of a last step that lacks what only a next step would read; None if none follow."""
-    found: list[Node | None] = [None] * period
+    matches: list[Node | None] = [None] * period
     place = 0
     while at < len(nodes):
-        wanted = next((j for j in range(place, period) if tokens[start + j] == tokens[at]), None)
-        if wanted is None:
+        expected = next((j for j in range(place, period) if tokens[start + j] == tokens[at]), None)
+        if expected is None:
             break
-        found[wanted] = nodes[at]
-        place, at = wanted + 1, at + 1
-    return found if any(found) else None
+        matches[expected] = nodes[at]
+        place, at = expected + 1, at + 1
+    return matches if any(matches) else None
 
 
 def _token(node: Node, stubs: StubRegistry) -> Hashable:

@@ -116,10 +116,10 @@ class Flow:
     def carried(self) -> list[Carried]:
         """The states, in the order in which they are first read."""
         reads = [read for position in self.body for read in self.reads[position]]
-        found = dict.fromkeys(read for read in reads if isinstance(read, Carried))
+        result = dict.fromkeys(read for read in reads if isinstance(read, Carried))
         # A value that is written counts as read.
         values = [w.value for w in self.written.values() if isinstance(w.value, Carried)]
-        return list(dict.fromkeys([*found, *values]))
+        return list(dict.fromkeys([*result, *values]))
 
     @property
     def counted(self) -> list[Counted]:
@@ -298,7 +298,7 @@ def _write(flow: Flow, position: int, reads: list[Read], nodes: list[Node | None
     if place.slope not in (1, -1):
         raise NotALoopError(f"{node} writes every {abs(place.slope)}th part")
     parts = {step[view.position] for step in flow.steps}
-    inside = {each for step in flow.steps for each in step}
+    inside = {item for step in flow.steps for item in step}
     if place.source.op != "call_function" or any(u in inside and u not in parts for u in place.source.users):
         raise NotALoopError(f"{node} writes into {place.source}, which the loop reads")
     if any(user in inside for step in flow.steps if (n := step[position]) is not None for user in n.users):

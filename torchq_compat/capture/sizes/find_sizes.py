@@ -54,8 +54,8 @@ def find_sizes(inputs: Mapping[str, Any], read: ReadSizes, accepts: Callable[[Si
     search = _Search(sizes, example, accepts)
     own = search.own_sizes()
     operators = tuple(search.rules_of_operators(own, rules))
-    made = replace(sizes, dimensions=tuple(own), rules=(*rules, *operators))
-    return accepted_range(made, example) if program is not None else made
+    result = replace(sizes, dimensions=tuple(own), rules=(*rules, *operators))
+    return accepted_range(result, example) if program is not None else result
 
 
 def _rules_of_guards(
@@ -68,8 +68,8 @@ def _rules_of_guards(
     rules: dict[str, SizeRule] = {}
     for guard in read.guards:
         if not all(is_computable(size.node, read) for size in sizes_in(guard.expression)):
-            for number, each in enumerate(dimensions):
-                rule = SizeRule.fixing(number, each, guard.place.line, by_python=guard.place.by_user)
+            for number, item in enumerate(dimensions):
+                rule = SizeRule.fixing(number, item, guard.place.line, by_python=guard.place.by_user)
                 rules[rule.condition] = rule
             continue
         names: dict[Size, str] = {}
@@ -113,39 +113,39 @@ class _Search:
 
     def own_sizes(self) -> list[Dimension]:
         """Return the dimensions, each with its root, or fixed, or free."""
-        found: dict[Place, Dimension] = {}
+        matches: dict[Place, Dimension] = {}
         groups: dict[Group, list[Dimension]] = {}
         for dimension in self.sizes.dimensions:
             groups.setdefault(group_of(dimension), []).append(dimension)
         for members in groups.values():
-            free = [each for each in members if self._may_change([each])]
-            found.update((each.place, each) for each in free)
-            for each in members:
-                if each.place not in found:
-                    found.update(self._related(each, members, free))
-        stuck = [each for each in self.sizes.dimensions if each.place not in found]
+            free = [member for member in members if self._may_change([member])]
+            matches.update((entry.place, entry) for entry in free)
+            for element in members:
+                if element.place not in matches:
+                    matches.update(self._related(element, members, free))
+        stuck = [item for item in self.sizes.dimensions if item.place not in matches]
         # A guard relates it to others, as the batch times the number of heads: the guard says what fits.
         related = {p for rule in self.sizes.rules if len(rule.places) > 1 for p in rule.places.values()}
-        for each in stuck:
-            is_fixed = each.place not in related and not self._may_change_with_any(each)
-            found[each.place] = replace(each, is_fixed=is_fixed)
-        return [found[dimension.place] for dimension in self.sizes.dimensions]
+        for element in stuck:
+            is_fixed = element.place not in related and not self._may_change_with_any(element)
+            matches[element.place] = replace(element, is_fixed=is_fixed)
+        return [matches[dimension.place] for dimension in self.sizes.dimensions]
 
     def _related(
         self, anchor: Dimension, members: Sequence[Dimension], free: Sequence[Dimension]
     ) -> dict[Place, Dimension]:
         """Return ``anchor`` and the dimensions without which it cannot change, each with its root; nothing if
         it cannot change together with others of its group."""
-        together = next((each for each in self._sets(anchor, members) if self._may_change(each)), None)
+        together = next((entry for entry in self._sets(anchor, members) if self._may_change(entry)), None)
         if together is None:
             return {}
         needed = list(together)
-        for each in together:
-            fewer = [other for other in needed if other is not each]
-            if each is not anchor and len(fewer) > 1 and self._may_change(fewer):
+        for item in together:
+            fewer = [other for other in needed if other is not item]
+            if item is not anchor and len(fewer) > 1 and self._may_change(fewer):
                 needed = fewer
-        root = next((each for each in needed if each in free), needed[0])
-        own = (each for each in needed if each not in free)
+        root = next((element for element in needed if element in free), needed[0])
+        own = (member for member in needed if member not in free)
         return {each.place: each if each is root else replace(each, root=root.place) for each in own}
 
     def _sets(self, anchor: Dimension, members: Sequence[Dimension]) -> Iterator[list[Dimension]]:
@@ -156,22 +156,22 @@ class _Search:
             places = set(rule.places.values())
             if " == " in rule.condition and len(places) == 2 and places & equal:
                 equal |= places
-        indices = dict.fromkeys(each.index for each in members)
+        indices = dict.fromkeys(member.index for member in members)
         sets = [
-            [each for each in members if each.place in equal],
+            [item for item in members if item.place in equal],
             list(members),
-            [each for each in members if each.index == anchor.index],
+            [element for element in members if element.index == anchor.index],
             *(
                 [each for each in members if each.index != index]
                 for index in indices
                 if index != anchor.index
             ),
             *([anchor, other] for other in members if other is not anchor),
-            *([each for each in members if each is not other] for other in members if other is not anchor),
+            *([entry for entry in members if entry is not other] for other in members if other is not anchor),
         ]
-        for number, found in enumerate(sets):
-            if len(found) > 1 and found not in sets[:number]:
-                yield found
+        for number, result in enumerate(sets):
+            if len(result) > 1 and result not in sets[:number]:
+                yield result
 
     def _may_change_with_any(self, one: Dimension) -> bool:
         """Return whether ``one`` may change if a dimension of another size does, as in ``x + y[::2]``."""
@@ -191,7 +191,7 @@ class _Search:
         if not size:
             return True
         others = to or [other for other in (size + 1, 2 * size, size - 1) if other > 1 or size == 1]
-        return any(self._runs({each.place: other for each in members}) for other in others)
+        return any(self._runs({member.place: other for member in members}) for other in others)
 
     def _runs(self, changed: Sizes) -> bool:
         values = {**self.example, **changed}
@@ -204,7 +204,7 @@ class _Search:
         self, dimensions: Sequence[Dimension], known: Sequence[SizeRule]
     ) -> Iterator[SizeRule]:
         """Yield a rule for each dimension that operators fix, or relate to another one; 1 may do as well."""
-        free = {each.place for each in dimensions if each.is_free and self._may_change([each])}
+        free = {item.place for item in dimensions if item.is_free and self._may_change([item])}
         for number, dimension in enumerate(dimensions):
             if dimension.is_free or any(_is_about(rule, dimension) for rule in known):
                 continue
@@ -218,7 +218,7 @@ class _Search:
                 words = f"{size} or 1" if may_be_one else str(size)
                 yield SizeRule(f"{own} == {size}{or_one}", places, dimension, words)
                 continue
-            at = next(index for index, each in enumerate(dimensions) if each.place == dimension.root)
+            at = next(index for index, entry in enumerate(dimensions) if entry.place == dimension.root)
             root = dimensions[at]
             places[f"s{at}"] = root.place
             if size != 1 and self._may_change([root], [1]):
@@ -289,21 +289,21 @@ def _rules_of_dimensions(
 def _rules_of_conditions(dimensions: Sequence[Dimension], conditions: Sequence[str]) -> Iterator[SizeRule]:
     numbers = {dimension.place: number for number, dimension in enumerate(dimensions)}
     for condition in conditions:
-        found = {
+        result = {
             match[0]: (f"{match['name']}{match['path']}", int(match["dim"]))
             for match in SIZE.finditer(condition)
         }
-        if not found or any(place not in numbers for place in found.values()):
+        if not result or any(place not in numbers for place in result.values()):
             continue
         code, words = condition, condition
-        for text, place in found.items():
+        for text, place in result.items():
             code = code.replace(text, f"s{numbers[place]}")
             words = words.replace(text, dimensions[numbers[place]].name)
-        places = {f"s{numbers[place]}": place for place in found.values()}
+        places = {f"s{numbers[place]}": place for place in result.values()}
         # torch.export takes sizes to be neither 0 nor 1; its graphs run at these all the same.
         if re.fullmatch(r"s\d+ (?:!= [01]|>= 2|> 1|>= 1|> 0)", code):
             continue
-        dimension = dimensions[numbers[next(iter(found.values()))]]
-        if dimension.is_fixed and len(found) == 1:
+        dimension = dimensions[numbers[next(iter(result.values()))]]
+        if dimension.is_fixed and len(result) == 1:
             continue
         yield SizeRule(code, places, dimension, words)

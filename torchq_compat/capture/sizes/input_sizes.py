@@ -225,8 +225,8 @@ class InputSizes:
         rule = self.broken_rule(sizes_of(inputs))
         if rule is not None:
             place = rule.dimension
-            found = inputs[place.label].shape[place.index]
-            raise _fixed_size(place.label, place.index, rule.expected, found, rule.line)
+            result = inputs[place.label].shape[place.index]
+            raise _fixed_size(place.label, place.index, rule.expected, result, rule.line)
 
 
 def sizes_of(inputs: Mapping[str, Any]) -> dict[Place, Any]:
@@ -249,12 +249,12 @@ def is_same_value(given: Any, fixed: Any) -> bool:
 
 
 def _fixed_size(
-    name: str, dimension: int, expected: str, found: object, line: str | None = None
+    name: str, dimension: int, expected: str, value: object, line: str | None = None
 ) -> InputError:
     where = f", because of {line}" if line else ""
     needs = f"is fixed to {expected} there" if expected.isdigit() else f"needs {expected}"
     return InputError(
-        f"argument {name!r} has size {found} in dimension {dimension}, "
+        f"argument {name!r} has size {value} in dimension {dimension}, "
         f"but the captured model {needs}{where}.",
         hint="the model's own code depends on that size; capture it with the size you need, "
         "or pass dynamic_shapes= to prepare_fx.",
@@ -277,7 +277,7 @@ def accepted_range(sizes: InputSizes, example: Mapping[Place, int]) -> InputSize
     that no size breaks are dropped."""
     tries = _Tries(sizes, dict(example))
     told: dict[str, SizeRule] = {}
-    for dimension in (each for each in sizes.dimensions if each.root is None):
+    for dimension in (item for item in sizes.dimensions if item.root is None):
         broken = tries.broken_by(dimension)
         if not broken:
             continue
@@ -312,11 +312,11 @@ class _Tries:
     def broken_by(self, dimension: Dimension) -> list[SizeRule]:
         size = dimension.example
         near = {1, size + 1, size + 2, 2 * size, FARTHEST * size, -(-size // 2), size - 1} - {0, -1, size}
-        found: dict[str, SizeRule] = {}
+        matches: dict[str, SizeRule] = {}
         for other in sorted(near):
             for rule in self._broken_at(dimension, other):
-                found[rule.condition] = rule
-        return list(found.values())
+                matches[rule.condition] = rule
+        return list(matches.values())
 
     def may_break(self, rule: SizeRule) -> bool:
         """Return whether a size that ``rule`` is about was another one in some try."""
@@ -364,9 +364,9 @@ class _Tries:
         key = dimension.place, size
         if key not in self._known:
             changed = {
-                each.place: size
-                for each in self.sizes.dimensions
-                if dimension.place in (each.place, each.root)
+                item.place: size
+                for item in self.sizes.dimensions
+                if dimension.place in (item.place, item.root)
             }
             known = {**self.example, **changed}
             program = self.sizes.program

@@ -115,7 +115,9 @@ def in_terms_of(expression: Any, nodes: Mapping[Any, Any]) -> Any:
     if isinstance(expression, Size):
         return Size(nodes[expression.node], expression.dim)
     if isinstance(expression, Computed):
-        return Computed(expression.operation, tuple(in_terms_of(each, nodes) for each in expression.operands))
+        return Computed(
+            expression.operation, tuple(in_terms_of(operand, nodes) for operand in expression.operands)
+        )
     return expression
 
 
@@ -139,7 +141,7 @@ def condition_of(expression: Any, value: Any, names: Mapping[Size, str]) -> str:
         return f"{code} == {value!r}"
     if not value and isinstance(expression, Computed):
         other = next(
-            (o for o, each in OPERATIONS.items() if each == expression.operation and o in OPPOSITES), None
+            (o for o, item in OPERATIONS.items() if item == expression.operation and o in OPPOSITES), None
         )
         if other is None:
             return f"not {code}"
@@ -222,8 +224,8 @@ class Followed:
         def compute(*others: Any) -> Any:
             values = [_value(other) for other in others]
             expressions = [_expression(other) for other in others]
-            made = _in_integers(Computed(operation, (self.expression, *expressions)))
-            return Followed(self.guards, operation.function(self.value, *values), made)
+            result = _in_integers(Computed(operation, (self.expression, *expressions)))
+            return Followed(self.guards, operation.function(self.value, *values), result)
 
         return compute
 
@@ -247,16 +249,16 @@ OF_INTEGERS = {
 }
 
 
-def _in_integers(made: Computed) -> Computed:
+def _in_integers(computed: Computed) -> Computed:
     """Return ``made``, a rounded quotient of integers in integers: torch cannot save ``math.ceil``."""
-    quotient = made.operands[0]
-    rounds = made.operation in (OPERATIONS["ceil"], OPERATIONS["floor"])
+    quotient = computed.operands[0]
+    rounds = computed.operation in (OPERATIONS["ceil"], OPERATIONS["floor"])
     if not rounds or not isinstance(quotient, Computed) or quotient.operation != OPERATIONS["truediv"]:
-        return made
+        return computed
     over, under = quotient.operands
     if not _is_integer(over) or not isinstance(under, int) or under <= 0:
-        return made
-    if made.operation == OPERATIONS["ceil"]:
+        return computed
+    if computed.operation == OPERATIONS["ceil"]:
         # Not -(-over // under): ONNX rounds the quotients of negative numbers upwards.
         over = Computed(OPERATIONS["add"], (over, under - 1))
     return Computed(OPERATIONS["floordiv"], (over, under))
@@ -370,7 +372,7 @@ def asserted_value(frame: FrameType | None) -> bool | None:
     code = [] if frame is None else list(dis.get_instructions(frame.f_code))
     offsets = {instruction.offset: index for index, instruction in enumerate(code)}
     at = offsets.get(-1 if frame is None else frame.f_lasti, len(code))
-    at += [each.opname for each in code[at : at + 1]] == ["TO_BOOL"]
+    at += [item.opname for item in code[at : at + 1]] == ["TO_BOOL"]
     for jump, after in zip(code[at : at + 1], code[at + 1 : at + 2], strict=True):
         on = jump.opname.endswith("IF_TRUE")
         if not (on or jump.opname.endswith("IF_FALSE")):
@@ -423,36 +425,36 @@ def called_aside(reads: KnowsSizes, function: Callable[..., Any], args: Any, kwa
     leaves, spec = pytree.tree_flatten((args, kwargs))
     plain_args, plain_kwargs = pytree.tree_unflatten([plain(leaf) for leaf in leaves], spec)
     result = function(*plain_args, **plain_kwargs)
-    made, sizes = _tensors(result), _followed_in(reads, leaves)
-    if not sizes or not made or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None:
+    built, sizes = _tensors(result), _followed_in(reads, leaves)
+    if not sizes or not built or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None:
         return result
-    found = [list[Any](tensor.shape) for tensor in made]
+    match = [list[Any](tensor.shape) for tensor in built]
     slopes: dict[tuple[int, int], set[float]] = {}
     for size in sizes.values():
         # A function may want equal sizes to stay equal.
-        alike = [each for each, other in sizes.items() if other.node.value == size.node.value]
+        alike = [item for item, other in sizes.items() if other.node.value == size.node.value]
         for changed in ([size.node.expression], alike):
             marked = pytree.tree_unflatten([_marked(reads, leaf, changed) for leaf in leaves], spec)
             try:
                 others = _tensors(function(*marked[0], **marked[1]))
             except Exception:  # It wants these sizes to be as they are.
                 continue
-            for place, dim, before, after in _changes(made, others):
-                known, slope = found[place][dim], (after - before) / (PRIME - size.node.value)
+            for place, dim, before, after in _changes(built, others):
+                known, slope = match[place][dim], (after - before) / (PRIME - size.node.value)
                 if is_followed(known) and changed is alike:
                     continue
                 slopes.setdefault((place, dim), set()).add(slope)
                 if slopes[place, dim] != {1.0} and (
                     is_followed(known) or slope != int(slope) or abs(slope) >= PRIME
                 ):
-                    found[place][dim] = FollowedInt(Followed(reads.guard, before, UNKNOWN))
+                    match[place][dim] = FollowedInt(Followed(reads.guard, before, UNKNOWN))
                 elif is_followed(known):  # What ``cat`` returns grows with each of its parts.
-                    found[place][dim] = known + (size - size.node.value)
+                    match[place][dim] = known + (size - size.node.value)
                 else:
                     is_same = slope == 1.0 and before == size.node.value
-                    found[place][dim] = size if is_same else int(slope) * (size - size.node.value) + before
+                    match[place][dim] = size if is_same else int(slope) * (size - size.node.value) + before
             break
-    for tensor, own in zip(made, found, strict=True):
+    for tensor, own in zip(built, match, strict=True):
         if not any(tensor is leaf for leaf in leaves):  # An argument's sizes would be read from themselves.
             reads.remember(tensor, tuple(own))
     return result
@@ -484,9 +486,9 @@ def _marked(reads: KnowsSizes, leaf: Any, changed: Sequence[Any]) -> Any:
     return torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
 
 
-def _changes(made: Sequence[Tensor], others: Sequence[Tensor]) -> Iterator[tuple[int, int, int, int]]:
+def _changes(result: Sequence[Tensor], others: Sequence[Tensor]) -> Iterator[tuple[int, int, int, int]]:
     """Yield the number of the tensor, the dimension and both sizes, of each size that is another one."""
-    for place, (tensor, other) in enumerate(zip(made, others, strict=False)):
+    for place, (tensor, other) in enumerate(zip(result, others, strict=False)):
         for dim, (before, after) in enumerate(zip(tensor.shape, other.shape, strict=False)):
             # A size that depends on values is a symbol of torch.
             if type(before) is type(after) is int and before != after:

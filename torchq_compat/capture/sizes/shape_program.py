@@ -196,7 +196,7 @@ def _form(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype
     if isinstance(value, dict):
-        return tuple((name, _form(each)) for name, each in value.items())
+        return tuple((name, _form(item)) for name, item in value.items())
     return tuple(map(_form, value)) if isinstance(value, (tuple, list)) else (type(value), value)
 
 
@@ -230,20 +230,20 @@ class _Writer:
     read: ReadSizes
     owner: nn.Module = field(default_factory=nn.Module)
 
-    def written(self, wanted: Node) -> Node:
+    def written(self, expected: Node) -> Node:
         """Return the twin of ``wanted``, written after those that it reads."""
-        waiting = [wanted]
+        waiting = [expected]
         while waiting:
             node = waiting[-1]
-            needed = [each for each in _read_by(node, self.read) if each not in self.twins]
+            needed = [item for item in _read_by(node, self.read) if item not in self.twins]
             if node not in self.twins and needed:
                 waiting.extend(needed)
                 continue
             waiting.pop()
             if node not in self.twins:
                 self.twins[node] = self._twin(node)
-        made: Node = self.twins[wanted]
-        return made
+        result: Node = self.twins[expected]
+        return result
 
     def _twin(self, node: Node) -> Node:
         if node in self.read.known:
@@ -253,14 +253,14 @@ class _Writer:
         if node.op in ("placeholder", "get_attr"):
             return self._constant(node)
         value = node.meta.get("val")
-        made = self.graph.node_copy(node, self.twins.__getitem__)
-        made.meta = {"val": torch.empty(0, dtype=value.dtype)} if isinstance(value, Tensor) else {}
-        return made
+        result = self.graph.node_copy(node, self.twins.__getitem__)
+        result.meta = {"val": torch.empty(0, dtype=value.dtype)} if isinstance(value, Tensor) else {}
+        return result
 
     def _constant(self, node: Node) -> Node:
         name, value = f"of_{len(self.twins)}", node.meta["val"]
-        made = torch.empty_strided(tuple(value.shape), value.stride(), dtype=value.dtype, device="meta")
-        self.owner.register_buffer(name, made, persistent=False)
+        result = torch.empty_strided(tuple(value.shape), value.stride(), dtype=value.dtype, device="meta")
+        self.owner.register_buffer(name, result, persistent=False)
         return self.graph.get_attr(name)
 
     def _number(self, expression: Any) -> Any:
@@ -268,6 +268,6 @@ class _Writer:
             place = (self.twins[expression.node], expression.dim)
             return self.graph.call_function(torch.ops.aten.sym_size.int, place)
         if isinstance(expression, Computed):
-            parts = tuple(self._number(each) for each in expression.operands)
+            parts = tuple(self._number(operand) for operand in expression.operands)
             return self.graph.call_function(expression.operation.function, parts)
         return expression

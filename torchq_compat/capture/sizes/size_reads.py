@@ -65,7 +65,7 @@ def sliced(tensor: Tensor, index: Any) -> tuple[Tensor, tuple[Any, ...] | None]:
     """Return the part of ``tensor`` that the slices and integers of ``index`` select, one operator for each,
     as torch does, and the index of tensors that is left; None if none is."""
     parts = _without_ellipsis(list(index) if isinstance(index, tuple) else [index], tensor.dim())
-    dim, rest, is_plain = 0, list[Any](), True
+    dim, remaining, is_plain = 0, list[Any](), True
     for part in parts:
         if _is_number(part):
             tensor = ATEN.select.int(tensor, dim, part)
@@ -76,9 +76,9 @@ def sliced(tensor: Tensor, index: Any) -> tuple[Tensor, tuple[Any, ...] | None]:
             step = () if part.step is None else (part.step,)
             tensor = ATEN.slice.Tensor(tensor, dim, part.start, part.stop, *step)
         is_plain = is_plain and (part is None or isinstance(part, slice))
-        rest.append(slice(None) if part is None or isinstance(part, slice) else part)
-        dim += _rank_of(rest[-1])
-    return tensor, None if is_plain else tuple(rest)
+        remaining.append(slice(None) if part is None or isinstance(part, slice) else part)
+        dim += _rank_of(remaining[-1])
+    return tensor, None if is_plain else tuple(remaining)
 
 
 def _is_number(part: Any) -> bool:
@@ -111,7 +111,7 @@ def _rank_of(part: Any) -> int:
 ONLY_CHECK = (F.batch_norm, F.instance_norm, F.group_norm)
 ASKS_FOR_OVERRIDES = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 #: How many parts an operator splits a size into: given the size, and the operator's argument.
-PARTS_OF_SIZE = Operation(lambda size, each: max(1, -(-size // each)), "max(1, -(-{} // {}))")
+PARTS_OF_SIZE = Operation(lambda size, item: max(1, -(-size // item)), "max(1, -(-{} // {}))")
 PARTS = Operation(
     lambda size, count: max(1, -(-size // max(1, -(-size // count)))),
     "max(1, -(-{0} // max(1, -(-{0} // {1}))))",
@@ -272,7 +272,7 @@ class SizeReads(TorchFunctionMode):
             is_of_values = any(isinstance(size, torch.SymInt) and not is_followed(size) for size in sizes)
             if (node := self._slot(tensor)) is not None and not is_of_values:
                 expressions = (size.node.expression if is_followed(size) else int(size) for size in sizes)
-                known[twins[node]] = tuple(in_terms_of(each, twins) for each in expressions)
+                known[twins[node]] = tuple(in_terms_of(item, twins) for item in expressions)
         guards = (replace(g, expression=in_terms_of(g.expression, twins)) for g in self.guards.values())
         return ReadSizes(tuple(None if n is None else twins[n] for n in self._inputs), tuple(guards), known)
 
@@ -321,13 +321,13 @@ class SizeReads(TorchFunctionMode):
     def _stride(self, function: Any, tensor: Tensor, *dim: Any, **named: Any) -> Any:
         strides, sizes = tensor.stride(), self.sizes(tensor)
         if tensor.is_contiguous():
-            found = tuple(math.prod(sizes[index + 1 :]) for index in range(len(sizes)))
+            result = tuple(math.prod(sizes[index + 1 :]) for index in range(len(sizes)))
         else:
-            found = tuple(strides)
+            result = tuple(strides)
             for size in sizes:
                 int(size)
         given = (*dim, *named.values())
-        return found[given[0]] if given else found
+        return result[given[0]] if given else result
 
     def _data(self, function: Any, tensor: Tensor) -> Tensor:
         """``detach()`` is the same tensor in a graph, where ``data`` becomes a constant without values."""
@@ -342,35 +342,35 @@ class SizeReads(TorchFunctionMode):
         if self._slot(tensor) is None or get_proxy_mode() is None:
             kept: Tensor = function(tensor, **named)
             return kept
-        made: Tensor = self._called_as(function, lambda: ATEN.contiguous.default(tensor, **named))
-        return made
+        result: Tensor = self._called_as(function, lambda: ATEN.contiguous.default(tensor, **named))
+        return result
 
     def _squeeze(self, function: Any, tensor: Tensor, *dim: Any, **named: Any) -> Any:
         """The rank of the result is decided by whether sizes are 1."""
         sizes = self.sizes(tensor)
         given = (*dim, *named.values())
         dims = given[0] if given else range(len(sizes))
-        for each in (dims,) if isinstance(dims, int) else dims:
-            if isinstance(each, int) and -len(sizes) <= each < len(sizes):
-                bool(sizes[each] == 1)
+        for item in (dims,) if isinstance(dims, int) else dims:
+            if isinstance(item, int) and -len(sizes) <= item < len(sizes):
+                bool(sizes[item] == 1)
         return function(tensor, *dim, **named)
 
-    def _split(self, function: Any, tensor: Tensor, each: Any, *dim: Any, **named: Any) -> Any:
-        return self._counted(function, PARTS_OF_SIZE, tensor, each, *dim, **named)
+    def _split(self, function: Any, tensor: Tensor, value: Any, *dim: Any, **named: Any) -> Any:
+        return self._counted(function, PARTS_OF_SIZE, tensor, value, *dim, **named)
 
     def _chunk(self, function: Any, tensor: Tensor, count: Any, *dim: Any, **named: Any) -> Any:
         return self._counted(function, PARTS, tensor, count, *dim, **named)
 
     def _counted(
-        self, function: Any, parts: Operation, tensor: Tensor, each: Any, *dim: Any, **named: Any
+        self, function: Any, parts: Operation, tensor: Tensor, value: Any, *dim: Any, **named: Any
     ) -> Any:
         """Split a tensor: Python sees how many parts there are."""
-        found, sizes = function(tensor, each, *dim, **named), self.sizes(tensor)
+        result, sizes = function(tensor, value, *dim, **named), self.sizes(tensor)
         size = sizes[next(iter((*dim, *named.values())), 0)]
-        if is_followed(size) and not isinstance(each, (list, tuple)):
-            given = each.node.expression if is_followed(each) else each
-            self.guard(Computed(parts, (size.node.expression, given)), len(found))
-        return found
+        if is_followed(size) and not isinstance(value, (list, tuple)):
+            given = value.node.expression if is_followed(value) else value
+            self.guard(Computed(parts, (size.node.expression, given)), len(result))
+        return result
 
     def _unbind(self, function: Any, tensor: Tensor, *dim: Any, **named: Any) -> Any:
         int(self.sizes(tensor)[next(iter((*dim, *named.values())), 0)])
@@ -383,8 +383,8 @@ class SizeReads(TorchFunctionMode):
             return function(tensor, index)
 
         def read() -> Tensor:
-            view, rest = sliced(tensor, index)
-            return view if rest is None else view[rest]
+            view, remaining = sliced(tensor, index)
+            return view if remaining is None else view[remaining]
 
         return self._called_as(function, read)
 
@@ -394,11 +394,11 @@ class SizeReads(TorchFunctionMode):
         if not is_traced or not (is_longer or has_slices(index)):
             function(tensor, index, value)
             return
-        view, rest = sliced(tensor, index)
+        view, remaining = sliced(tensor, index)
         while is_longer and value.dim() > view.dim() and bool(self.sizes(value)[0] == 1):
             # torch views the value by the sizes of the example.
             value = ATEN.select.int(value, 0, 0)
-        function(view, ... if rest is None else rest, value)
+        function(view, ... if remaining is None else remaining, value)
 
     def _bool(self, function: Any, tensor: Tensor) -> bool:
         """A value that the model only asserts is what it should be, as the run on the example showed."""
@@ -478,13 +478,13 @@ class SizeReads(TorchFunctionMode):
         # ``Variable(tensor)`` comes here without a call that the mode sees, and leaves it on.
         with torch._C.DisableTorchFunction():
             result = dispatch(func, kinds, args, kwargs)
-        made = graph.nodes if last is None else _after(last, graph)
+        built = graph.nodes if last is None else _after(last, graph)
         node = None
-        for each in made:
-            if self._inside and each.op == "call_function":
-                each.meta["torch_fn"] = self._name_of_call()
-            if node is None and each.target is func:
-                node = each
+        for item in built:
+            if self._inside and item.op == "call_function":
+                item.meta["torch_fn"] = self._name_of_call()
+            if node is None and item.target is func:
+                node = item
         if numbers:
             self._write(node, numbers)
         return result
@@ -510,20 +510,20 @@ class SizeReads(TorchFunctionMode):
         if expression in self._made:
             return self._made[expression]
         if isinstance(expression, Size):
-            made = like.graph.call_function(ATEN.sym_size.int, (expression.node, expression.dim))
+            result = like.graph.call_function(ATEN.sym_size.int, (expression.node, expression.dim))
             value: Any = int(expression.node.meta["val"].shape[expression.dim])
         elif isinstance(expression, Computed):
             parts = [self._node_of(operand, like) for operand in expression.operands]
-            made = like.graph.call_function(expression.operation.function, tuple(parts))
+            result = like.graph.call_function(expression.operation.function, tuple(parts))
             value = expression.operation.function(
                 *(part.meta["val"] if isinstance(part, Node) else part for part in parts)
             )
         else:
             return expression
         kept = ("nn_module_stack", "stack_trace", "torch_fn")
-        made.meta.update({key: like.meta[key] for key in kept if key in like.meta}, val=value)
-        self._made[expression] = made
-        return made
+        result.meta.update({key: like.meta[key] for key in kept if key in like.meta}, val=value)
+        self._made[expression] = result
+        return result
 
 
 def _after(last: Node, graph: Graph) -> Iterator[Node]:

@@ -59,8 +59,8 @@ class InputSpec:
         if self.sizes is None:
             return
         if not isinstance(value, Tensor) or value.dim() != len(self.sizes):
-            found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise _other_inputs(f"input {index} is {found}", [str(self)])
+            result = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise _other_inputs(f"input {index} is {result}", [str(self)])
         if self.dtype is not None and value.dtype is not self.dtype:
             raise _other_inputs(f"input {index} is {value.dtype}", [str(self)])
         for dimension, (size, allowed) in enumerate(zip(value.shape, self.sizes, strict=True)):
@@ -193,7 +193,7 @@ def read_delegation(graph_module: GraphModule, backend: str, refused: Mapping[st
         if name == "executorch_call_delegate":
             subgraphs += 1
             lowered: Any = graph_module.get_submodule(str(node.all_input_nodes[0].target))
-            delegated.update(_name(each) for each, _ in _calls(lowered.original_module.graph_module))
+            delegated.update(_name(item) for item, _ in _calls(lowered.original_module.graph_module))
         else:
             left[name, _reason(node, in_loop, backend, refused)] += 1
     return DelegationReport(backend, subgraphs, dict(delegated), dict(left))
@@ -293,7 +293,7 @@ class ExecutorchProgram:
         """
         leaves = [self._as_input(leaf) for leaf in pytree.tree_leaves(args)]
         if len(leaves) != len(self.inputs):
-            expected = [str(each) for each in self.inputs]
+            expected = [str(item) for item in self.inputs]
             raise _other_inputs(f"{len(leaves)} inputs were given", expected)
         for index, (leaf, spec) in enumerate(zip(leaves, self.inputs, strict=True)):
             spec.check(index, leaf)
@@ -469,9 +469,11 @@ def _warn_of_fixed_sizes(fixed: list[str]) -> None:
 
 
 def _check_kernels(program: Any) -> None:
-    needed = {(each.name, each.overload) for plan in program.execution_plan for each in plan.operators}
+    needed = {
+        (operator.name, operator.overload) for plan in program.execution_plan for operator in plan.operators
+    }
     known = passes.runtime().operator_registry.operator_names
-    missing = {".".join(filter(None, each)) for each in needed} - known
+    missing = {".".join(filter(None, item)) for item in needed} - known
     if missing:
         raise ExportError(
             f"ExecuTorch's runtime has no kernel for {', '.join(sorted(missing))}.",

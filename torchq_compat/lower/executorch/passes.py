@@ -187,12 +187,12 @@ def _move_out_of(graph_module: GraphModule, scan: Node) -> bool:
 def _invariant(body: GraphModule, constants: dict[Node, Any]) -> list[Node]:
     """Return the calls that depend on ``constants`` alone, in the order of the graph."""
     known = set(constants)
-    found = []
+    result = []
     for node in body.graph.nodes:
         if node.op == "call_function" and node.all_input_nodes and known.issuperset(node.all_input_nodes):
             known.add(node)
-            found.append(node)
-    return found
+            result.append(node)
+    return result
 
 
 def _take_as_argument(body: GraphModule, arguments: list[Node], node: Node, outside: dict[Node, Any]) -> None:
@@ -255,7 +255,11 @@ def size_loop_results(pte: bytes) -> bytes:
     """Return ``pte`` with the results of its loops sized by the call; unchanged if it has no loops."""
     _serialize = executorch_module("exir._serialize")
     file = _serialize._deserialize_pte_binary(pte)
-    names = {(each.name, each.overload) for plan in file.program.execution_plan for each in plan.operators}
+    names = {
+        (operator.name, operator.overload)
+        for plan in file.program.execution_plan
+        for operator in plan.operators
+    }
     if not names & {COPY_INTO, STACK}:
         return pte
     for plan in file.program.execution_plan:
@@ -337,14 +341,14 @@ def restore_linears(graph_module: GraphModule) -> PassResult:
     """Rewrite an edge graph and the bodies of its loops in place."""
     edge = executorch_module("exir.dialects._ops").ops.edge.aten
     changed = False
-    for each in graphs(graph_module):
-        for node in each.graph.nodes:
+    for item in graphs(graph_module):
+        for node in item.graph.nodes:
             operands = _operands(node)
             if operands is not None:
                 node.target, node.args = edge.linear.default, operands
                 changed = True
-        each.graph.eliminate_dead_code()
-        each.recompile()
+        item.graph.eliminate_dead_code()
+        item.recompile()
     return PassResult(graph_module, changed)
 
 
@@ -356,7 +360,7 @@ def _operands(node: Node) -> tuple[Node | None, ...] | None:
     *bias, x, transposed = (arg for arg in node.args if isinstance(arg, Node))
     if not _is(transposed, aten.permute_copy) or transposed.args[1] != [1, 0]:
         return None
-    if any(each.meta["val"].dim() != 1 for each in bias):
+    if any(bia.meta["val"].dim() != 1 for bia in bias):
         return None
     return x, transposed.all_input_nodes[0], bias[0] if bias else None
 
@@ -406,10 +410,10 @@ def _why_not(node: Node, partition: set[Node], program: ExportedProgram) -> str:
     """Return why XNNPACK must not have ``partition``, ``node`` and its surroundings; empty if it may."""
     if any(map(_reshapes_free_sizes, partition)):
         return "XNNPACK reshapes a tensor with one free size at most"
-    quantized = [each for each in partition if _is_quantized(each)]
-    if not quantized and any(_is_quantized(each) for each in node.all_input_nodes):
+    quantized = [entry for entry in partition if _is_quantized(entry)]
+    if not quantized and any(_is_quantized(producer) for producer in node.all_input_nodes):
         return "not in the pattern of a quantized operator: dequantize, operator, quantize"
-    reasons = (_wrong_qparams(each, is_weight=_is_constant(each.args[0], program)) for each in quantized)
+    reasons = (_wrong_qparams(item, is_weight=_is_constant(item.args[0], program)) for item in quantized)
     return next(filter(None, reasons), "")
 
 
@@ -422,14 +426,14 @@ def _wrong_qparams(node: Node, *, is_weight: bool) -> str:
     narrow = (qparams.quant_min, qparams.quant_max) != (-128, 127) and not is_weight
     if qparams.dtype is torch.int8 and not narrow:
         return ""
-    found = f"{qparams.dtype} [{qparams.quant_min}, {qparams.quant_max}]"
-    return f"XNNPACK computes on int8 from -128 to 127, not {found}"
+    result = f"{qparams.dtype} [{qparams.quant_min}, {qparams.quant_max}]"
+    return f"XNNPACK computes on int8 from -128 to 127, not {result}"
 
 
 def _reshapes_free_sizes(node: Node) -> bool:
     """Return whether XNNPACK reshapes for ``node``, to or from a shape with several free sizes."""
     name = _name(node)
-    shapes = [each.meta["val"].shape for each in (node, *node.all_input_nodes[:1]) if "val" in each.meta]
+    shapes = [item.meta["val"].shape for item in (node, *node.all_input_nodes[:1]) if "val" in item.meta]
     is_1d_convolution = "convolution" in name and len(shapes[0]) == 3
     if not is_1d_convolution and "squeeze_copy" not in name:
         return False

@@ -63,7 +63,7 @@ def _load_or_make(root: Path) -> None:
             *build.read_compiler(),
             *build.FLAGS,
             *DEFINITIONS,
-            *(f"-I{each}" for each in includes),
+            *(f"-I{include}" for include in includes),
             str(KERNEL),
             str(build.SOURCE),
         ),
@@ -73,10 +73,10 @@ def _load_or_make(root: Path) -> None:
     facts = [command, executorch_module("version").__version__, sorted(torch.cpu.get_capabilities().items())]
     key = hashlib.sha256(b"\0".join([*sources, repr(facts).encode()])).hexdigest()[:16]
 
-    def compile_to(made: Path) -> None:
+    def compile_to(path: Path) -> None:
         print(
-            f"torchq_compat: compiling ExecuTorch's recurrent kernel into {made.parents[1]}", file=sys.stderr
+            f"torchq_compat: compiling ExecuTorch's recurrent kernel into {path.parents[1]}", file=sys.stderr
         )
-        build.run_compiler([*command, "-o", str(made)])
+        build.run_compiler([*command, "-o", str(path)])
 
     build.load_or_make(f"executorch_{key}.so", compile_to, ctypes.CDLL)

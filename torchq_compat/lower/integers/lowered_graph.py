@@ -163,22 +163,22 @@ def with_modules(module: nn.Module, modules: Mapping[str, nn.Module]) -> dict[st
 
     What is on the way to them is copied, and shares its state.
     """
-    made = dict(module._modules)
+    result = dict(module._modules)
     inside: dict[str, dict[str, nn.Module]] = {}
     for path, replacement in modules.items():
-        first, _, rest = path.partition(".")
-        if rest:
-            inside.setdefault(first, {})[rest] = replacement
+        first, _, remaining = path.partition(".")
+        if remaining:
+            inside.setdefault(first, {})[remaining] = replacement
         else:
-            made[first] = replacement
+            result[first] = replacement
     for first, replacements in inside.items():
         own = module._modules[first]
         assert own is not None
         copied = type(own).__new__(type(own))
         vars(copied).update(vars(own))
         vars(copied)["_modules"] = with_modules(own, replacements)
-        made[first] = copied
-    return made
+        result[first] = copied
+    return result
 
 
 # The answers of rules: how an op runs on integers, or the reason why it does not.

@@ -83,11 +83,11 @@ class StateVersions:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        homes = [home for each in module.modules() for home in (each._parameters, each._buffers)]
+        homes = [home for item in module.modules() for home in (item._parameters, item._buffers)]
         self._homes = [home for home in homes if home]
-        found = [value for home in self._homes for value in home.values()]
-        self._ids = list(map(id, found))
-        self._tensors = [tensor for tensor in found if tensor is not None]
+        result = [value for home in self._homes for value in home.values()]
+        self._ids = list(map(id, result))
+        self._tensors = [tensor for tensor in result if tensor is not None]
         self._versions = list(map(_version, self._tensors))
         # Whether a tensor counts versions never changes.
         self._counting = [tensor for tensor in self._tensors if not tensor.is_inference()]
@@ -252,18 +252,21 @@ class LoweredGraphModule(ConvertedModel):
             if elsewhere is None:
                 rewriter.run()
                 opaque = opaque_modules.lower_opaque_modules(reference, _lower_inside)
-        graph, modules = rewriter.lowered.graph, {each.path: each.module for each in opaque if each.module}
+        graph, modules = (
+            rewriter.lowered.graph,
+            {entry.path: entry.module for entry in opaque if entry.module},
+        )
         opaque_modules.hand_over_floats(graph, modules, rewriter.stands_for)
         graph.eliminate_dead_code(lambda node: node.op == "call_module" or node.is_impure())
-        made = with_modules(reference, modules)
-        state["_modules"] = {**made, MADE: Made(rewriter.lowered.constants)}
+        result = with_modules(reference, modules)
+        state["_modules"] = {**result, MADE: Made(rewriter.lowered.constants)}
         lowering = _Lowering(
             reference,
             is_stale=False,
             versions=StateVersions(reference),
             decisions=(elsewhere,)
             if elsewhere is not None
-            else (*rewriter.decisions(), *(decision for each in opaque for decision in each.decisions)),
+            else (*rewriter.decisions(), *(decision for item in opaque for decision in item.decisions)),
             input_qparams=reference.input_qparams(),
             refused=refused,
             generation=before.generation + 1,
@@ -407,7 +410,11 @@ class LoweredStandalone(OpaqueModule, LoweredGraphModule):
 def _left_float(reference: ConvertedGraphModule) -> dict[str, str]:
     """Return name of an op -> why the configuration leaves it float."""
     decisions = reference.record.decisions
-    return {each.node: each.reason for each in decisions if each.action is Action.FLOAT and each.node}
+    return {
+        decision.node: decision.reason
+        for decision in decisions
+        if decision.action is Action.FLOAT and decision.node
+    }
 
 
 def _lower_inside(

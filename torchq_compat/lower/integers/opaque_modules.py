@@ -44,17 +44,17 @@ def lower_opaque_modules(
     reference: ConvertedGraphModule, lower_inside: LowerInside
 ) -> list[LoweredOpaqueModule]:
     """Lower every opaque module that ``reference`` calls; ``reference`` stays as it is."""
-    found = []
+    result = []
     for path in {str(call.target): None for call in opaque_call_nodes(reference)}:
         opaque = reference.get_submodule(path)
         assert isinstance(opaque, OpaqueModule)
         if isinstance(opaque, ConvertedGraphModule):
-            found.append(_lower_model(path, opaque, lower_inside))
+            result.append(_lower_model(path, opaque, lower_inside))
         elif isinstance(opaque, OpaqueLoop):
-            found.append(_lower_loop(path, opaque, lower_inside))
+            result.append(_lower_loop(path, opaque, lower_inside))
         else:
-            found.append(_lower_by_its_kind(path, opaque))
-    return found
+            result.append(_lower_by_its_kind(path, opaque))
+    return result
 
 
 def _lower_model(path: str, opaque: Any, lower_inside: LowerInside) -> LoweredOpaqueModule:
@@ -62,7 +62,7 @@ def _lower_model(path: str, opaque: Any, lower_inside: LowerInside) -> LoweredOp
     decision = Decision(
         f"{path}/lowering", "standalone module", Action.LOWERED, "is lowered as a model of its own"
     )
-    decisions = (decision, *(replace(each, path=f"{path}.{each.path}") for each in inside))
+    decisions = (decision, *(replace(item, path=f"{path}.{item.path}") for item in inside))
     assert isinstance(lowered, OpaqueModule)
     return LoweredOpaqueModule(path, lowered, decisions)
 
@@ -80,24 +80,25 @@ def _lower_by_its_kind(path: str, opaque: OpaqueModule) -> LoweredOpaqueModule:
     handler = handler_of(opaque)
     if handler is not None and handler.lowers_graphs and isinstance(opaque, PartOwner):
         return LoweredOpaqueModule(path, *_with_lowered_graphs(opaque, path))
-    made = "its kind is unknown" if handler is None else handler.lower(opaque)
-    if isinstance(made, str):
-        reason = f"runs as in the reference graph: {made}"
+    result = "its kind is unknown" if handler is None else handler.lower(opaque)
+    if isinstance(result, str):
+        reason = f"runs as in the reference graph: {result}"
         return LoweredOpaqueModule(path, None, (_decision(path, opaque, Action.REFERENCE, reason),))
     reason = "runs on the integer kernels of its kind"
-    return LoweredOpaqueModule(path, made, (_decision(path, opaque, Action.LOWERED, reason),))
+    return LoweredOpaqueModule(path, result, (_decision(path, opaque, Action.LOWERED, reason),))
 
 
 def _with_lowered_graphs(opaque: PartOwner, path: str) -> tuple[PartOwner, tuple[Decision, ...]]:
     """Return a copy of ``opaque`` whose graphs are lowered, and the decisions about them; it calls them as it
     called its q-dq graphs, and shares its state."""
     decisions: list[Decision] = []
-    made: dict[str, nn.Module] = {}
+    result: dict[str, nn.Module] = {}
     for name, graph in opaque.graphs():
         rewriter = Rewriter(graph, opaque.named_input_qparams(), {}, {})
         rewriter.run()
         decisions += [
-            replace(each, path=f"{path}.{name}/{each.node}", node="") for each in rewriter.decisions()
+            replace(decision, path=f"{path}.{name}/{decision.node}", node="")
+            for decision in rewriter.decisions()
         ]
         module = GraphModule(nn.Module(), Graph())
         lowered_graph.share_state(module, graph)
@@ -106,10 +107,10 @@ def _with_lowered_graphs(opaque: PartOwner, path: str) -> tuple[PartOwner, tuple
             lowered_graph.MADE: lowered_graph.Made(rewriter.lowered.constants),
         }
         module.graph = rewriter.lowered.graph
-        made[name] = module
+        result[name] = module
     lowered = type(opaque).__new__(type(opaque))
     vars(lowered).update(vars(opaque))
-    vars(lowered)["_modules"] = lowered_graph.with_modules(opaque, made)
+    vars(lowered)["_modules"] = lowered_graph.with_modules(opaque, result)
     return lowered, tuple(decisions)
 
 

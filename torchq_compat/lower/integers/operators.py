@@ -82,7 +82,7 @@ def arithmetic(
     """
     floats = dequantize(x, x_scale, x_zero_point), dequantize(y, y_scale, y_zero_point)
     result = quantize(OPERATIONS[operation](*floats), scale, zero_point, low, high, signed)
-    like = next((each for each in (x, y) if each.shape == result.shape), None)
+    like = next((item for item in (x, y) if item.shape == result.shape), None)
     return result.contiguous() if like is None else _laid_out(result, like)
 
 
@@ -135,7 +135,7 @@ def max_pool(
     floats, settings = x.to(torch.float32), [list(kernel_size), list(stride), list(padding), list(dilation)]
     if len(kernel_size) == 1:
         # Of a row of height 1: max_pool1d fixes sizes that torch.export leaves free (torch 2.13).
-        settings = [[neutral, *each] for neutral, each in zip((1, 1, 0, 1), settings, strict=True)]
+        settings = [[neutral, *setting] for neutral, setting in zip((1, 1, 0, 1), settings, strict=True)]
         pooled: Tensor = POOLS[2](floats.unsqueeze(-2), *settings, ceil_mode).squeeze(-2).to(x.dtype)
     else:
         pooled = POOLS[len(kernel_size)](floats, *settings, ceil_mode).to(x.dtype)

@@ -91,15 +91,15 @@ class Site:
 def arguments_of(node: Node) -> dict[str, Any]:
     """Return the arguments of an operator call by name, defaults included."""
     assert isinstance(node.target, OpOverload)
-    found: dict[str, Any] = {}
+    matches: dict[str, Any] = {}
     for position, argument in enumerate(node.target._schema.arguments):
         if argument.name in node.kwargs:
-            found[argument.name] = node.kwargs[argument.name]
+            matches[argument.name] = node.kwargs[argument.name]
         elif not argument.kwarg_only and position < len(node.args):
-            found[argument.name] = node.args[position]
+            matches[argument.name] = node.args[position]
         elif argument.has_default_value():
-            found[argument.name] = argument.default_value
-    return found
+            matches[argument.name] = argument.default_value
+    return matches
 
 
 def example_value(node: Node) -> Any:

@@ -158,7 +158,7 @@ class Rewriter:
         if not isinstance(op.target, OpOverload):
             return None
         result = result_of(op)
-        if op.name not in self.left_float and any(each.name in self.left_float for each in result.covered):
+        if op.name not in self.left_float and any(item.name in self.left_float for item in result.covered):
             result = Result((op,), op, None)
         site = Site(self.reference, op, arguments_of(op), result)
         if op.name in self.left_float:
@@ -187,10 +187,10 @@ class Rewriter:
         node, covered = value, []
         while node is not op:
             covered.append(node)
-            (node,) = (each for each in node.all_input_nodes if each.op != "get_attr")
-        for each in covered:
-            self._covered.add(each)
-            self._tell(each, Action.LOWERED, FUSED)
+            (node,) = (producer for producer in node.all_input_nodes if producer.op != "get_attr")
+        for item in covered:
+            self._covered.add(item)
+            self._tell(item, Action.LOWERED, FUSED)
         self._replace(value, written)
         self.stands_for[written] = self.stands_for[written]._replace(
             is_judged=kernel.is_as_reference, op=self.reference_node[op]
@@ -227,18 +227,18 @@ class Rewriter:
 
     def _narrowed(self, op: Node, source: Integers, low: float | None, high: float | None) -> Node:
         """Return the clamped integers: if nothing else reads them, the kernel that makes them saturates."""
-        made, dequantize = source.node, op.args[0]
+        result, dequantize = source.node, op.args[0]
         assert isinstance(dequantize, Node)
         written = clamp(self.lowered, source, low, high)
-        if made.target not in SATURATES or len(made.users) > 2 or len(dequantize.users) > 1:
+        if result.target not in SATURATES or len(result.users) > 2 or len(dequantize.users) > 1:
             return written
         _, least, most = written.args
-        args, (first, second) = list(made.args), SATURATES[made.target]
+        args, (first, second) = list(result.args), SATURATES[result.target]
         args[first], args[second] = max(args[first], least), min(args[second], most)  # type: ignore[type-var]
-        made.args = tuple(args)
+        result.args = tuple(args)
         self.lowered.graph.erase_node(written)
-        self.stands_for[made] = self.stands_for[only_reader(op) or op]
-        return made
+        self.stands_for[result] = self.stands_for[only_reader(op) or op]
+        return result
 
     def _move(self, op: Node) -> None:
         """Let ``op`` move integers, and dequantize behind it."""
@@ -319,6 +319,11 @@ def _is_quantized(op: Node) -> bool:
 
 
 def _no_kernel(op: Node) -> Refusal:
-    if len({source.qparams if (source := integers_at(each)) else None for each in op.all_input_nodes}) > 1:
+    if (
+        len(
+            {source.qparams if (source := integers_at(producer)) else None for producer in op.all_input_nodes}
+        )
+        > 1
+    ):
         return Refusal("it has no integer kernel, or its inputs have different qparams")
     return Refusal("it has no integer kernel here")

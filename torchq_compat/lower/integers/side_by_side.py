@@ -68,9 +68,9 @@ def faults_of(
 class _Recorder(WeightByWeight):
     """Keeps the values of the ``wanted`` nodes of a q-dq graph."""
 
-    def __init__(self, reference: GraphModule, wanted: set[Node]) -> None:
+    def __init__(self, reference: GraphModule, expected: set[Node]) -> None:
         super().__init__(reference)
-        self.wanted = wanted
+        self.wanted = expected
         self.recorded: dict[Node, Any] = {}
 
     def run_node(self, n: Node) -> Any:
@@ -117,22 +117,22 @@ class _Judge:
                 values[node] = next(given)
             elif node.op != "output":
                 read, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
-                wanted = self._wanted(node)
+                expected = self._wanted(node)
                 try:
                     with torch.no_grad():
-                        found = getattr(self.interpreter, node.op)(node.target, read, kwargs)
+                        result = getattr(self.interpreter, node.op)(node.target, read, kwargs)
                 except Exception as error:
-                    if wanted is None:
+                    if expected is None:
                         raise
                     yield self.stands_for[node].name, f"fails ({first_line(error)})"
-                    found = wanted
-                if wanted is not None and node.op == "call_function" and self.stands_for[node].is_judged:
-                    fault = _fault(found, wanted, node)
+                    result = expected
+                if expected is not None and node.op == "call_function" and self.stands_for[node].is_judged:
+                    fault = _fault(result, expected, node)
                     if fault is not None and self._is_the_same_in_order(node, read, kwargs):
                         fault = None  # Memory that is not filled in, or random numbers.
                     if fault is not None:
                         yield self.stands_for[node].name, fault
-                values[node] = found if wanted is None else _taught(found, wanted)
+                values[node] = result if expected is None else _taught(result, expected)
                 self.interpreter.forget_packed(node, read)
                 for read_last in self.last_uses.get(node, ()):
                     del values[read_last]
@@ -158,8 +158,8 @@ class _Judge:
         return place.qparams.quantize(value) if isinstance(value, Tensor) else None
 
 
-def _fault(found: Any, wanted: Any, node: Node) -> str | None:
-    pairs = zip(pytree.tree_leaves(found), pytree.tree_leaves(wanted), strict=True)
+def _fault(value: Any, expected: Any, node: Node) -> str | None:
+    pairs = zip(pytree.tree_leaves(value), pytree.tree_leaves(expected), strict=True)
     for one, other in pairs:
         if not isinstance(one, Tensor):
             continue
@@ -173,32 +173,32 @@ def _fault(found: Any, wanted: Any, node: Node) -> str | None:
     return None
 
 
-def _steps(found: Tensor, wanted: Tensor) -> float:
+def _steps(tensor: Tensor, expected: Tensor) -> float:
     """Return the largest difference: in integers, or relative to what float sums in another order make, 0 if
     it is less."""
-    if torch.equal(found, wanted):
+    if torch.equal(tensor, expected):
         return 0.0
-    if found.is_complex():
-        return max(_steps(found.real, wanted.real), _steps(found.imag, wanted.imag))
-    if not found.is_floating_point():
-        wide = torch.int16 if found.dtype.itemsize == wanted.dtype.itemsize == 1 else torch.int64
-        return float((found.to(wide) - wanted.to(wide)).abs().max())
-    size = wanted.abs()
+    if tensor.is_complex():
+        return max(_steps(tensor.real, expected.real), _steps(tensor.imag, expected.imag))
+    if not tensor.is_floating_point():
+        wide = torch.int16 if tensor.dtype.itemsize == expected.dtype.itemsize == 1 else torch.int64
+        return float((tensor.to(wide) - expected.to(wide)).abs().max())
+    size = expected.abs()
     most = EPSILON * (size + size.mean()) + 1e-9
-    if bool(((found - wanted).abs() <= most).all()):
+    if bool(((tensor - expected).abs() <= most).all()):
         return 0.0
-    apart = (found.double() - wanted.double()).abs()
-    same = (found == wanted) | (found.isnan() & wanted.isnan())
+    apart = (tensor.double() - expected.double()).abs()
+    same = (tensor == expected) | (tensor.isnan() & expected.isnan())
     return float(torch.where(same, 0.0, apart / most).nan_to_num(nan=float("inf")).max())
 
 
-def _taught(found: Any, wanted: Any) -> Any:
+def _taught(value: Any, expected: Any) -> Any:
     """Return ``wanted`` in the memory layout of ``found``."""
-    if not isinstance(found, Tensor) or not isinstance(wanted, Tensor) or found.shape != wanted.shape:
-        return found
-    if found.dtype != wanted.dtype:
-        return found
-    return torch.empty_like(found).copy_(wanted)
+    if not isinstance(value, Tensor) or not isinstance(expected, Tensor) or value.shape != expected.shape:
+        return value
+    if value.dtype != expected.dtype:
+        return value
+    return torch.empty_like(value).copy_(expected)
 
 
 def fault_of_whole(
@@ -256,5 +256,5 @@ def _float_dtypes(reference: GraphModule) -> set[torch.dtype]:
     placeholders = reference.graph.find_nodes(op="placeholder")
     values = [node.meta.get("val") for node in placeholders]
     given = {value.dtype for value in values if isinstance(value, torch.Tensor)}
-    found = {node.kwargs.get("out_dtype") for node in reference.graph.nodes if node.target in DEQUANTIZES}
-    return {dtype for dtype in given | found if isinstance(dtype, torch.dtype) and dtype.is_floating_point}
+    result = {node.kwargs.get("out_dtype") for node in reference.graph.nodes if node.target in DEQUANTIZES}
+    return {dtype for dtype in given | result if isinstance(dtype, torch.dtype) and dtype.is_floating_point}

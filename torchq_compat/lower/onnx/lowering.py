@@ -118,7 +118,7 @@ def read_model(proto: Any, opset: int) -> OnnxModel:
         for dimension, size in enumerate(value.type.tensor_type.shape.dim)
         if size.HasField("dim_param")
     )
-    imported = {each.domain for each in proto.opset_import}
+    imported = {item.domain for item in proto.opset_import}
     for domain in sorted({node.domain for node in proto.graph.node} - imported - {""}):
         proto.opset_import.add(domain=domain, version=1)
     return OnnxModel(proto, opset, free)
@@ -207,18 +207,18 @@ def check_in_runtime(model: OnnxModel, converted: torch.nn.Module, trials: Seque
         inputs = session.get_inputs()
         if len(given) != len(inputs) or not all(map(_fits, inputs, given)):
             continue
-        shapes = ", ".join(str(tuple(each.shape)) for each in given)
+        shapes = ", ".join(str(tuple(item.shape)) for item in given)
         try:
             with torch.no_grad(), draws_kept():
                 expected = converted(*copied_inputs(args))
         except Exception:  # The model takes no such values, as lengths longer than the sequences.
             continue
         try:
-            named = {each.name: value.cpu().numpy() for each, value in zip(inputs, given, strict=True)}
+            named = {entry.name: value.cpu().numpy() for entry, value in zip(inputs, given, strict=True)}
             results = session.run(None, named)
         except Exception as cause:
             raise _refused(f"{cause}, at {shapes}") from cause
-        results = [torch.from_numpy(each) if hasattr(each, "dtype") else each for each in results]
+        results = [torch.from_numpy(result) if hasattr(result, "dtype") else result for result in results]
         expected = pytree.tree_map_only(Tensor, Tensor.cpu, expected)
         problem = difference(_floats(expected), _floats(results), LEAST)
         if problem is not None:
@@ -404,11 +404,11 @@ def _cannot_translate(opset: int, cause: BaseException) -> ExportError:
     causes = [cause]
     while causes[-1].__cause__ is not None:
         causes.append(causes[-1].__cause__)
-    innermost = next((each for each in reversed(causes) if str(each).strip()), cause)
+    innermost = next((item for item in reversed(causes) if str(item).strip()), cause)
     lines = [line.strip() for line in str(innermost).splitlines() if line.strip()]
-    found = f"{type(innermost).__name__}: {' '.join(lines[:2])}"
+    result = f"{type(innermost).__name__}: {' '.join(lines[:2])}"
     return ExportError(
-        f"torch.onnx cannot write the model for opset {opset}: {found}",
+        f"torch.onnx cannot write the model for opset {opset}: {result}",
         hint="every operator of the model needs a form in that opset; move an operator without one out of "
         "the model, or replace it by other operators.",
         code="TQ933",

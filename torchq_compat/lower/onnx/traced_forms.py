@@ -74,8 +74,8 @@ class OnnxForms(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is SCAN:
-            body, *rest = args
-            return func(self._around(body), *rest, **kwargs)
+            body, *remaining = args
+            return func(self._around(body), *remaining, **kwargs)
         if func is ATEN.embedding.default:
             return self._embedding(*args, **kwargs)
         if func is ATEN.linear.default:
@@ -106,13 +106,13 @@ class OnnxForms(TorchFunctionMode):
     def _embedding(self, weight: Tensor, indices: Tensor, *options: Any) -> Tensor:
         table = self._dequantized.get(weight)
         if table is None or table.axis != 0:
-            found: Tensor = ATEN.embedding.default(weight, indices, *options)
-            return found
+            tensor: Tensor = ATEN.embedding.default(weight, indices, *options)
+            return tensor
         return _look_up(table, indices)
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         result: Tensor
-        is_integer, has_integers = (each in self._dequantized for each in (x, weight))
+        is_integer, has_integers = (item in self._dequantized for item in (x, weight))
         if not has_integers or (x.dim() < 3 and not is_integer):
             result = ATEN.linear.default(x, weight, bias)
         elif is_integer:
@@ -203,7 +203,7 @@ def _dequantize_per_channel(
         return result
     shape = [1] * x.dim()
     shape[axis] = -1
-    shift, factor = (each.to(torch.float32).reshape(shape) for each in (zero_points, scales))
+    shift, factor = (item.to(torch.float32).reshape(shape) for item in (zero_points, scales))
     result = (x.to(torch.float32) - shift) * factor
     return result if out_dtype is None else result.to(out_dtype)
 
@@ -215,8 +215,8 @@ def _convert_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
 def _look_up(table: _Table, indices: Tensor) -> Tensor:
     """Return the rows of ``table`` at ``indices``, dequantized."""
     rows, shift, factor = (
-        ATEN.index.Tensor(each, [indices]).to(torch.float32)
-        for each in (table.integers, table.zero_points, table.scales)
+        ATEN.index.Tensor(item, [indices]).to(torch.float32)
+        for item in (table.integers, table.zero_points, table.scales)
     )
     result: Tensor = (rows - shift.unsqueeze(-1)) * factor.unsqueeze(-1)
     return result

@@ -63,19 +63,19 @@ def quantized_recurrent(
     for layer in json.loads(cells):
         linears = [[_read(graph, owned) for graph in direction] for direction in layer]
         pairs = [(next(rows), next(rows)) for _ in layer]
-        inputs, recurrent = ([each[index] for each in linears] for index in range(2))
+        inputs, recurrent = ([member[index] for member in linears] for index in range(2))
         hidden, cell = (_stacked([_unsqueezed(pair[index]) for pair in pairs]) for index in range(2))
         biases = _stacked([op.Concat(i.bias, r.bias, axis=1) for i, r in zip(inputs, recurrent, strict=True)])
         y, last_hidden, last_cell = _dynamic_quantize_lstm(
             x,
-            *(_stacked([each.weight for each in side]) for side in (inputs, recurrent)),
+            *(_stacked([entry.weight for entry in side]) for side in (inputs, recurrent)),
             biases,
             None,
             hidden,
             cell,
             None,
             *(
-                _stacked([getattr(each, name) for each in side])
+                _stacked([getattr(element, name) for element in side])
                 for side in (inputs, recurrent)
                 for name in ("scale", "zero_point")
             ),
@@ -84,7 +84,7 @@ def quantized_recurrent(
         )
         outputs = [_at(y, index, 1) for index in range(len(layer))]
         x = outputs[0] if len(outputs) == 1 else op.Concat(*outputs, axis=-1)
-        last += [_at(each, index, 0) for index in range(len(layer)) for each in (last_hidden, last_cell)]
+        last += [_at(item, index, 0) for index in range(len(layer)) for item in (last_hidden, last_cell)]
     return [*outputs, *last]
 
 
@@ -115,7 +115,7 @@ def _read(data: dict[str, Any], weights: Iterator[Any]) -> _Linear:
     if isinstance(scale, Node):
         scales = op.Cast(value_of[str(scale.target)], to=ir.DataType.FLOAT)
         zeros = op.Cast(value_of[str(zero_point.target)], to=ir.DataType.INT8)  # type: ignore[union-attr]
-        qparams = [op.Unsqueeze(_in_onnx_order(each), _axes(0)) for each in (scales, zeros)]
+        qparams = [op.Unsqueeze(_in_onnx_order(item), _axes(0)) for item in (scales, zeros)]
     else:
         qparams = [
             op.Constant(value=ir.tensor([scale], dtype=ir.DataType.FLOAT)),
@@ -303,7 +303,7 @@ def quantize_per_channel(
 ) -> TensorType:
     shape = [1] * len(input.shape)
     shape[axis] = -1
-    s, z = (op.Reshape(op.Cast(each, to=ir.DataType.FLOAT), _shape(*shape)) for each in (scales, zero_points))
+    s, z = (op.Reshape(op.Cast(item, to=ir.DataType.FLOAT), _shape(*shape)) for item in (scales, zero_points))
     low, high = (op.Mul(op.Sub(_float(bound), z), s) for bound in (quant_min, quant_max))
     clipped = op.Min(op.Max(input, low), high)
     return op.QuantizeLinear(
@@ -317,7 +317,7 @@ def convert_element_type(input: TensorType, dtype: int) -> TensorType:
 
 def linear(input: TensorType, weight: TensorType, bias: TensorType | None = None) -> TensorType:
     rank = len(input.shape)
-    is_integer, has_integers = (_made_by(each, "DequantizeLinear") for each in (input, weight))
+    is_integer, has_integers = (_made_by(item, "DequantizeLinear") for item in (input, weight))
     if rank == 2 and (bias is None or not (is_integer and has_integers)):
         return (
             op.Gemm(input, weight, bias, transB=1) if bias is not None else op.Gemm(input, weight, transB=1)

@@ -33,19 +33,19 @@ def scripted_recurrent(module: nn.Module, contract: RecurrentContract) -> nn.Mod
     count = len(contract.kind.states)
     sizes, x = _state_sizes(settings, count), _example(contract, settings)
     batch = x.dim() - 2 if not settings.get("batch_first", False) else 0
-    states = tuple(torch.zeros(*(BATCH if size < 0 else size for size in each)) for each in sizes)
+    states = tuple(torch.zeros(*(BATCH if size < 0 else size for size in item)) for item in sizes)
     with exporting_loops_as(LoopShape.OPAQUE_TEXT), torch.no_grad():
         source = source_of_graph(capture_freely(_Flat(module, count).eval(), (x, *states)))
     function = script_source(source, f"{contract.kind.name}_call")
     text = _forward_text(contract, sizes, batch, x.dim(), list(source.constants))
     forward = compile_text(text, "forward", {"graph_function": function, "Tensor": Tensor})
-    made: nn.Module = type(f"Scripted{contract.kind.name}", (nn.Module,), {"forward": forward})()
+    result: nn.Module = type(f"Scripted{contract.kind.name}", (nn.Module,), {"forward": forward})()
     for name, value in source.constants.items():
         if isinstance(value, Tensor):
-            made.register_buffer(name, value)
+            result.register_buffer(name, value)
         else:
-            setattr(made, name, value)
-    return made.eval()
+            setattr(result, name, value)
+    return result.eval()
 
 
 def _example(contract: RecurrentContract, settings: dict[str, Any]) -> Tensor:
@@ -70,8 +70,8 @@ def _forward_text(
     contract: RecurrentContract, sizes: list[tuple[int, ...]], batch: int, rank: int, constants: list[str]
 ) -> str:
     zeros = [
-        f"input.new_zeros([{', '.join('batch' if size < 0 else str(size) for size in each)}])"
-        for each in sizes
+        f"input.new_zeros([{', '.join('batch' if size < 0 else str(size) for size in item)}])"
+        for item in sizes
     ]
     kind = "Tensor" if len(sizes) == 1 else f"Tuple[{', '.join(['Tensor'] * len(sizes))}]"
     states = ["hx"] if len(sizes) == 1 else [f"hx[{index}]" for index in range(len(sizes))]

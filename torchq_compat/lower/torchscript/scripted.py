@@ -61,7 +61,7 @@ class ScriptedGraph:
         result = self.function(*flat, *self.constants.values())
         results = iter(result if len(self.source.results) != 1 else (result,))
         returned = flat_results(self.model.reference.graph.output_node())
-        leaves = [next(results) if isinstance(each, Node) else each for each in returned]
+        leaves = [next(results) if isinstance(item, Node) else item for item in returned]
         return pytree.tree_unflatten(leaves, _out_spec(self.model))
 
     def module(self) -> nn.Module:
@@ -136,9 +136,9 @@ class _Leaves:
 def _function_of_leaf(leaf: OpaqueModule, node: Node, model: QuantizationGraphModule) -> FunctionSource:
     """Return a call of ``leaf`` as a function, from its exported form; each of its loops is one operator."""
     layout = node.kwargs.get("opaque_layout")
-    examples = tuple(_example(each, leaf) for each in _reference_node(node, model).args)
+    examples = tuple(_example(arg, leaf) for arg in _reference_node(node, model).args)
     path = str(node.target)
-    if any(not isinstance(each, Tensor) for each in examples):
+    if any(not isinstance(example, Tensor) for example in examples):
         raise _refused(type(leaf).__name__, path, "it is called with a size")
 
     class Called(nn.Module):
@@ -168,7 +168,7 @@ def _take_and_hand_integers(inner: FunctionSource, layout: CallLayout, node: Nod
         if isinstance(qparams, PerTensorQParams):
             lines.append(f"{name} = as_float({name}, {qparams.scale!r}, {qparams.zero_point})")
         elif qparams is not None:
-            scales, zeros = (inner.constant(each) for each in qparams.tensors(torch.device("cpu")))
+            scales, zeros = (inner.constant(tensor) for tensor in qparams.tensors(torch.device("cpu")))
             lines.append(f"{name} = as_floats({name}, {scales}, {zeros}, {qparams.axis})")
     inner.lines[:0] = lines
     handed: Any = node.kwargs.get("leaf_quantized", ())
@@ -178,7 +178,7 @@ def _take_and_hand_integers(inner: FunctionSource, layout: CallLayout, node: Nod
             numbers: tuple[Any, ...] = (repr(qparams.scale), qparams.zero_point)
         else:
             assert qparams is not None
-            numbers = tuple(inner.constant(each) for each in qparams.tensors(torch.device("cpu")))
+            numbers = tuple(inner.constant(item) for item in qparams.tensors(torch.device("cpu")))
             numbers += (qparams.axis,)
         kind = "tensor" if isinstance(qparams, PerTensorQParams) else "channel"
         written = ", ".join(map(str, (*numbers, qparams.quant_min, qparams.quant_max, qparams.dtype)))
@@ -208,8 +208,8 @@ def _reference_node(node: Node, model: QuantizationGraphModule) -> Node:
     if model.reference is model:
         return node
     name = metadata.REFERENCE_NODE.of(node)
-    found: Node = next(each for each in model.reference.graph.nodes if each.name == name)
-    return found
+    result: Node = next(item for item in model.reference.graph.nodes if item.name == name)
+    return result
 
 
 def _example(argument: Any, leaf: OpaqueModule) -> Any:
@@ -302,7 +302,7 @@ def _forward_text(scripted: ScriptedGraph) -> str:
     single = len(scripted.source.results) == 1
     results = iter(["results"] if single else [f"results[{i}]" for i in range(len(scripted.source.results))])
     returned = flat_results(model.reference.graph.output_node())
-    leaves = iter(next(results) if isinstance(each, Node) else repr(each) for each in returned)
+    leaves = iter(next(results) if isinstance(item, Node) else repr(item) for item in returned)
     lines.append(f"return {_rebuilt(_out_spec(model), leaves)}")
     return f"def forward(self, {', '.join(typed)}):\n" + "".join(f"    {line}\n" for line in lines)
 
@@ -317,7 +317,7 @@ def _checks(model: QuantizationGraphModule, inputs: dict[str, str]) -> Iterator[
     if any(label not in inputs for label in _labels(model)):
         return
     written = set[str]()
-    for rule in filter(None, (each.as_plain() for each in sizes.rules)):
+    for rule in filter(None, (item.as_plain() for item in sizes.rules)):
         condition = rule.condition
         if not PLAIN_CONDITION.fullmatch(condition):
             continue
@@ -369,7 +369,7 @@ def _rebuilt(spec: Any, leaves: Iterator[str]) -> str:
         return f"[{', '.join(inner)}]"
     if spec.type is dict:
         return (
-            "{" + ", ".join(f"{key!r}: {each}" for key, each in zip(spec.context, inner, strict=True)) + "}"
+            "{" + ", ".join(f"{key!r}: {item}" for key, item in zip(spec.context, inner, strict=True)) + "}"
         )
     raise _structure_refused(spec)
 

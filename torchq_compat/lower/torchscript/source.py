@@ -94,11 +94,11 @@ def dequantize_per_channel(
 
 def anew(tensors: list[Tensor], x: Tensor) -> list[Tensor]:
     """Return a list that torch.jit cannot take for a constant, since it depends on ``x``."""
-    made: list[Tensor] = []
-    for each in tensors:
+    result: list[Tensor] = []
+    for tensor in tensors:
         if x.numel() >= 0:
-            made.append(each)
-    return made
+            result.append(tensor)
+    return result
 
 
 def as_float(x: Tensor, scale: float, zero_point: int) -> Tensor:
@@ -176,8 +176,8 @@ class FunctionSource:
 
     def text(self, name: str) -> str:
         """Return the function as text, which returns a single result itself and several as a tuple."""
-        typed = [f"{each}: {kind}" for each, kind in self.inputs]
-        typed += [f"{each}: {_type_of(value)}" for each, value in self.constants.items()]
+        typed = [f"{entry}: {kind}" for entry, kind in self.inputs]
+        typed += [f"{item}: {_type_of(value)}" for item, value in self.constants.items()]
         body = self.lines
         if self.is_without_gradients and body:
             body = ["with torch.no_grad():", *(f"{INDENT}{line}" for line in body)]
@@ -246,7 +246,7 @@ class _Writer:
             elif node.op in ("call_module", "call_function"):
                 self._write_call(node)
         results = flat_results(graph_module.graph.output_node())
-        return [self.names[each] for each in results if isinstance(each, Node)]
+        return [self.names[result] for result in results if isinstance(result, Node)]
 
     def _write_call(self, node: Node) -> None:
         if not node.users and node.op == "call_function" and _is_assertion(node):
@@ -254,7 +254,7 @@ class _Writer:
         if node.target is torch.ops.higher_order.scan:
             expression = self._write_loop(node)
         elif node.op == "call_module":
-            args = [_literal(each, "", self.names) for each in node.args]
+            args = [_literal(arg, "", self.names) for arg in node.args]
             expression = self.write_module_call(node, self.function, args)
         else:
             expression = _expression(node, self.names)
@@ -265,7 +265,7 @@ class _Writer:
         """Write a ``scan`` as a loop over the first dimension; return the expression of its results."""
         arguments: Any = node.args
         body = self.attribute(str(arguments[0].target))
-        states, rows, *others = ([self.names[each] for each in part] for part in arguments[1:])
+        states, rows, *others = ([self.names[item] for item in part] for part in arguments[1:])
         prefix = f"{self.prefix}{node.name}_"
         carried = [f"{prefix}state{index}" for index in range(len(states))]
         self.lines += [f"{name} = {state}" for name, state in zip(carried, states, strict=True)]
@@ -324,7 +324,7 @@ def _is_assertion(node: Node) -> bool:
 def _expression(node: Node, names: Mapping[Node, str]) -> str:
     target = node.target
     if target in TEMPLATES:
-        return TEMPLATES[target].format(*(_literal(each, "", names) for each in node.args))
+        return TEMPLATES[target].format(*(_literal(entry, "", names) for entry in node.args))
     if not isinstance(target, OpOverload):
         raise ExportError(
             f"TorchScript cannot express {getattr(target, '__name__', target)!s} at "
@@ -334,13 +334,13 @@ def _expression(node: Node, names: Mapping[Node, str]) -> str:
     schema = target._schema
     arguments = {argument.name: str(argument.type) for argument in schema.arguments}
     kinds = list(arguments.values())
-    given = [_literal(each, kind, names) for each, kind in zip(node.args, kinds, strict=False)]
-    given += [f"{name}={_literal(each, arguments[name], names)}" for name, each in node.kwargs.items()]
+    given = [_literal(arg, kind, names) for arg, kind in zip(node.args, kinds, strict=False)]
+    given += [f"{name}={_literal(element, arguments[name], names)}" for name, element in node.kwargs.items()]
     if schema.name.startswith("torchq_compat_native::"):
         # The stable ABI moves tensors out of a list, also out of one that is a constant (torch 2.13).
         given = [
-            f"anew({each}, {given[0]})" if kind == "List[Tensor]" else each
-            for each, kind in zip(given, kinds, strict=False)
+            f"anew({item}, {given[0]})" if kind == "List[Tensor]" else item
+            for item, kind in zip(given, kinds, strict=False)
         ]
     called = FUNCTIONS.get(target) or f"torch.ops.{schema.name.replace('::', '.')}"
     return f"{called}({', '.join(given)})"
@@ -353,7 +353,7 @@ def _literal(value: Any, kind: str, names: Mapping[Node, str]) -> str:
         return _as_float(value, names[value]) if kind == "float" else names[value]
     if isinstance(value, (list, tuple)):
         element = kind.removeprefix("List[").removesuffix("]") if kind.startswith("List[") else ""
-        listed = f"[{', '.join(_literal(each, element, names) for each in value)}]"
+        listed = f"[{', '.join(_literal(item, element, names) for item in value)}]"
         return listed if element in ("", "number", "t") else f"torch.jit.annotate({kind}, {listed})"
     if isinstance(value, float) or (kind == "float" and isinstance(value, (int, bool))):
         return repr(float(value)) if math.isfinite(value) else f'float("{float(value)}")'

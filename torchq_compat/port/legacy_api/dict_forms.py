@@ -58,21 +58,21 @@ class DictForm:
 
     def find(self, source: ParsedSource) -> Iterator[Site]:
         """Yield the dicts given to an FX function, directly or through a variable, each once."""
-        found: dict[cst.CSTNode, Site] = {}
+        matches: dict[cst.CSTNode, Site] = {}
         for call in fx_calls(source):
             arg = call.arg(self.parameter) if self.parameter in call.parameters else None
             value = arg.value if arg is not None else None
             if isinstance(value, cst.Name):
                 bound = only_value(source, value)
                 if bound is not None and _is_dict(bound[1]):
-                    found.setdefault(bound[1], self._variable_site(source, value.value, *bound))
+                    matches.setdefault(bound[1], self._variable_site(source, value.value, *bound))
                 else:
-                    for each, why in possible_values(source, value):
-                        if _is_dict(each):
-                            found.setdefault(each, self._site(source, each, why))
+                    for item, why in possible_values(source, value):
+                        if _is_dict(item):
+                            matches.setdefault(item, self._site(source, item, why))
             elif value is not None and _is_dict(value):
-                found.setdefault(value, self._site(source, value))
-        yield from found.values()
+                matches.setdefault(value, self._site(source, value))
+        yield from matches.values()
 
     def _variable_site(
         self, source: ParsedSource, name: str, assignment: cst.metadata.Assignment, value: cst.BaseExpression
@@ -220,7 +220,7 @@ def _layout(source: ParsedSource, value: cst.Dict, head: str, calls: list[Conver
             behind += f"  {pending.pop(0).value}"
         lines.append(call.call + behind)
     lines += [comment.value for comment in pending]
-    body = "".join(f"{newline}{indent}{INDENT}{each}" for each in lines)
+    body = "".join(f"{newline}{indent}{INDENT}{item}" for item in lines)
     return f"({body}{newline}{indent})"
 
 

@@ -113,8 +113,8 @@ def possible_values(
         value, shared = _value_and_names(source, assignment)
         if isinstance(value, cst.Name):
             if value.value not in seen:
-                for found, _ in possible_values(source, value, seen | {name.value}):
-                    yield found, f"{name.value} is another name of {value.value}"
+                for result, _ in possible_values(source, value, seen | {name.value}):
+                    yield result, f"{name.value} is another name of {value.value}"
         elif value is not None:
             yield value, shared or several
 
@@ -139,7 +139,7 @@ def _value_and_names(source: ParsedSource, assignment: Assignment) -> tuple[cst.
             list(targets.elements).index(element)
         ].value, "it is assigned together with another value"
     if len(statement.targets) > 1:
-        names = " and ".join(source.code(each.target) for each in statement.targets)
+        names = " and ".join(source.code(item.target) for item in statement.targets)
         return statement.value, f"it is assigned to {names}"
     return statement.value, ""
 

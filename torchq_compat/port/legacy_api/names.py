@@ -91,8 +91,8 @@ class RemovedCapture(NamedTuple):
 
 #: Full name -> the removed function.
 REMOVED_CAPTURES: Mapping[str, RemovedCapture] = {
-    f"{each.module}.{each.name}": each
-    for each in (
+    f"{item.module}.{item.name}": item
+    for item in (
         RemovedCapture("torch._export", "capture_pre_autograd_graph", gave_module=True),
         RemovedCapture("torch.export", "export_for_training", gave_module=False),
         RemovedCapture("torch.export._trace", "_export_for_training", gave_module=False),

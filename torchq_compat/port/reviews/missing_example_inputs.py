@@ -53,8 +53,8 @@ def _value(source: ParsedSource, value: cst.BaseExpression, at: cst.CSTNode) -> 
 
 
 def _constant(source: ParsedSource, name: cst.Name) -> cst.BaseExpression | None:
-    found = only_value(source, name)
-    return found[1] if found is not None else None
+    result = only_value(source, name)
+    return result[1] if result is not None else None
 
 
 def _refusal(source: ParsedSource, value: cst.BaseExpression) -> str:

@@ -28,7 +28,7 @@ def find(source: ParsedSource) -> Iterator[Site]:
 def _is_by_hand(name: str) -> bool:
     if name.startswith(KERNELS):
         return True
-    prefix = next((each for each in MODULES if name.startswith(each)), None)
+    prefix = next((module for module in MODULES if name.startswith(module)), None)
     return prefix is not None and name.removeprefix(prefix).split(".")[0] not in OTHERS
 
 

@@ -87,7 +87,7 @@ def find(source: ParsedSource) -> Iterator[Site]:
             yield Site(CODE, source.start(string), source.code(string), refusal=CLASSES)
     for call in source.nodes(cst.Call):
         if source.code(call.func) in ("isinstance", "issubclass") and len(call.args) == 2:
-            if any(_is_quantized_class(source, each) for each in _classes(call.args[1].value)):
+            if any(_is_quantized_class(source, item) for item in _classes(call.args[1].value)):
                 yield Site(CODE, source.start(call), source.code(call), refusal=CLASSES)
         elif source.code(call.func) == "getattr" and call.args and _is_converted(source, call.args[0].value):
             yield Site(CODE, source.start(call), source.code(call), refusal=INSIDE)
@@ -133,12 +133,12 @@ def _is_made_by(source: ParsedSource, node: cst.BaseExpression, functions: tuple
     if value is None:
         bound = only_value(source, node)
         value = bound[1] if bound is not None else None
-    made = fx_call(source, value)
-    return made is not None and made.function in functions
+    result = fx_call(source, value)
+    return result is not None and result.function in functions
 
 
 def _classes(node: cst.BaseExpression) -> tuple[cst.BaseExpression, ...]:
-    return tuple(each.value for each in node.elements) if isinstance(node, cst.Tuple) else (node,)
+    return tuple(element.value for element in node.elements) if isinstance(node, cst.Tuple) else (node,)
 
 
 def _is_quantized_class(source: ParsedSource, node: cst.BaseExpression) -> bool:

@@ -50,8 +50,8 @@ def _is_old(call: cst.Call, names: frozenset[str]) -> bool:
 
 
 def _is_made(source: ParsedSource, model: cst.BaseExpression, at: cst.CSTNode) -> bool:
-    made = fx_call(source, last_value(source, model, at) if isinstance(model, cst.Name) else model)
-    return made is not None and made.function != "fuse_fx"
+    result = fx_call(source, last_value(source, model, at) if isinstance(model, cst.Name) else model)
+    return result is not None and result.function != "fuse_fx"
 
 
 SAVED = Finder("TQ205", find_saved)

@@ -56,7 +56,7 @@ def _list(source: ParsedSource, value: cst.List) -> Iterator[Site]:
     start, end = source.start(value), source.full_end(value)
     if (
         value.lpar
-        or any(isinstance(each, cst.StarredElement) for each in value.elements)
+        or any(isinstance(element, cst.StarredElement) for element in value.elements)
         or not value.elements
     ):
         yield Site(CODE, start, source.code(value), refusal="it is a list and should be a tuple")

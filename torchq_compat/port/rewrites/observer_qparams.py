@@ -40,10 +40,10 @@ def _is_trained(source: ParsedSource, call: FxCall) -> bool:
     """Return whether the model that ``call`` converts may be trained: by the call that prepared it, else by
     those in the file, else by the names in it."""
     model = call.node.args[0].value
-    made = fx_call(source, last_value(source, model, call.node) if isinstance(model, cst.Name) else model)
-    if made is not None and made.function in PREPARING:
-        return made.function == "prepare_qat_fx"
-    prepares = {each.function for each in fx_calls(source)} & set(PREPARING)
+    result = fx_call(source, last_value(source, model, call.node) if isinstance(model, cst.Name) else model)
+    if result is not None and result.function in PREPARING:
+        return result.function == "prepare_qat_fx"
+    prepares = {item.function for item in fx_calls(source)} & set(PREPARING)
     return "prepare_qat_fx" in prepares if prepares else _trains(source)
 
 

@@ -122,7 +122,7 @@ def _drawn(
 def _copied(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return copies that share the parameters of the modules, which FX does not write."""
     modules = [value for value in (*args, *kwargs.values()) if isinstance(value, nn.Module)]
-    parameters = {id(each): each for module in modules for each in module.parameters()}
+    parameters = {id(parameter): parameter for module in modules for parameter in module.parameters()}
     return copy.deepcopy((args, kwargs), dict(parameters))
 
 

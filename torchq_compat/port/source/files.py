@@ -113,10 +113,10 @@ def find_files(paths: Iterable[Path]) -> Iterator[Path | Problem]:
             )
     seen: set[Path] = set()
     for root in roots:
-        for found in _walk(root, ()) if root.is_dir() else [root]:
-            key = found.absolute() if isinstance(found, Path) else None
+        for result in _walk(root, ()) if root.is_dir() else [root]:
+            key = result.absolute() if isinstance(result, Path) else None
             if key is None or key not in seen:
-                yield found
+                yield result
             if key is not None:
                 seen.add(key)
 

@@ -64,7 +64,7 @@ def import_edits(source: ParsedSource, requests: Iterable[ImportRequest]) -> lis
     joined: dict[_Place, list[ImportRequest]] = {}
     for _, (place, request) in sorted(places.items()):
         joined.setdefault(place, []).append(request)
-    return [_edit(source, place, wanted) for place, wanted in joined.items()]
+    return [_edit(source, place, expected) for place, expected in joined.items()]
 
 
 def _edit(source: ParsedSource, place: _Place, requests: list[ImportRequest]) -> Edit:
@@ -162,8 +162,8 @@ def _line_start(source: ParsedSource, offset: int) -> int:
 
 
 def _line_end(source: ParsedSource, offset: int) -> int:
-    rest = source.data[offset:]
-    lines = rest.splitlines(keepends=True)
+    remaining = source.data[offset:]
+    lines = remaining.splitlines(keepends=True)
     return offset + len(lines[0]) if lines else offset
 
 

@@ -77,16 +77,16 @@ def names_in_import(node: cst.Import | cst.ImportFrom) -> list[str]:
 
 def dotted(node: cst.CSTNode) -> str:
     """Return ``a.b.c`` for such a chain of names, an empty string for anything else."""
-    base, rest = split_dotted(node)
-    return base.value + rest if base is not None else ""
+    base, remaining = split_dotted(node)
+    return base.value + remaining if base is not None else ""
 
 
 def split_dotted(node: cst.CSTNode) -> tuple[cst.Name | None, str]:
-    rest = ""
+    remaining = ""
     while isinstance(node, cst.Attribute):
-        rest = f".{node.attr.value}{rest}"
+        remaining = f".{node.attr.value}{remaining}"
         node = node.value
-    return (node, rest) if isinstance(node, cst.Name) else (None, rest)
+    return (node, remaining) if isinstance(node, cst.Name) else (None, remaining)
 
 
 # A parsed Python text: its nodes, their positions, and the full names that they mean.
@@ -137,8 +137,8 @@ class ParsedSource:
 
     def nodes(self, *kinds: type[NodeT]) -> list[NodeT]:
         """Return all nodes of exactly these classes, in text order."""
-        found = [cast(NodeT, node) for kind in kinds for node in self._by_class.get(kind, ())]
-        return sorted(found, key=lambda node: (self.start(node), -self.end(node)))
+        result = [cast(NodeT, node) for kind in kinds for node in self._by_class.get(kind, ())]
+        return sorted(result, key=lambda node: (self.start(node), -self.end(node)))
 
     def imports(self) -> list[cst.Import | cst.ImportFrom]:
         statements: list[cst.Import | cst.ImportFrom] = [*self.nodes(cst.Import), *self.nodes(cst.ImportFrom)]
@@ -201,11 +201,11 @@ class ParsedSource:
     @cached_property
     def _names_by_value(self) -> dict[str, list[cst.Name]]:
         """Name -> the nodes of it that refer to something."""
-        found: dict[str, list[cst.Name]] = {}
+        matches: dict[str, list[cst.Name]] = {}
         for node in self.nodes(cst.Name):
             if not self._is_no_reference(node):
-                found.setdefault(node.value, []).append(node)
-        return found
+                matches.setdefault(node.value, []).append(node)
+        return matches
 
     def scope(self, node: cst.CSTNode) -> Scope | None:
         return self._scopes.get(node)
@@ -232,12 +232,12 @@ class ParsedSource:
 
     @cached_property
     def _all_binders(self) -> dict[str, list[cst.CSTNode]]:
-        found: dict[str, list[cst.CSTNode]] = {}
+        matches: dict[str, list[cst.CSTNode]] = {}
         for scope in {scope for scope in self._scopes.values() if scope is not None}:
             for assignment in scope.assignments:
                 if isinstance(assignment, Assignment):
-                    found.setdefault(assignment.name, []).append(assignment.node)
-        return found
+                    matches.setdefault(assignment.name, []).append(assignment.node)
+        return matches
 
     def imported_names(self) -> Iterator[str]:
         """Yield the full names in import statements as written; ``module.*`` for ``import *``."""
@@ -278,7 +278,7 @@ class ParsedSource:
         key = (scope, name)
         if key not in self._nodes_of_bindings:
             self._nodes_of_bindings[key] = frozenset(
-                each.node for each in self.bindings(scope, name) if isinstance(each, Assignment)
+                binding.node for binding in self.bindings(scope, name) if isinstance(binding, Assignment)
             )
         return self._nodes_of_bindings[key]
 
@@ -305,20 +305,20 @@ class ParsedSource:
         return self._stars
 
     def _names(self, node: cst.CSTNode, budget: int) -> set[str]:
-        base, rest = split_dotted(node)
+        base, remaining = split_dotted(node)
         scope = self.scope(node) or (self.scope(base) if base is not None else None)
         if base is None or scope is None or self._is_no_reference(node):
             return set()
-        return self._names_in(scope, base.value, rest, budget)
+        return self._names_in(scope, base.value, remaining, budget)
 
-    def _names_in(self, scope: Scope, name: str, rest: str, budget: int) -> set[str]:
+    def _names_in(self, scope: Scope, name: str, remaining: str, budget: int) -> set[str]:
         # All uses of a name in a scope mean the same; the cache avoids quadratic time if it is bound often.
-        key = (scope, name, rest, budget)
+        key = (scope, name, remaining, budget)
         if key not in self._names_of_key:
             full: set[str] = set()
             for assignment in self.bindings(scope, name):
-                full |= self._names_of(assignment, name, rest, budget)
-            self._names_of_key[key] = full or {f"{star}.{name}{rest}" for star in self.star_modules()}
+                full |= self._names_of(assignment, name, remaining, budget)
+            self._names_of_key[key] = full or {f"{star}.{name}{remaining}" for star in self.star_modules()}
         return self._names_of_key[key]
 
     def bindings(self, scope: Scope, name: str) -> frozenset[BaseAssignment]:
@@ -328,18 +328,18 @@ class ParsedSource:
             self._bindings[key] = frozenset(scope[name]) if name in scope else frozenset()
         return self._bindings[key]
 
-    def _names_of(self, assignment: BaseAssignment, name: str, rest: str, budget: int) -> set[str]:
+    def _names_of(self, assignment: BaseAssignment, name: str, remaining: str, budget: int) -> set[str]:
         if isinstance(assignment, ImportAssignment):
             return {
                 qualified.name
-                for qualified in assignment.get_qualified_names_for(name + rest)
+                for qualified in assignment.get_qualified_names_for(name + remaining)
                 if qualified.source is QualifiedNameSource.IMPORT
             }
         value = self.assigned_value(assignment)
         if budget and isinstance(value, (cst.Name, cst.Attribute)):
-            return {full + rest for full in self._names(value, budget - 1)}
+            return {full + remaining for full in self._names(value, budget - 1)}
         # Unknown code binds the name: mark it, so that a caller can tell if an import is the only origin.
-        return {f"<local>.{name}{rest}"}
+        return {f"<local>.{name}{remaining}"}
 
     def assigned_value(self, assignment: BaseAssignment) -> cst.BaseExpression | None:
         """Return ``value`` of a plain ``name = value``; None for every other way to bind a name."""

@@ -102,11 +102,11 @@ class Tree:
     def _find(self, importer: Path, module: str) -> Path | None:
         """Return the file of ``module``: the one beside ``importer``, or the only one of that name; None
         otherwise."""
-        found = self._files.get(module, [])
-        beside = [path for path in found if path.parent == importer.parent]
+        result = self._files.get(module, [])
+        beside = [path for path in result if path.parent == importer.parent]
         if beside:
             return beside[0]
-        return found[0] if len(found) == 1 else None
+        return result[0] if len(result) == 1 else None
 
 
 def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
@@ -138,9 +138,9 @@ def _bound_by(statement: ast.stmt, known: Mapping[str, str]) -> Iterator[tuple[s
         prefix = "." * statement.level + (f"{statement.module}." if statement.module else "")
         yield from ((a.asname or a.name, prefix + a.name) for a in statement.names if a.name != "*")
     elif isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-        target, (base, _, rest) = statement.targets[0], _dotted(statement.value).partition(".")
+        target, (base, _, remaining) = statement.targets[0], _dotted(statement.value).partition(".")
         if isinstance(target, ast.Name) and base in known:
-            yield target.id, f"{known[base]}.{rest}" if rest else known[base]
+            yield target.id, f"{known[base]}.{remaining}" if remaining else known[base]
 
 
 def _dotted(node: ast.expr) -> str:
@@ -176,13 +176,13 @@ def installed_lacks(module: str, name: str = "") -> str:
 
 def imports_of(syntax: ast.Module) -> set[tuple[str, str]]:
     """Return (module, name) for the absolute imports of a file; the name is empty for ``import module``."""
-    found = set()
+    result = set()
     for node in ast.walk(syntax):
         if isinstance(node, ast.Import):
-            found |= {(alias.name, "") for alias in node.names}
+            result |= {(alias.name, "") for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
-            found |= {(node.module, alias.name if alias.name != "*" else "") for alias in node.names}
-    return found
+            result |= {(node.module, alias.name if alias.name != "*" else "") for alias in node.names}
+    return result
 
 
 def _version(root: str) -> str:

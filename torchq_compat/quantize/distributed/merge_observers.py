@@ -107,7 +107,7 @@ def _settings_of(unit: nn.Module) -> str:
         [f"{name}={value}" for name in SETTINGS if (value := getattr(part, name, None)) is not None]
         for part in unit.modules()
     )
-    return f"{type(unit).__qualname__}: {'; '.join(', '.join(each) for each in named)}"
+    return f"{type(unit).__qualname__}: {'; '.join(', '.join(item) for item in named)}"
 
 
 def digest(values: Mapping[str, Any]) -> int:
@@ -194,7 +194,7 @@ def _merge_ranks(prepared: nn.Module, group: dist.ProcessGroup | None) -> None:
     for rank, other in enumerate(received):
         if isinstance(other, TorchQCompatError):
             raise ConvertError(f"rank {rank}: {other.message}", hint=other.hint, code=other.code)
-    reports = [pickle.loads(each) for each in received]
+    reports = [pickle.loads(item) for item in received]
     _check_same_model(reports)
     differing = [name for name in tensors if len({digests[name] for _, _, digests in reports}) > 1]
     _check_may_differ(model, differing)
@@ -339,13 +339,13 @@ def _read(given: Any, position: int, names: set[str]) -> Mapping[str, Any]:
 def _state_at(
     path: str, state: Mapping[str, Any], own: merge_rules.State, position: int
 ) -> merge_rules.State:
-    found = {
+    result = {
         name.removeprefix(f"{path}."): value.detach().cpu() if isinstance(value, Tensor) else value
         for name, value in state.items()
         if name.startswith(f"{path}.")
     }
     for name in own:
-        if name not in found and name.rpartition(".")[2] not in {
+        if name not in result and name.rpartition(".")[2] not in {
             *merge_rules.LOADED,
             *merge_rules.ATTRIBUTES,
         }:
@@ -354,4 +354,4 @@ def _state_at(
                 hint="give what get_observer_state_dict(prepared) returned, or prepared.state_dict() if "
                 "observers have other names than activation_post_process.",
             )
-    return found
+    return result

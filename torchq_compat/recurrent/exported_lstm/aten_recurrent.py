@@ -347,7 +347,7 @@ def write_layers(
         x = outputs[0] if len(outputs) == 1 else writer.glue(ATEN.cat.default, outputs, -1)
     output = writer.glue(ATEN.transpose.int, x, 0, 1) if recurrent.batch_first else x
     rows = zip(*last, strict=True)
-    return output, *(writer.glue(ATEN.stack.default, list(each)) for each in rows)
+    return output, *(writer.glue(ATEN.stack.default, list(item)) for item in rows)
 
 
 def flipped(writer: NodeWriter, x: Node) -> Node:

@@ -121,12 +121,12 @@ def _decompose(
         )
     graph_module = _own_module(program)
     refuse_packed(graph_module)
-    found = aten_recurrents(graph_module, operators)
-    if not found:
+    result = aten_recurrents(graph_module, operators)
+    if not result:
         raise _nothing_to_decompose(graph_module, operators)
-    for each in found:
-        cells = {direction.path: _cell(graph_module, each, direction) for direction in each.directions}
-        _replace(each.node, WRITE[LoopShape(shape)](NodeWriter(graph_module, each.node), each, cells))
+    for item in result:
+        cells = {direction.path: _cell(graph_module, item, direction) for direction in item.directions}
+        _replace(item.node, WRITE[LoopShape(shape)](NodeWriter(graph_module, item.node), item, cells))
     _drop_guards(graph_module)
     graph_module.graph.eliminate_dead_code()
     graph_module.graph.lint()
@@ -147,7 +147,7 @@ def _nothing_to_decompose(graph_module: GraphModule, operators: Collection[Any])
     ]
     has = ", ".join(named) + (" and others" if len(counts) > MOST_NAMED else "")
     hint = "export the float model with torch.export.export and do not run_decompositions before."
-    others = {str(each.node.target) for each in aten_recurrents(graph_module)}
+    others = {str(aten_recurrent.node.target) for aten_recurrent in aten_recurrents(graph_module)}
     if others:
         hint = f"pt2e.decompose_recurrent decomposes {', '.join(sorted(others))}."
     return AnnotationError(

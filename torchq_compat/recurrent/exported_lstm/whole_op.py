@@ -307,7 +307,7 @@ class _Writer:
         if not is_batched:
             # torch.nn computes one sequence as a batch of one.
             x = self._op(ATEN.unsqueeze.default, x, batch)
-            given = [self._op(ATEN.unsqueeze.default, each, 1) for each in given]
+            given = [self._op(ATEN.unsqueeze.default, item, 1) for item in given]
             results = [results[0].unsqueeze(batch), *(value.unsqueeze(1) for value in results[1:])]
         states = given or self._zeros(x)
         parameters = [self._parameter(name) for name in module._flat_weights_names]

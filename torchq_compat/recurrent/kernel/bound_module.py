@@ -77,7 +77,7 @@ class BoundModule:
         self.bound = [direction for layer in layers for direction in layer]
         self.directions = len(layers[0])
         self.states = len(self.bound[0].program.results)
-        segments = [(), *(tuple(as_numbers(each)) for each in columns)]
+        segments = [(), *(tuple(as_numbers(column)) for column in columns)]
         self.program = module_numbers.ModuleNumbers(
             tuple(
                 tuple(
@@ -89,9 +89,9 @@ class BoundModule:
                 for layer, own in zip(layers, segments, strict=True)
             )
         ).tensor()
-        found = [_place(each.owner, name) for each in self.bound for name in each.names]
-        self.places = [(home, name) for home, name, _ in found]
-        self.are_in_state = all(is_in_state for _, _, is_in_state in found)
+        result = [_place(item.owner, name) for item in self.bound for name in item.names]
+        self.places = [(home, name) for home, name, _ in result]
+        self.are_in_state = all(is_in_state for _, _, is_in_state in result)
         self.owner = next(OWNERS)
         weakref.finalize(self, forget, self.owner).atexit = False
         drop_forgotten()
@@ -110,7 +110,7 @@ class BoundModule:
         """Return the current weights."""
         if is_compiling():
             # Dynamo knows where attributes of modules come from.
-            return [operator.attrgetter(name)(each.owner) for each in self.bound for name in each.names]
+            return [operator.attrgetter(name)(item.owner) for item in self.bound for name in item.names]
         return self.weights_now()
 
     def weights_now(self) -> list[Tensor]:
@@ -192,13 +192,13 @@ def run_native_direction(
     numbers = module_numbers.CellNumbers(program.table, program.constants, masks, backward=backward)
     output, *last = recurrent(
         x,
-        [each[None] for each in state],
+        [entry[None] for entry in state],
         [_attribute(owned.owner, name) for names in program.weights for name in names if name is not None],
         module_numbers.ModuleNumbers(((numbers,),)).tensor(),
         module_numbers.floats_around(as_numbers(columns), len(state)),
         batch_sizes=batch_sizes,
     )
-    return output, tuple(each[0] for each in last)
+    return output, tuple(item[0] for item in last)
 
 
 def _attribute(owner: nn.Module, name: str) -> Tensor:

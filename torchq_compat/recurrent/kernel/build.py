@@ -83,15 +83,15 @@ class Cache:
         with _problems_of(self.path):
             building = tempfile.TemporaryDirectory(dir=self.path, prefix=BUILDING)
         with building as directory:
-            made = Path(directory) / name
-            compile_to(made)
-            content = made.read_bytes()
-            with _problems_of(self.path), made.open("ab") as file:
+            result = Path(directory) / name
+            compile_to(result)
+            content = result.read_bytes()
+            with _problems_of(self.path), result.open("ab") as file:
                 file.write(MARK + hashlib.sha256(content).digest())
                 file.flush()
                 os.fchmod(file.fileno(), 0o755)
                 os.fsync(file.fileno())
-                os.replace(made, name, dst_dir_fd=self.descriptor)
+                os.replace(result, name, dst_dir_fd=self.descriptor)
                 os.fsync(self.descriptor)
 
     def _remove_killed_builds(self) -> None:
@@ -257,7 +257,7 @@ TARGETS = (Target("x86_64", ("-march=x86-64",)), Target("aarch64", ("-march=armv
 
 def carried_library() -> Path | None:
     """Return the path of the carried library for this machine; None if the release carries none."""
-    return next((each.path for each in TARGETS if each.runs_here() and each.path.exists()), None)
+    return next((target.path for target in TARGETS if target.runs_here() and target.path.exists()), None)
 
 
 # Builds the native kernel once per machine, with the machine's C++ compiler, in a cache directory.
@@ -388,13 +388,13 @@ def _load_operators(path: str) -> None:
         raise OSError("it does not have the operator of the kernel")
 
 
-def _compile(compiler: list[str], made: Path) -> None:
+def _compile(compiler: list[str], path: Path) -> None:
     root = _torch_root()
     print(
-        f"torchq_compat: compiling the kernels of converted models, once, into {made.parents[1]}",
+        f"torchq_compat: compiling the kernels of converted models, once, into {path.parents[1]}",
         file=sys.stderr,
     )
-    objects = {source: made.with_name(f"{source.stem}.o") for source in (SOURCE, *OPERATORS)}
+    objects = {source: path.with_name(f"{source.stem}.o") for source in (SOURCE, *OPERATORS)}
     commands = [
         [*compiler, f"-I{root / 'include'}", "-c", str(source), "-o", str(objects[source])]
         for source in objects
@@ -402,7 +402,7 @@ def _compile(compiler: list[str], made: Path) -> None:
     with ThreadPoolExecutor(len(commands)) as both:
         list(both.map(run_compiler, commands))
     run_compiler(
-        [*compiler, *map(str, objects.values()), f"-L{root / 'lib'}", "-ltorch_cpu", "-o", str(made)]
+        [*compiler, *map(str, objects.values()), f"-L{root / 'lib'}", "-ltorch_cpu", "-o", str(path)]
     )
 
 

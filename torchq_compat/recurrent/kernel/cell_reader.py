@@ -195,8 +195,8 @@ class _Reader:
         source, sizes, _ = _arguments(node)
         value = self.values[source]
         if isinstance(sizes, int):
-            each = math.ceil(value.width / sizes)
-            sizes = [min(each, value.width - first) for first in range(0, value.width, each)]
+            item = math.ceil(value.width / sizes)
+            sizes = [min(item, value.width - first) for first in range(0, value.width, item)]
         offsets = [value.offset + sum(sizes[:index]) for index in range(len(sizes))]
         return tuple(
             _Value(value.slot, offset, size, value.qparams)

@@ -65,27 +65,27 @@ class DirectCall:
         """Return x and the states of a call; None if the call needs a closer check. The operator checks sizes
         and devices."""
         if self.layout is not None:
-            found = tuple([args[place] for place in self.places])
+            result = tuple([args[place] for place in self.places])
         elif len(args) == 1 or (len(args) == 2 and args[1] is None):
-            found = args[:1]
+            result = args[:1]
         elif len(args) != 2:
             return None
         elif self.states == 1:
-            found = args
+            result = args
         else:
             x, states = args
             if not isinstance(states, (tuple, list)) or len(states) != self.states:
                 return None
-            found = (x, *states)
-        for tensor in found:
+            result = (x, *states)
+        for tensor in result:
             if type(tensor) is not Tensor:
                 return None
             if tensor.dtype is not torch.float32 and (self.layout is None or tensor.dtype not in EIGHT_BITS):
                 return None
-        x = found[0]
+        x = result[0]
         if x.dim() != self.rank or not x.numel():
             return None
-        return found
+        return result
 
     def run(self, bound: BoundModule, tensors: tuple[Tensor, ...]) -> Any:
         """Return the results in the form the caller expects; None if the operator refuses the call, which the
@@ -163,9 +163,9 @@ def direct_call(contract: Any, layout: CallLayout | None, quantized: tuple[int, 
     all_qparams = layout.input_qparams or (None,) * count
     rows = [_rows_on(all_qparams[place]) for place in given]
     x_qparams = all_qparams[x]
-    is_known = all(each is not None for each in rows) and (x_qparams is None or x_qparams.dtype in EIGHT_BITS)
+    is_known = all(item is not None for item in rows) and (x_qparams is None or x_qparams.dtype in EIGHT_BITS)
     columns = tuple(as_numbers(column_qparams(x_qparams, contract.input_size, contract.rank)))
-    on = tuple(each or () for each in rows) or ((),) * states
+    on = tuple(row or () for row in rows) or ((),) * states
     handed = {index: layout.output_qparams[index] for index in quantized}
     if not all(isinstance(qparams, PerTensorQParams) for qparams in handed.values()):
         is_known = False  # The operator's results have one scale each.
@@ -191,7 +191,7 @@ def _rows_on(qparams: QParams | None) -> tuple[QParamsRow, ...] | None:
         return (qparams_row(qparams),)
     assert isinstance(qparams, PerChannelQParams)
     return (
-        tuple(qparams_row(each) for size, each in qparams.runs for _ in range(size))
+        tuple(qparams_row(item) for size, item in qparams.runs for _ in range(size))
         if qparams.axis == 0
         else None
     )
@@ -287,7 +287,7 @@ def linear_call(
     numbers = CellNumbers(program.table, program.constants, (mask,), backward=False)
     result = None if output is None else qparams_row(output)
     boundary = Boundary(tuple(as_numbers(columns)), ((),), (None, result)).numbers()
-    given = tuple(each for each in (weight.values, *parts) if each is not None)
+    given = tuple(item for item in (weight.values, *parts) if item is not None)
     call = LinearCall(given, ModuleNumbers(((numbers,),)).tensor(), boundary, next(OWNERS))
     weakref.finalize(call.program, forget, call.owner).atexit = False
     drop_forgotten()

@@ -156,9 +156,9 @@ def run_by_operators(
     stacked = [torch.stack(rows) for rows in zip(*last, strict=True)]
     if is_cell:
         return [
-            _handed_out(*each) for each in zip((row[0] for row in stacked), around.results[1:], strict=True)
+            _handed_out(*entry) for entry in zip((row[0] for row in stacked), around.results[1:], strict=True)
         ]
-    results = [_handed_out(*each) for each in zip((x, *stacked), around.results, strict=True)]
+    results = [_handed_out(*item) for item in zip((x, *stacked), around.results, strict=True)]
     if batch_first and not batch_sizes:
         results[0] = results[0].transpose(0, 1)
     return results
@@ -186,19 +186,19 @@ def _run(
     outputs = []
     for (size, steps), rows in reversed(parts) if cell.backward else parts:
         shaped = rows.view(steps, size, x.shape[-1])
-        output, new = run(shaped, tuple(each[:size] for each in state))
-        state = tuple(torch.cat([now, each[size:]]) for now, each in zip(new, state, strict=True))
+        output, new = run(shaped, tuple(entry[:size] for entry in state))
+        state = tuple(torch.cat([now, item[size:]]) for now, item in zip(new, state, strict=True))
         outputs.append(output.flatten(0, 1))
     return torch.cat(outputs[::-1] if cell.backward else outputs), state
 
 
 def _weights(cell: CellNumbers, own: Iterator[Tensor]) -> list[Tensor | None]:
     """Return values, scales, zero points and bias of each linear, as ``run_interpreted`` accepts them."""
-    found: list[Tensor | None] = []
+    matches: list[Tensor | None] = []
     for mask in cell.masks:
-        found.append(next(own))
-        found += [next(own) if mask >> part & 1 else None for part in range(3)]
-    return found
+        matches.append(next(own))
+        matches += [next(own) if mask >> part & 1 else None for part in range(3)]
+    return matches
 
 
 def _first_states(
@@ -213,8 +213,8 @@ def _first_states(
     for state, rows in zip(states, around.states, strict=True):
         by_row = state[None] if state.dim() == 2 else state
         count = len(cells) if len(rows) <= 1 else len(rows)
-        each = rows * count if len(rows) == 1 else rows or (None,) * count
-        given.append([_requantized_state(*pair) for pair in zip(by_row.unbind(0), each, strict=True)])
+        item = rows * count if len(rows) == 1 else rows or (None,) * count
+        given.append([_requantized_state(*pair) for pair in zip(by_row.unbind(0), item, strict=True)])
     return list(zip(*given, strict=True))
 
 
@@ -296,18 +296,18 @@ def check_call(
 
 def _check_floats(name: str, value: Tensor, shape: tuple[int | None, ...], fits: bool) -> None:
     if value.dtype is not torch.float32 or not fits:
-        wanted = ", ".join("*" if size is None else str(size) for size in shape)
-        raise _refused(name, f"torch.float32 of shape ({wanted})", f"{value.dtype} {tuple(value.shape)}")
+        expected = ", ".join("*" if size is None else str(size) for size in shape)
+        raise _refused(name, f"torch.float32 of shape ({expected})", f"{value.dtype} {tuple(value.shape)}")
 
 
 def _check_weight(name: str, value: Tensor | None, device: torch.device) -> None:
     if value is None or value.dtype is not torch.int8 or value.dim() != 2 or value.device != device:
-        found = "None" if value is None else f"{value.dtype} {tuple(value.shape)} on {value.device}"
-        raise _refused(name, f"an int8 matrix on {device}", found)
+        result = "None" if value is None else f"{value.dtype} {tuple(value.shape)} on {value.device}"
+        raise _refused(name, f"an int8 matrix on {device}", result)
 
 
-def _refused(name: str, wanted: str, found: str) -> InputError:
+def _refused(name: str, expected: str, result: str) -> InputError:
     return InputError(
-        f"the cell loop's argument {name} must be {wanted}; got {found}.",
+        f"the cell loop's argument {name} must be {expected}; got {result}.",
         hint="call the lowered module, which makes these arguments, or build them with CellProgram.",
     )

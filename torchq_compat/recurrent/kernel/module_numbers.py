@@ -96,7 +96,7 @@ class Boundary:
             tuple(program.QParamsRow(*left.take(program.QPARAMS_COLUMNS)) for _ in range(left.integers(1)[0]))
             for _ in range(1 + 2 * states)
         ]
-        results = tuple(each[0] if each else None for each in rows[states:])
+        results = tuple(row[0] if row else None for row in rows[states:])
         return cls(tuple(columns), tuple(rows[:states]), results)
 
 

@@ -85,10 +85,10 @@ def weight_of(site: Site, axis: int = 0) -> Weight | Refusal | None:
         scale, zero_point = dequantize.args[1:3]
         numbers, zero_points, node = torch.full((channels,), float(scale)), torch.tensor(zero_point), None
     else:
-        scales, found = (constant_of(site.graph_module, each) for each in dequantize.args[1:3])
-        if scales is None or found is None or dequantize.args[3] != axis:
+        scales, result = (constant_of(site.graph_module, arg) for arg in dequantize.args[1:3])
+        if scales is None or result is None or dequantize.args[3] != axis:
             return Refusal("its weight has scales along another dimension than its results")
-        numbers, zero_points = scales.to(torch.float32), found
+        numbers, zero_points = scales.to(torch.float32), result
         node = dequantize.args[1] if scales.dtype is torch.float32 else None
     if bool(zero_points.any()):
         return Refusal("its weight has zero points, the kernel's is symmetric")
@@ -167,10 +167,10 @@ def _padding(site: Site, weight: Tensor) -> Sequence[int] | Refusal:
     if padding == "valid":
         return [0] * (weight.dim() - 2)
     dilation = _each(site.arguments["dilation"], weight.dim() - 2)
-    wanted = [d * (size - 1) for d, size in zip(dilation, weight.shape[2:], strict=True)]
-    if any(total % 2 for total in wanted):
+    expected = [d * (size - 1) for d, size in zip(dilation, weight.shape[2:], strict=True)]
+    if any(total % 2 for total in expected):
         return Refusal("it pads one side more than the other")
-    return [total // 2 for total in wanted]
+    return [total // 2 for total in expected]
 
 
 def _transposed(site: Site) -> Kernel | Refusal | None:

@@ -23,8 +23,8 @@ def _rows(lowered: LoweredGraph, weight: Node, indices: Node) -> Node:
     values, scales, zero_points = weight.args[:3]
     rows = lowered.call(ATEN.embedding.default, values, indices)
     scale, zero = (
-        lowered.call(ATEN.unsqueeze.default, lowered.call(ATEN.index.Tensor, each, [indices]), -1)
-        for each in (scales, zero_points)
+        lowered.call(ATEN.unsqueeze.default, lowered.call(ATEN.index.Tensor, item, [indices]), -1)
+        for item in (scales, zero_points)
     )
     difference = lowered.call(ATEN.sub.Tensor, rows, zero)
     return lowered.call(ATEN.to.dtype, lowered.call(ATEN.mul.Tensor, difference, scale), torch.float32)
@@ -55,9 +55,9 @@ def _embedding_bag(site: Site) -> Kernel | Refusal | None:
     def write(lowered: LoweredGraph) -> Node:
         rows = _rows(lowered, weight, indices)
         count = lowered.call(ATEN.sym_size.int, indices, 0)
-        each = lowered.call(ATEN.arange.default, count, device=torch.device("cpu"))
+        item = lowered.call(ATEN.arange.default, count, device=torch.device("cpu"))
         others = list(site.op.args[2:])
-        return lowered.call(site.op.target, rows, each, *others, **site.op.kwargs)
+        return lowered.call(site.op.target, rows, item, *others, **site.op.kwargs)
 
     return Kernel(f"{ATEN.embedding.default} on integers", write, value=site.op)
 

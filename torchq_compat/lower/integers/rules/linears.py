@@ -97,7 +97,7 @@ def _weight(site: Site) -> _Weight | None:
     dequantize, bias_node = site.arguments["weight"], site.arguments["bias"]
     if not qdq.is_dequantize(dequantize) or rank_of(site.op) is None:
         return None
-    values, bias = (constant_of(site.graph_module, each) for each in (dequantize.args[0], bias_node))
+    values, bias = (constant_of(site.graph_module, item) for item in (dequantize.args[0], bias_node))
     if values is None or values.dtype is not torch.int8 or (bias is None) != (bias_node is None):
         return None
     if bias is not None and bias.dtype is not torch.float32:
@@ -107,7 +107,7 @@ def _weight(site: Site) -> _Weight | None:
         scale, zero_point = dequantize.args[1:3]
         tensors = LinearWeight(values, None, None, bias, (float(scale), int(zero_point)))
         return _Weight(tensors, (dequantize.args[0], *behind))
-    scales, zero_points = (constant_of(site.graph_module, each) for each in dequantize.args[1:3])
+    scales, zero_points = (constant_of(site.graph_module, arg) for arg in dequantize.args[1:3])
     if scales is None or zero_points is None or dequantize.args[3] != 0 or zero_points.is_floating_point():
         return None
     return _Weight(LinearWeight(values, scales, zero_points, bias), (*dequantize.args[:3], *behind))
@@ -127,7 +127,7 @@ def _columns(site: Site, dequantize: Node, width: int) -> ColumnQParams | None:
     if dequantize.target is not qdq.DEQUANTIZE_PER_CHANNEL:
         return None
     _, scales_node, zero_points_node, axis, low, high, dtype = dequantize.args
-    scales, zero_points = (constant_of(site.graph_module, each) for each in (scales_node, zero_points_node))
+    scales, zero_points = (constant_of(site.graph_module, item) for item in (scales_node, zero_points_node))
     rank = rank_of(site.op)
     if scales is None or zero_points is None or rank is None:
         return None

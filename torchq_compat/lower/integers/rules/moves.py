@@ -42,9 +42,9 @@ def moved_qparams(node: Node) -> PerTensorQParams | None:
     """Return the qparams of all values that ``node`` moves; None if it computes, or moves others as well."""
     if not (preserves_values(node) or node.target in those("nearest") or node.target is PAD):
         return None
-    given = [each for each in node.all_input_nodes if _is_float(qdq_graph.example_value(each))]
-    found = {source.qparams if (source := qdq_graph.integers_at(each)) else None for each in given}
-    qparams = found.pop() if len(found) == 1 else None
+    given = [producer for producer in node.all_input_nodes if _is_float(qdq_graph.example_value(producer))]
+    result = {source.qparams if (source := qdq_graph.integers_at(item)) else None for item in given}
+    qparams = result.pop() if len(result) == 1 else None
     if qparams is not None and node.target is PAD and _filled_with(node, qparams) is None:
         return None
     return qparams
@@ -68,9 +68,9 @@ def _filled_with(pad: Node, qparams: PerTensorQParams) -> int | None:
 def write_move(lowered: LoweredGraph, node: Node, qparams: PerTensorQParams) -> Node:
     """Write ``node`` on integers before it."""
 
-    def integers(each: Node) -> Node:
-        source = qdq_graph.integers_at(each)
-        return each if source is None else source.node
+    def integers(item: Node) -> Node:
+        source = qdq_graph.integers_at(item)
+        return item if source is None else source.node
 
     arguments = qdq_graph.arguments_of(node) if isinstance(node.target, OpOverload) else {}
     source = integers(node.all_input_nodes[0])
@@ -90,13 +90,13 @@ def write_move(lowered: LoweredGraph, node: Node, qparams: PerTensorQParams) -> 
 def _max_pool(lowered: LoweredGraph, source: Node, arguments: dict[str, Any]) -> Node:
     kernel = arguments["kernel_size"]
 
-    def each(name: str) -> list[Any]:
+    def item(name: str) -> list[Any]:
         setting = arguments[name]
         listed = list(setting) if isinstance(setting, (list, tuple)) else [setting]
         return listed * len(kernel) if len(listed) == 1 else listed
 
-    stride = each("stride") or list(kernel)
-    windows = (list(kernel), stride, each("padding"), each("dilation"))
+    stride = item("stride") or list(kernel)
+    windows = (list(kernel), stride, item("padding"), item("dilation"))
     return lowered.call(MAX_POOL, source, *windows, arguments["ceil_mode"])
 
 
@@ -116,7 +116,7 @@ def _pair_rule(operation: str) -> Rule:
     def rule(site: qdq_graph.Site) -> Kernel | Refusal | None:
         given = site.op.args[:2]
         if (
-            not all(isinstance(each, Node) and each.op != "get_attr" for each in given)
+            not all(isinstance(entry, Node) and entry.op != "get_attr" for entry in given)
             or given[0] is given[1]
         ):
             return None  # Of one tensor: a table.
@@ -130,7 +130,7 @@ def _pair_rule(operation: str) -> Rule:
             return NOT_QUANTIZED
 
         def write(lowered: LoweredGraph) -> Node:
-            x, y = ((each.node, each.qparams.scale, each.qparams.zero_point) for each in (left, right))
+            x, y = ((item.node, item.qparams.scale, item.qparams.zero_point) for item in (left, right))
             return lowered.call(ARITHMETIC, *x, *y, operation, *numbers_of(qparams), is_signed(qparams))
 
         return Kernel(str(ARITHMETIC), write)
@@ -140,7 +140,7 @@ def _pair_rule(operation: str) -> Rule:
 
 def _cat(site: qdq_graph.Site) -> Kernel | Refusal | None:
     given = site.arguments["tensors"]
-    pieces = [qdq_graph.integers_at(each) for each in given] if isinstance(given, (list, tuple)) else [None]
+    pieces = [qdq_graph.integers_at(item) for item in given] if isinstance(given, (list, tuple)) else [None]
     qparams = site.result.qparams
     if any(piece is None for piece in pieces):
         return Refusal("its inputs are not all quantized per tensor to 8 bits")

@@ -64,7 +64,7 @@ def is_by_value(op: Node) -> bool:
 def table_of_chain(site: qdq_graph.Site) -> lowered_graph.Kernel | lowered_graph.Refusal | None:
     """Return the table of the longest chain that begins at the op of ``site`` and ends in a quantize."""
     op = site.op
-    inputs = [each for each in op.all_input_nodes if each.op != "get_attr"]
+    inputs = [producer for producer in op.all_input_nodes if producer.op != "get_attr"]
     source = qdq_graph.integers_at(inputs[0]) if len(inputs) == 1 and is_by_value(op) else None
     if source is None:
         return None
@@ -73,7 +73,7 @@ def table_of_chain(site: qdq_graph.Site) -> lowered_graph.Kernel | lowered_graph
         return lowered_graph.Refusal("its result is not quantized to 8 bits")
     if _same_shape(inputs[0], ops[-1]) is False:
         return lowered_graph.Refusal("its result has another shape than its quantized input")
-    axes = {axis for each in ops for axis in _axes(site, each)}
+    axes = {axis for item in ops for axis in _axes(site, item)}
     if None in axes or len(axes) > 1 or (axes and (qdq_graph.rank_of(ops[-1]) or 0) < 2):
         return lowered_graph.Refusal("a constant that it reads differs from place to place")
     chain = _Chain(source, inputs[0], ops, next(iter(axes), None))
@@ -95,7 +95,11 @@ def _ops_from(op: Node) -> tuple[tuple[Node, ...], Node | None]:
         if reader.target is QUANTIZE:
             is_known = PerTensorQParams.of_node(reader).dtype in KERNEL_DTYPES
             return tuple(ops), reader if is_known else None
-        others = [each for each in reader.all_input_nodes if each is not ops[-1] and each.op != "get_attr"]
+        others = [
+            producer
+            for producer in reader.all_input_nodes
+            if producer is not ops[-1] and producer.op != "get_attr"
+        ]
         if not is_by_value(reader) or others:
             return tuple(ops), None
         ops.append(reader)
@@ -112,10 +116,10 @@ def _axes(site: qdq_graph.Site, op: Node) -> Iterator[int | None]:
         yield 1
         return
     rank = qdq_graph.rank_of(op)
-    for each in op.all_input_nodes:
-        if each.op != "get_attr":
+    for producer in op.all_input_nodes:
+        if producer.op != "get_attr":
             continue
-        constant = qdq_graph.constant_of(site.graph_module, each)
+        constant = qdq_graph.constant_of(site.graph_module, producer)
         if constant is None or rank is None:
             yield None
             continue
@@ -185,7 +189,7 @@ def _batch_norm(site: qdq_graph.Site) -> lowered_graph.Kernel | lowered_graph.Re
 
     def write(lowered: lowered_graph.LoweredGraph) -> Node:
         x = (source.node, source.qparams.scale, source.qparams.zero_point)
-        numbers = (lowered.constant(each.to(torch.float32)) for each in (factor, offset))
+        numbers = (lowered.constant(item.to(torch.float32)) for item in (factor, offset))
         return lowered.call(
             AFFINE, *x, *numbers, 1, *lowered_graph.numbers_of(qparams), lowered_graph.is_signed(qparams)
         )
