@@ -139,8 +139,8 @@ def convert_one_after_the_other(rank: int, ranks: int) -> tuple[list[str], Any]:
     tc.merge_observers(model)
     store, warn_user = ranks_module.default_store(), ranks_module.warn_user
 
-    def warn_and_note(code: str, message: str) -> None:
-        warn_user(code, message)
+    def warn_and_note(code: str, **places: object) -> None:
+        warn_user(code, **places)
         store.set("told", code)
 
     ranks_module.warn_user = warn_and_note
