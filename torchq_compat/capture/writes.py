@@ -427,13 +427,8 @@ def _part_written(write: Node) -> tuple[Any, ...]:
     """Return the tensor that ``write`` writes into, and the arguments of each view that cut the part."""
     part: Any = write.args[0]
     cuts: list[Any] = []
-    while (
-        isinstance(part, Node)
-        and part.args
-        and isinstance(part.args[0], Node)
-        and _is_view(part, part.args[0])
-    ):
-        if not is_whole(part):
+    while isinstance(part.args[0] if part.args else None, Node) and _is_view(part, part.args[0]):
+        if scatters(part):
             cuts.append((part.target, part.args[1:]))
         part = part.args[0]
     return part, *cuts
