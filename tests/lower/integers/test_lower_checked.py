@@ -34,6 +34,7 @@ from torchq_compat.lower.integers import lowered_module
 from torchq_compat.lower.integers.operators import CONVOLUTION
 from torchq_compat.lower.integers.rules.convolutions import may_never_return
 from torchq_compat.support.decisions import Decision
+from torchq_compat.support.upstream import pytree
 
 ENGINES = ("x86", "fbgemm", "onednn")
 #: Activations of eight bits, whose products fbgemm's depthwise convolution sums in 16: it saturates.
@@ -289,29 +290,41 @@ def test_what_fails_as_a_whole_is_the_reference(
     def raising(*_: Any) -> None:
         raise KeyError("a defect")
 
-    def unnoticed(reference: Any, lowered: Any, *_: Any) -> dict[str, str]:
+    def no_faults(reference: Any) -> tuple[dict[str, str], Any]:
+        return {}, pytree.tree_leaves(reference(x))
+
+    def unnoticed(reference: Any, lowered: Any, *_: Any) -> Any:
         for node in lowered.graph.find_nodes(op="call_function", target=CONVOLUTION):
             node.args = (*node.args[:9], 7, *node.args[10:])
         lowered.recompile()
-        return {}
+        return no_faults(reference)
 
-    def noise(reference: Any, lowered: Any, *_: Any) -> dict[str, str]:
+    def noise(reference: Any, lowered: Any, *_: Any) -> Any:
         (output,) = lowered.graph.find_nodes(op="output")
         source = output.all_input_nodes[0]
         with lowered.graph.inserting_before(output):
             output.replace_input_with(source, lowered.graph.call_function(torch.neg, (source,)))
         lowered.recompile()
-        return {}
+        return no_faults(reference)
 
-    for name, owner, patched in (
-        ("run", lowered_module.Rewriter, raising),
-        ("faults_of", lowered_module.side_by_side, unnoticed),
-        ("faults_of", lowered_module.side_by_side, noise),
+    def listed(reference: Any, lowered: Any, *_: Any) -> Any:
+        codegen = lowered.graph._codegen
+        codegen.pytree_info = codegen.pytree_info._replace(out_spec=pytree.tree_structure([0]))
+        lowered.recompile()
+        return no_faults(reference)
+
+    judge = lowered_module.side_by_side
+    for name, owner, patched, why in (
+        ("run", lowered_module.Rewriter, raising, "KeyError: 'a defect'"),
+        ("faults_of", judge, unnoticed, "other channels than its weight"),
+        ("faults_of", judge, noise, "differ from the reference's by more than these are"),
+        ("faults_of", judge, listed, "have another structure than the reference's"),
     ):
         with subtests.test(patched.__name__), monkeypatch.context() as patch:
             patch.setattr(owner, name, patched)
             with pytest.warns(QuantizationWarning, match="as convert_to_reference_fx returns it") as told:
                 lowered = tc.convert_fx(prepared)
+            assert why in str(told[0].message)
             assert [warning.message.code for warning in told] == ["TQ432"]  # type: ignore[union-attr]
             assert torch.equal(lowered(x), lowered.reference(x))
             assert "TQ432" in {decision.code for decision in tc.explain(lowered)}

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
@@ -66,16 +66,16 @@ def faults_of(
 
 
 class _Recorder(WeightByWeight):
-    """Keeps the values of the ``wanted`` nodes of a q-dq graph."""
+    """Keeps the values of some nodes of a q-dq graph."""
 
-    def __init__(self, reference: GraphModule, expected: set[Node]) -> None:
+    def __init__(self, reference: GraphModule, nodes: set[Node]) -> None:
         super().__init__(reference)
-        self.wanted = expected
+        self.nodes = nodes
         self.recorded: dict[Node, Any] = {}
 
     def run_node(self, n: Node) -> Any:
         value = super().run_node(n)
-        if n in self.wanted:
+        if n in self.nodes:
             self.recorded[n] = value
         return value
 
@@ -202,7 +202,7 @@ def _taught(value: Any, expected: Any) -> Any:
 
 
 def fault_of_whole(
-    expected: Any, reference: nn.Module, lowered: ConvertedModel, args: tuple[Any, ...]
+    expected: Any, reference: GraphModule, lowered: ConvertedModel, args: tuple[Any, ...]
 ) -> str:
     """Return what is wrong with the results of ``lowered``, called as the user calls it with ``args``.
 
@@ -216,9 +216,11 @@ def fault_of_whole(
         Exception: what ``lowered`` raises.
     """
     with kept_buffers(reference, but=torch.int8), alone_and_seeded(), lowered.saving_memory():
-        results = pytree.tree_leaves(lowered(*copied_inputs(args)))
-    others = pytree.tree_leaves(expected)
-    if len(results) != len(others):
+        result = lowered(*copied_inputs(args))
+    (results, form), (others, expected_form) = map(
+        pytree.tree_flatten, (result, reference.graph.process_outputs(expected))
+    )
+    if form != expected_form:
         return "its results have another structure than the reference's"
     for one, other in zip(results, others, strict=True):
         if not isinstance(one, Tensor) or not isinstance(other, Tensor):
