@@ -49,7 +49,7 @@ from torchq_compat.ops import those
 from torchq_compat.support import metadata
 from torchq_compat.support.codes import said
 from torchq_compat.support.decisions import Action, Decision
-from torchq_compat.support.graph_nodes import SLICE_END, attribute_of
+from torchq_compat.support.graph_nodes import SLICE_END, attribute_of, tensors_in
 from torchq_compat.support.process_state import Kept
 from torchq_compat.support.upstream import BatchNormBase, is_activation_post_process, pytree
 
@@ -373,7 +373,7 @@ def short_run(case: CaptureCase, result: Attempt) -> FloatRun:
 
 
 def _values_in(args: tuple[Any, ...]) -> int:
-    return sum(leaf.numel() for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor))
+    return sum(tensor.numel() for tensor in tensors_in(args))
 
 
 def check_prepared(

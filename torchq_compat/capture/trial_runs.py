@@ -21,7 +21,7 @@ from torchq_compat.capture.opaque_stub import OPAQUE_OP, RecordedCalls, StubRegi
 from torchq_compat.capture.sizes.find_sizes import Group, group_of
 from torchq_compat.capture.sizes.input_sizes import InputSizes, Place
 from torchq_compat.capture.torch_export import copied_inputs
-from torchq_compat.support.graph_nodes import copied_model, copied_values, copied_weights
+from torchq_compat.support.graph_nodes import copied_model, copied_values, copied_weights, tensors_in
 from torchq_compat.support.process_state import alone, draws_kept
 from torchq_compat.support.upstream import pytree
 from torchq_compat.support.user_warnings import silenced
@@ -279,13 +279,13 @@ class Runs:
 
 
 def _shapes(args: tuple[Any, ...]) -> list[torch.Size]:
-    return [leaf.shape for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
+    return [tensor.shape for tensor in tensors_in(args)]
 
 
 def _error_on_cpu(model: nn.Module, args: tuple[Any, ...]) -> Exception | None:
     """Return what ``model`` raises on the CPU at sizes that no user asked for, if its inputs are on CUDA: an
     index out of range, as of a table of positions, would end every use of CUDA in this process."""
-    if not any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in pytree.tree_leaves(args)):
+    if not any(tensor.is_cuda for tensor in tensors_in(args)):
         return None
     try:
         with alone_and_seeded():

@@ -21,8 +21,8 @@ from torchq_compat.comparison.results import Capture, Costs, FxOutcome, FxRun, K
 from torchq_compat.comparison.sides import Key, QuantizedModel, Reading
 from torchq_compat.errors import ScriptError
 from torchq_compat.support.argument_checks import FLAG, checked_arguments, instance_of, one_of
+from torchq_compat.support.graph_nodes import tensors_in
 from torchq_compat.support.report import slow_stages
-from torchq_compat.support.upstream import pytree
 
 # Run the float model, this package and FX on the same weights and batches, and measure every place.
 
@@ -136,7 +136,7 @@ def _measure(case: Case, ours: OurSide, theirs: QuantizedModel | None) -> _Measu
 def _exact(float_model: nn.Module, batch: tuple[Any, ...]) -> list[Tensor]:
     try:
         with torch.no_grad():
-            return _leaves(float_model(*batch))
+            return tensors_in(float_model(*batch))
     except Exception as cause:
         problem = f"has a batch the float model does not run on: {type(cause).__name__}: {cause}"
         raise bad_data("evaluation_data", problem) from cause
@@ -154,12 +154,8 @@ def _run_fx(theirs: QuantizedModel | None, batch: tuple[Any, ...]) -> tuple[Any,
         raise _FxFailedError(cause) from cause
 
 
-def _leaves(result: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
-
-
 def _output_readings(side: QuantizedModel, result: Any) -> list[Reading]:
-    values = _leaves(result)
+    values = tensors_in(result)
     all_qparams = side.output_qparams(result)
     return [Reading(value, qparams) for value, qparams in zip(values, all_qparams, strict=True)]
 

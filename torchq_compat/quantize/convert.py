@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.fx import GraphModule, Node
 
 from torchq_compat.annotate import observed_graph
@@ -35,13 +35,12 @@ from torchq_compat.read.custom_configs import ConvertSettings
 from torchq_compat.read.qspecs import OpSpecs
 from torchq_compat.support import metadata
 from torchq_compat.support.decisions import Action, Decision
-from torchq_compat.support.graph_nodes import give_back_freed
+from torchq_compat.support.graph_nodes import give_back_freed, tensors_in
 from torchq_compat.support.process_state import draws_kept
 from torchq_compat.support.torch_ao import QuantType
 from torchq_compat.support.upstream import (
     USER_PRESERVED_ATTRIBUTES_KEY,
     is_activation_post_process,
-    pytree,
 )
 from torchq_compat.support.user_warnings import warn_user
 
@@ -473,7 +472,7 @@ def warn_of_loss(prepared: nn.Module, converted: graph_module.ConvertedModel) ->
     is_integer = converted.record.interface.inputs or converted.record.interface.outputs
     if last is None or is_integer or prepared.training or _decides(converted.reference):
         return
-    tensors = [leaf for leaf in pytree.tree_leaves(last.args) if isinstance(leaf, Tensor)]
+    tensors = tensors_in(last.args)
     if sum(tensor.numel() for tensor in tensors) > MOST:
         return
     try:

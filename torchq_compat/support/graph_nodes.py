@@ -27,6 +27,7 @@ from torchq_compat.support.upstream import (
     data_address,
     is_shared,
     lazy_clone,
+    pytree,
     storage_uses,
     tensor_uses,
 )
@@ -81,6 +82,11 @@ def follow_devices(model: nn.Module, move: Callable[[Tensor], Tensor]) -> None:
                 changed = True
         if changed:
             graph_module.recompile()
+
+
+def tensors_in(nested: Any) -> list[Tensor]:
+    """Return the tensors in a nested structure, in order."""
+    return [leaf for leaf in pytree.tree_leaves(nested) if isinstance(leaf, Tensor)]
 
 
 def module_path_of(node: Node) -> str:

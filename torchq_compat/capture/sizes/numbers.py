@@ -19,6 +19,7 @@ import torch
 from torch import SymBool, SymFloat, SymInt, Tensor
 from torch.fx import Node
 
+from torchq_compat.support.graph_nodes import tensors_in
 from torchq_compat.support.upstream import pytree
 
 # Numbers that know which sizes they were computed from.
@@ -425,7 +426,7 @@ def called_aside(reads: KnowsSizes, function: Callable[..., Any], args: Any, kwa
     leaves, spec = pytree.tree_flatten((args, kwargs))
     plain_args, plain_kwargs = pytree.tree_unflatten([plain(leaf) for leaf in leaves], spec)
     result = function(*plain_args, **plain_kwargs)
-    built, sizes = _tensors(result), _followed_in(reads, leaves)
+    built, sizes = tensors_in(result), _followed_in(reads, leaves)
     if not sizes or not built or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None:
         return result
     match = [list[Any](tensor.shape) for tensor in built]
@@ -436,7 +437,7 @@ def called_aside(reads: KnowsSizes, function: Callable[..., Any], args: Any, kwa
         for changed in ([size.node.expression], alike):
             marked = pytree.tree_unflatten([_marked(reads, leaf, changed) for leaf in leaves], spec)
             try:
-                others = _tensors(function(*marked[0], **marked[1]))
+                others = tensors_in(function(*marked[0], **marked[1]))
             except Exception:  # It wants these sizes to be as they are.
                 continue
             for place, dim, before, after in _changes(built, others):
@@ -458,10 +459,6 @@ def called_aside(reads: KnowsSizes, function: Callable[..., Any], args: Any, kwa
         if not any(tensor is leaf for leaf in leaves):  # An argument's sizes would be read from themselves.
             reads.remember(tensor, tuple(own))
     return result
-
-
-def _tensors(nested: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(nested) if isinstance(leaf, Tensor)]
 
 
 def _followed_in(reads: KnowsSizes, leaves: Sequence[Any]) -> dict[Any, Any]:

@@ -29,6 +29,7 @@ from torchq_compat.ops import those
 from torchq_compat.recurrent.over_time import LoopShape
 from torchq_compat.support.argument_checks import PATH, Expected, checked_arguments, optional
 from torchq_compat.support.atomic_files import whole_file
+from torchq_compat.support.graph_nodes import tensors_in
 from torchq_compat.support.process_state import alone, draws_kept
 from torchq_compat.support.report import slow_stages
 from torchq_compat.support.upstream import pytree
@@ -203,7 +204,7 @@ def check_in_runtime(model: OnnxModel, converted: torch.nn.Module, trials: Seque
     except Exception as cause:
         raise _refused(str(cause)) from cause
     for args in trials:
-        given = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
+        given = tensors_in(args)
         inputs = session.get_inputs()
         if len(given) != len(inputs) or not all(map(_fits, inputs, given)):
             continue
