@@ -186,6 +186,7 @@ def in_blocks(function: Callable[..., Tensor], values: Tensor, axis: int, *of_ch
         part = function(block, *(of_channel.narrow(0, start, count) for of_channel in of_channels))
         result = torch.empty_like(values, dtype=part.dtype) if result is None else result
         result.narrow(axis, start, count).copy_(part)
+        give_back_freed()
     assert result is not None
     return result
 
@@ -323,10 +324,11 @@ class WeightByWeight(Interpreter):
             step = max(1, BLOCK * len(integers) // max(1, integers.numel()))
             blocks = [slice(start, start + step) for start in range(0, len(integers), step)]
             biases = [args[2][block] if args[2:3] not in ((), (None,)) else None for block in blocks]
-            results = [
-                operator_call(args[0], self._floats(weight, block), bias, *args[3:])
-                for block, bias in zip(blocks, biases, strict=True)
-            ]
+            results = []
+            for block, bias in zip(blocks, biases, strict=True):
+                results.append(operator_call(args[0], self._floats(weight, block), bias, *args[3:]))
+                if len(blocks) > 1:
+                    give_back_freed()
             return results[0] if len(results) == 1 else torch.cat(results, dim=1 - integers.dim())
         self.env.update({item: self._floats(item) for item in weights})
         try:
