@@ -6,8 +6,8 @@ import copy
 import enum
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -150,9 +150,9 @@ def attempt(case: CaptureCase, way: Way) -> Attempt:
     """
     reads, stubs, is_static = SizeReads(follow=way is Way.FOLLOWED), case.runs.stubs, way is not Way.SYMBOLS
     shapes = EVERY_SIZE if case.dynamic_shapes is None else case.dynamic_shapes
-    reading = reads.during(case.model) if is_static else nullcontext()
-    with stubs.capturing(case.model), marked_functions(), case.packing.during(case.model), reading:
-        graph_module, conditions = capture(case.model, case.args, None if is_static else shapes)
+    export = partial(capture, case.model, case.args, None if is_static else shapes)
+    with stubs.capturing(case.model), marked_functions(), case.packing.during(case.model):
+        graph_module, conditions = reads.captured(case.model, export) if is_static else export()
         blocks = inline_blocks(graph_module)
     if way is Way.FOLLOWED and (case.packing.packs or _depends_on_values(graph_module)):
         raise DependsOnValuesError
@@ -439,16 +439,21 @@ def decide_sizes(case: CaptureCase, result: Attempt) -> Iterator[Decision]:
             yield Decision(f"input {label}", "value", Action.FIXED, reason)
 
 
-def decide_assertions(lines: Sequence[str]) -> Iterator[Decision]:
-    """Yield a decision about every ``assert`` on values that is left out."""
-    for line in lines:
-        reason = f"{line} is not checked any more: a graph has no control flow on values"
-        yield Decision("", "assert", Action.DROPPED, reason)
+def decide_values(decided: Sequence[tuple[str, Any]]) -> Iterator[Decision]:
+    """Yield a decision about every ``assert`` on values that is left out, and every value of a buffer that
+    Python decided by."""
+    for line, value in decided:
+        if value is None:
+            reason = f"{line} is not checked any more: a graph has no control flow on values"
+            yield Decision("", "assert", Action.DROPPED, reason)
+        else:
+            reason = f"{line} asks for it: it stays {value!r}, as in FX, also if the model gets another"
+            yield Decision("", "value of a buffer", Action.FIXED, reason)
 
 
 def decide_blocks(result: Attempt, *, is_qat: bool) -> Iterator[Decision]:
-    """Yield a decision about every ``assert``, and every block under ``torch.no_grad`` or autocast."""
-    yield from decide_assertions(metadata.ASSERTED.of(result.graph_module) or ())
+    """Yield a decision about every value that Python asked for, and every block, of no_grad or autocast."""
+    yield from decide_values(metadata.VALUES_DECIDED.of(result.graph_module) or ())
     for block in result.blocks:
         if block.casts:
             reason = (

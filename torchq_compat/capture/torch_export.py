@@ -199,8 +199,7 @@ def capture_freely(model: nn.Module, args: tuple[Any, ...]) -> GraphModule:
         Exception: whatever torch.export or the model raises.
     """
     reads = SizeReads()
-    with reads.during(model):
-        captured, _ = capture(model, args)
+    captured, _ = reads.captured(model, lambda: capture(model, args))
     reads.write_results(captured)
     clean_captured(captured)
     return captured

@@ -17,7 +17,7 @@ from torchao.quantization.pt2e.quantizer import QuantizationSpec, Quantizer
 
 from torchq_compat.annotate.quantizers import QuantizerFailedError, UserQuantizer, own_copy
 from torchq_compat.annotate.sharing import Output, read_specs
-from torchq_compat.capture.checked import decide_assertions
+from torchq_compat.capture.checked import decide_values
 from torchq_compat.capture.loops.loop_module import LoopedSizes, find_looped_sizes
 from torchq_compat.capture.loops.roll import roll_loops
 from torchq_compat.capture.loops.step_flow import NotALoopError
@@ -238,7 +238,7 @@ def with_rolled_loops(working: nn.Module, signature: CallSignature, request: Pre
         # still be captured.
         return _as_written(working, looped, f"{type(cause).__name__}: {cause}")
     steps = tuple(f"{path}.step" for path in rolled.loops)
-    return WithLoops(rolled.model, steps, tuple(decide_assertions(rolled.asserted)))
+    return WithLoops(rolled.model, steps, tuple(decide_values(rolled.decided)))
 
 
 def _as_written(working: nn.Module, looped: LoopedSizes, reason: str) -> WithLoops:

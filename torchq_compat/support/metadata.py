@@ -118,9 +118,9 @@ REFERENCE_NODE: MetaKey[str] = MetaKey(
 RECORDING: MetaKey[Any] = MetaKey("torchq_compat_recording", "graph", "comparison.cases")
 #: The number of a node whose sizes the model returns; inside torch.export's own key "custom".
 SIZES_ASKED: MetaKey[int] = MetaKey("torchq_compat_sizes_asked", "node", "capture.sizes.size_reads")
-#: The lines whose ``assert`` on values is left out of the graph.
-ASSERTED: MetaKey[tuple[str, ...]] = MetaKey(
-    "torchq_compat_asserted", "graph", "capture.sizes.size_reads", "capture.checked, capture.loops.roll"
+#: The lines that ask for values of tensors, with the value; None for an ``assert``, which is left out.
+VALUES_DECIDED: MetaKey[tuple[tuple[str, Any], ...]] = MetaKey(
+    "torchq_compat_values_decided", "graph", "capture.sizes.size_reads", "capture.checked, capture.loops.roll"
 )
 #: (function, index of the call) of a function under torch.fx.wrap; inside torch.export's own key "custom".
 WRAPPED_CALL: MetaKey[tuple[str, int]] = MetaKey(

@@ -163,12 +163,12 @@ class RolledModel:
         model: the model, with the user's modules at their paths, except those that only loops call, and with
             the loops.
         loops: the loops by path.
-        asserted: the lines whose ``assert`` is left out.
+        decided: the lines whose ``assert`` is left out, and those that ask for a buffer's value, with it.
     """
 
     model: nn.Module
     loops: Mapping[str, Loop] = field(default_factory=dict)
-    asserted: tuple[str, ...] = ()
+    decided: tuple[tuple[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -305,7 +305,7 @@ def _build(working: nn.Module, rolled: RolledGraph, captured: _Captured) -> Roll
     model = _like(working)(_pruned(working, lambda path: path not in only_in_steps), graph)
     for name, loop in loops.items():
         model.add_module(name, loop)
-    return RolledModel(model, loops, metadata.ASSERTED.of(rolled.graph_module) or ())
+    return RolledModel(model, loops, metadata.VALUES_DECIDED.of(rolled.graph_module) or ())
 
 
 def _with_float_calls(root: nn.Module, graph: Graph, captured: _Captured) -> Graph:

@@ -369,24 +369,28 @@ def frame_in_code() -> FrameType | None:
 
 
 def asserted_value(frame: FrameType | None) -> bool | None:
-    """Return the truth value with which an ``assert`` of ``frame`` that asks for it goes on, or None."""
+    """Return a truth value with which an ``assert`` of ``frame`` that asks for it goes on, or None."""
     code = [] if frame is None else list(dis.get_instructions(frame.f_code))
     offsets = {instruction.offset: index for index, instruction in enumerate(code)}
     at = offsets.get(-1 if frame is None else frame.f_lasti, len(code))
     at += [item.opname for item in code[at : at + 1]] == ["TO_BOOL"]
-    for jump, after in zip(code[at : at + 1], code[at + 1 : at + 2], strict=True):
-        on = jump.opname.endswith("IF_TRUE")
-        if not (on or jump.opname.endswith("IF_FALSE")):
-            continue
-        if _fails(after):
-            return on
-        if jump.argval in offsets and _fails(code[offsets[jump.argval]]):
-            return not on
-    return None
+    names = [item.opname for item in code]
+    fails = next((index for index in range(at, len(code)) if names[index] == "LOAD_ASSERTION_ERROR"), None)
+    if (
+        fails is None
+        or not names[at].endswith(("IF_TRUE", "IF_FALSE"))
+        or _start(code[at]) < _start(code[fails])
+    ):
+        return None
+    jumps_if, target = names[at].endswith("IF_TRUE"), offsets.get(code[at].argval)
+    goes_on = names.index("RAISE_VARARGS", fails) + 1
+    # A jump to elsewhere skips a part of the condition, in which what is not skipped decides.
+    return jumps_if if target == goes_on else not jumps_if
 
 
-def _fails(instruction: dis.Instruction) -> bool:
-    return instruction.opname == "LOAD_ASSERTION_ERROR"
+def _start(instruction: dis.Instruction) -> tuple[int, int]:
+    place = instruction.positions
+    return (0, 0) if place is None else (place.lineno or 0, place.col_offset or 0)
 
 
 @functools.cache

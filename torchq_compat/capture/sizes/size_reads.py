@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
+import operator
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.fx.node import map_arg
 from torch.overrides import TorchFunctionMode
 
 from torchq_compat.capture.sizes.numbers import (
@@ -35,12 +37,13 @@ from torchq_compat.capture.sizes.numbers import (
 )
 from torchq_compat.support import metadata
 from torchq_compat.support.metadata import CUSTOM
-from torchq_compat.support.upstream import pytree
+from torchq_compat.support.upstream import OpOverload, disable_current_modes, pytree
 
 # Indices with slices, part by part: torch drops a slice that keeps the whole of the example.
 
 
 ATEN = torch.ops.aten
+Captured = TypeVar("Captured")
 
 
 def has_slices(index: Any) -> bool:
@@ -159,6 +162,7 @@ class SizeReads(TorchFunctionMode):
         follow: if False, each read is answered with a plain integer, and fixes that size.
 
     Attributes:
+        knows_values: whether values of buffers, and of parameters in evaluation, are answered too.
         guards: the guards, by expression and value.
         read: the guards after the trace.
     """
@@ -166,23 +170,52 @@ class SizeReads(TorchFunctionMode):
     def __init__(self, *, follow: bool = True) -> None:
         super().__init__()
         self.follow = follow
+        self.knows_values = False
         self.guards: dict[Any, Guard] = {}
         self.read = ReadSizes()
         self._known: dict[int, tuple[Tensor, tuple[Any, ...]]] = {}
         self._made: dict[Any, Node] = {}
         self._results: dict[int, Any] = {}
-        self._asserted: dict[str, None] = {}
+        #: Node of a tensor of the model -> its value, and what stands for its memory.
+        self._values: dict[Node, tuple[Tensor, Any]] = {}
+        self._written: set[Any] = set()
+        self._asked: set[Any] = set()
+        self._decided: dict[tuple[str, Any], None] = {}
         self._inside: list[Callable[..., Any]] = []
         self._inputs: tuple[Node | None, ...] = ()
         self._tracer: Any = None
 
-    @contextmanager
-    def during(self, model: nn.Module) -> Iterator[None]:
-        """Be active while ``model`` runs: torch.export hides the calls of the model from a mode around it."""
-        entered = ExitStack()
+    def captured(self, model: nn.Module, capture: Callable[[], Captured]) -> Captured:
+        """Return ``capture()``, in which this mode answers ``model``.
 
-        def enter(_model: nn.Module, args: Any, kwargs: Any) -> None:
+        If that fails where Python asked for the value of a buffer, it is captured once more with the values
+        that buffers have now, as FX did.
+        """
+        self.knows_values = False
+        try:
+            with self._during(model):
+                return capture()
+        except Exception as cause:
+            if not self._asked:
+                raise
+            first = cause
+        self.knows_values = True
+        try:
+            with self._during(model):
+                return capture()
+        except Exception:
+            raise first from None
+
+    @contextmanager
+    def _during(self, model: nn.Module) -> Iterator[None]:
+        """Be active while ``model`` runs: torch.export hides the calls of the model from a mode around it."""
+        entered, values = ExitStack(), _constants(model)
+
+        def enter(traced: nn.Module, args: Any, kwargs: Any) -> None:
             entered.enter_context(self._tracing(pytree.tree_leaves((args, kwargs))))
+            for name, fake in _constants(traced).items() if self._tracer else ():
+                if name in values and (node := self._slot(fake)) is not None:
+                    self._values[node] = values[name], fake.untyped_storage()._cdata
 
         def leave(_model: nn.Module, _args: Any, result: Any) -> Any:
             result = self._with_plain_results(result)
@@ -207,7 +240,8 @@ class SizeReads(TorchFunctionMode):
         if mode is None:
             yield
             return
-        for state in (self.guards, self._known, self._made, self._inside, self._results, self._asserted):
+        states = (self.guards, self._known, self._made, self._inside, self._results, self._decided)
+        for state in (*states, self._values, self._asked, self._written):
             state.clear()
         self._tracer = mode.tracer
         self._inputs = tuple(self._slot(leaf) if isinstance(leaf, Tensor) else None for leaf in inputs)
@@ -239,8 +273,8 @@ class SizeReads(TorchFunctionMode):
         return pytree.tree_unflatten([plain(leaf) for leaf in leaves], spec)
 
     def write_results(self, captured: GraphModule) -> None:
-        """Compute the numbers that the model returns in the ``captured`` graph, and note its assertions."""
-        metadata.ASSERTED.write(captured, tuple(self._asserted))
+        """Compute the numbers that the model returns in the ``captured`` graph, and note what was decided."""
+        metadata.VALUES_DECIDED.write(captured, tuple(self._decided))
         if not self._results:
             return
         by_number = {
@@ -407,7 +441,7 @@ class SizeReads(TorchFunctionMode):
             asserted = asserted_value(frame_in_code())
         if asserted is None:
             return bool(function(tensor))
-        self._asserted[place_in_code().line or ""] = None
+        self._decided[place_in_code().line or "", None] = None
         return asserted
 
     # Calls.
@@ -469,6 +503,10 @@ class SizeReads(TorchFunctionMode):
 
     def _dispatched(self, dispatch: Any, func: Any, kinds: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator on plain numbers, and write their expressions into the node that it made."""
+        if func is ATEN.item.default and (value := self._value_asked(args[0])) is not None:
+            return value
+        if self.knows_values and isinstance(func, OpOverload) and func._schema.is_mutable:
+            self._note_writes(func, args, kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         numbers = {index: leaf for index, leaf in enumerate(leaves) if is_followed(leaf)}
         graph: Graph = self._tracer.graph
@@ -488,6 +526,43 @@ class SizeReads(TorchFunctionMode):
         if numbers:
             self._write(node, numbers)
         return result
+
+    def _value_asked(self, tensor: Tensor) -> Any:
+        """Return the number in ``tensor`` if it is computed of buffers alone, and answered; else None."""
+        node = self._slot(tensor)
+        needed = set() if node is None else _needed_for(node)
+        roots = {item for item in needed if item.op != "call_function"}
+        for item in roots - self._values.keys():
+            constant = getattr(self._tracer.root, str(item.target), None) if item.op == "get_attr" else None
+            if isinstance(constant, Tensor):
+                self._values[item] = constant, item
+        storages = {self._values[item][1] for item in roots & self._values.keys()}
+        if not needed or len(storages) < len(roots) or storages & self._written:
+            return None
+        if not all(item in roots or _is_pure(item) for item in needed):
+            return None
+        self._asked |= storages or {0}
+        if not self.knows_values:
+            return None
+        values: dict[Node, Any] = {item: self._values[item][0] for item in roots}
+        with torch.no_grad(), disable_current_modes(), torch._C.DisableTorchFunction():
+            for item in self._tracer.graph.nodes:
+                if item in needed - roots:
+                    args, kwargs = map_arg((item.args, item.kwargs), values.__getitem__)
+                    values[item] = item.target(*args, **kwargs)
+            value = values[node].item()  # type: ignore[index]
+        self._decided[place_in_code().line or "", value] = None
+        return value
+
+    def _note_writes(self, func: OpOverload, args: Any, kwargs: Any) -> None:
+        for index, argument in enumerate(func._schema.arguments):
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor):
+                self._written.add(value.untyped_storage()._cdata)
+                node = self._slot(value)
+                self._written |= set() if node is None else _needed_for(node)
+        if self._asked & self._written:
+            raise RuntimeError("the model decides by a buffer that it changes")
 
     def _name_of_call(self) -> tuple[str, str]:
         function = self._inside[0]
@@ -524,6 +599,29 @@ class SizeReads(TorchFunctionMode):
         result.meta.update({key: like.meta[key] for key in kept if key in like.meta}, val=value)
         self._made[expression] = result
         return result
+
+
+def _constants(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of ``model`` whose values may be answered: in training no parameters."""
+    parameters = {} if model.training else dict(model.named_parameters(remove_duplicate=False))
+    return {**parameters, **dict(model.named_buffers(remove_duplicate=False))}
+
+
+def _needed_for(node: Node) -> set[Node]:
+    needed, waiting = set[Node](), [node]
+    while waiting:
+        item = waiting.pop()
+        if item not in needed:
+            needed.add(item)
+            waiting.extend(item.all_input_nodes)
+    return needed
+
+
+def _is_pure(node: Node) -> bool:
+    target: Any = node.target
+    if not isinstance(target, OpOverload):
+        return target is operator.getitem
+    return not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
 
 
 def _after(last: Node, graph: Graph) -> Iterator[Node]:
