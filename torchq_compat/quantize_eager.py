@@ -278,7 +278,7 @@ def convert(
     module = unwrapped(module, "convert")
     meet_other_ranks(module, "convert")
     working = _working(module, "convert", inplace=inplace)
-    tell_of_observers(working)
+    tell_of_observers(working, settings)
     with silenced(lambda text: "must run observer" in text):  # Those without data are told of above.
         convert_children(working, settings)
     if remove_qconfig:

@@ -74,13 +74,17 @@ def test_quantizable_modules_in_the_float_model() -> None:
     torch.manual_seed(0)
     model, batches = OfQuantizable().eval(), [torch.randn(5, 3, 6) for _ in range(3)]
     model.qconfig = FBGEMM  # type: ignore[assignment]
-    # A FloatFunctional does not observe a product with a number.
-    with pytest.warns(tc.QuantizationWarning, match=r"1 observers have .*: attention\.q_scaling_product"):
-        theirs, ours = both(lambda functions, m: functions.convert(calibrated(functions, m, batches)), model)
+    # Of its FloatFunctionals one only multiplies by a number, which is not observed and not told.
+    theirs, ours = both(lambda functions, m: functions.convert(calibrated(functions, m, batches)), model)
     assert [type(ours.lstm), type(ours.attention)] == [nn.quantized.LSTM, nn.quantized.MultiheadAttention]
     expected, result = model(batches[0]), ours(batches[0])
     assert 20 < sqnr(expected, result) < 50
     assert float((theirs(batches[0]) - result).abs().max()) < 2.01 * ours.fc.scale
+    (decision,) = tc.explain(ours).find("attention.q_scaling_product")
+    assert decision.reason.startswith("only scalars")
+    scaling = ours.get_submodule("attention.q_scaling_product")
+    with pytest.warns(tc.QuantizationWarning, match=r"no data.*: attention\.q_scaling_product\..*TQ405"):
+        scaling.add(result, result)
 
 
 #: The dicts of the documentation; without them the same classes are mapped by default.

@@ -7,7 +7,7 @@ float modules by those that train with fake-quantized weights.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +30,7 @@ from torchq_compat.read.qparams import hold_qparams, is_on_loaded_qparams
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.dtypes import plain_dtype
 from torchq_compat.support.process_state import draws_kept
-from torchq_compat.support.torch_ao import fused_module
+from torchq_compat.support.torch_ao import FloatFunctional, fused_module
 from torchq_compat.support.user_warnings import warn_user
 
 #: The packages of torch.ao's quantized classes: what they compute, classes here do.
@@ -47,17 +47,22 @@ class ConvertSettings:
         mapping: type of a float or observed module -> class with ``from_float``.
         custom_modules: observed class -> quantized class.
         as_trained: whether the ranges of trained weights are not observed once more.
+        without_data: the paths of each FloatFunctional that tells of its observer when it is called.
         decisions: what was done, filled in.
     """
 
     mapping: Mapping[Any, Any]
     custom_modules: Mapping[Any, Any]
     as_trained: bool = False
+    without_data: Collection[str] = ()
     decisions: list[Decision] = field(default_factory=list)
 
 
-def tell_of_observers(model: nn.Module) -> None:
+def tell_of_observers(model: nn.Module, settings: ConvertSettings) -> None:
     """Warn about observers that have seen no data, and refuse those without a finite range.
+
+    Of a FloatFunctional's methods those with a scalar observe nothing: if no other observer lacks data, it is
+    told when one of its other methods is called.
 
     Raises:
         ConvertError: an observer has seen NaN or infinity.
@@ -78,7 +83,10 @@ def tell_of_observers(model: nn.Module) -> None:
             hint="find the batch with torch.isfinite, prepare again, and calibrate without it.",
             code="TQ905",
         )
-    if unseen := faults.get(ObserverFault.UNSEEN):
+    unseen = faults.get(ObserverFault.UNSEEN, [])
+    if all(isinstance(model.get_submodule(path), FloatFunctional) for path in unseen):
+        settings.without_data = frozenset(unseen)
+    else:
         warn_user("TQ405", count=len(unseen), observers=", ".join(unseen[:5]))
 
 
@@ -134,6 +142,8 @@ def convert_module(module: nn.Module, settings: ConvertSettings, path: str) -> n
 
 
 def _decision(module: nn.Module, kind: type[nn.Module], path: str) -> Decision:
+    if isinstance(module, qdq_modules.OnGrid) and not module.has_seen_data:
+        return Decision(path, kind.__name__, Action.SHARED, "only scalars: computes on the grid of its input")
     if isinstance(module, qdq_modules.OnGrid):
         details = {
             "dtype": module.output.dtype,
@@ -219,6 +229,7 @@ def _made_by(target: Any, module: nn.Module, settings: ConvertSettings, path: st
         result = _function(cls, module)
     result.output = output  # type: ignore[assignment]
     result.place = path  # type: ignore[assignment]
+    result.has_seen_data = path not in settings.without_data  # type: ignore[assignment]
     return result
 
 

@@ -33,6 +33,7 @@ from torchq_compat.support.quantized_tensors import (
     of_integers_per_channel,
     qparams_of,
 )
+from torchq_compat.support.user_warnings import warn_user
 
 #: Types of a float module's attributes that are settings.
 SETTINGS = (int, float, str, bool, tuple, type(None))
@@ -68,10 +69,12 @@ class OnGrid(nn.Module):
     Attributes:
         output: the qparams of the results.
         place: the path in the converted model, for messages.
+        has_seen_data: whether ``output`` is of data, or was told to be of none.
     """
 
     output: PerTensorQParams
     place = ""
+    has_seen_data = True
     scale = property(lambda self: self.output.scale)
     zero_point = property(lambda self: self.output.zero_point)
 
@@ -115,6 +118,7 @@ class OnGrid(nn.Module):
         if not 0 < scale < float("inf"):
             raise CheckpointError.bad_value(f"{prefix}scale", f"is {scale}")
         self.output = replace(self.output, scale=scale, zero_point=int(zero_point))
+        self.has_seen_data = True
 
     def extra_repr(self) -> str:
         own = super().extra_repr()
@@ -153,6 +157,12 @@ class QFunctional(OnGrid):
     def __init__(self) -> None:
         super().__init__()
         self.activation_post_process = nn.Identity()
+
+    def _rounded(self, compute: Callable[..., Tensor], *args: Any) -> Tensor:
+        if not self.has_seen_data:
+            self.has_seen_data = True
+            warn_user("TQ405", count=1, observers=self.place)
+        return super()._rounded(compute, *args)
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         """Return x + y."""
