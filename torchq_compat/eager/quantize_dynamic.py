@@ -249,7 +249,8 @@ def quantize_dynamic(
     if not quantized and (mapping is not None or not (is_asked or qconfig_spec)):
         warn_user("TQ411")
     if working in quantized:
-        return _root(working, quantized[working], inplace=inplace)
+        warn_user("TQ318", kind=type(working).__name__)
+        return quantized[working]
     for parent in list(working.modules()):
         for name, child in list(parent.named_children()):
             if child in quantized:
@@ -336,9 +337,3 @@ def _with_hooks_of(module: nn.Module, result: nn.Module) -> nn.Module:
     for hook in module._forward_hooks.values():
         result.register_forward_hook(hook)
     return result
-
-
-def _root(model: nn.Module, quantized: nn.Module, *, inplace: bool) -> nn.Module:
-    if inplace:
-        warn_user("TQ318", kind=type(model).__name__)
-    return quantized

@@ -9,7 +9,9 @@ import torch
 import torch.ao.quantization.quantize_fx as fx
 from torch import Tensor, nn
 from torch.ao.quantization import (
+    QuantWrapper,
     default_dynamic_qconfig,
+    default_qconfig,
     get_default_qat_qconfig_mapping,
     get_default_qconfig_mapping,
 )
@@ -17,6 +19,7 @@ from torch.fx import symbolic_trace
 
 import torchq_compat as tc
 from tests.helpers.oracle import sqnr
+from torchq_compat import quantize_eager
 from torchq_compat.errors import QuantizationWarning
 from torchq_compat.port.running.recorder import Recorder
 
@@ -91,6 +94,17 @@ def test_what_is_not_as_in_fx(is_qat: bool) -> None:
         line.startswith("unlike FX: fc: FX leaves it float: behind a reshape of floats") for line in lines
     )
     assert len(lines) == 1 + 2 * is_qat
+
+
+def test_eager_models_are_told_to_round_otherwise() -> None:
+    recorder, x = Recorder(), torch.randn(8, 4)
+    model = QuantWrapper(nn.Linear(4, 4)).eval()
+    model.qconfig = default_qconfig  # type: ignore[assignment]
+    prepared = recorder.wrap(quantize_eager.prepare)(model)
+    prepared(x)
+    assert "TQ576" not in recorder.summary("script.py")
+    recorder.wrap(quantize_eager.convert)(prepared)
+    assert recorder.summary("script.py").count("[TQ576]") == 1
 
 
 def test_a_symbolically_traced_model_is_counted_whole(recwarn: pytest.WarningsRecorder) -> None:

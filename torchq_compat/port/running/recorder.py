@@ -83,6 +83,7 @@ CONVERTS_AS_FX = (
     "as FX: converted with the qparams of its observers; convert_fx here keeps those it trained with, and so "
     "does run --trained-qparams"
 )
+ROUNDED = "unlike eager mode: values halfway between two integers may round to the other one [TQ576]"
 #: Actions of decisions about input sizes, folded batch norms and lowering.
 NOT_OF_OPS = (Action.FREE, Action.FIXED, Action.FOLDED, Action.LOWERED, Action.REFERENCE)
 
@@ -260,6 +261,8 @@ def _unlike_fx_lines(model: RecordedModel) -> Iterator[str]:
     if model.fx_converts_otherwise:
         otherwise = _unlike_fx("TQ511", said("TQ511", observers="its fake-quantizes"))
         yield f"    {CONVERTS_AS_FX}" if model.observer_qparams else otherwise
+    if model.stage == STAGES["convert"]:
+        yield f"    {ROUNDED}"
     if model.is_trained:
         # The prepared model of FX has the parameters of the float model itself.
         yield _unlike_fx("TQ512", said("TQ512"))
