@@ -31,8 +31,8 @@ import torch
 from tests.costs import COSTLY
 from tests.helpers import once
 from tests.helpers.once import SEED
+from torchq_compat.codes import CODES
 from torchq_compat.errors import QuantizationWarning, TorchQCompatError
-from torchq_compat.support.codes import CODES
 
 torch.set_num_threads(int(os.environ.get("TORCHQ_THREADS", "1")))
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the scripts that tests start

@@ -60,7 +60,9 @@ def save_checkpoint(state: nn.Module | Mapping[str, Any], path: str | os.PathLik
             raise _fault_of_disk(cause) or _not_written(Path(path).name, cause) from cause
         foreign = _foreign_classes(file)
         if foreign:
-            raise _cannot_be_read_again(Path(path).name, foreign)
+            raise CheckpointError.of(
+                "TQ960.cannot_be_read_again", path=Path(path).name, names=", ".join(foreign)
+            )
 
 
 @argument_checks.checked_arguments(path=argument_checks.PATH, model=argument_checks.optional(MODULE))
@@ -90,7 +92,7 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module | None = None
         packed = packed_names(path)
         raise (_packed(Path(path).name, packed) if packed else _unreadable(Path(path).name, cause)) from cause
     if not BY_NAME.accepts(content):
-        raise CheckpointError.not_a_state(argument_checks.shown(content))
+        raise CheckpointError.of("TQ960.not_a_state", result=argument_checks.shown(content))
     if model is not None:
         _load_whole(model, content)
     return content
@@ -138,11 +140,7 @@ def load_fx_state(prepared: nn.Module, state_dict: Mapping[str, Any]) -> None:
         return
     if not isinstance(prepared, QuantizationGraphModule) or prepared.record.stage is not Stage.PREPARED:
         result = prepared.record.stage.value if isinstance(prepared, QuantizationGraphModule) else "float"
-        raise ArgumentError(
-            f"load_fx_state: {type(prepared).__name__} is a {result} model, not one prepared here.",
-            hint="call prepare_fx or prepare_qat_fx of torchq_compat, load the state into the model it "
-            "returns, and convert that model.",
-        )
+        raise ArgumentError.of("TQ903.not_prepared_here", prepared=prepared, result=result)
     load_state(prepared, state_dict, handler_of)
 
 
@@ -177,34 +175,14 @@ def _fault_of_disk(cause: BaseException | None) -> OSError | None:
     return None
 
 
-def _cannot_be_read_again(path: str, names: list[str]) -> CheckpointError:
-    return CheckpointError(
-        f"the state cannot be saved to {path}: load_checkpoint would not read objects of {', '.join(names)}.",
-        hint="it has to hold tensors and plain values only; a file that was there is as it was.",
-    )
-
-
 def _not_written(path: str, cause: BaseException) -> CheckpointError:
-    first_line = str(cause).strip().split("\n", 1)[0]
-    return CheckpointError(
-        f"the state cannot be saved to {path}: {type(cause).__name__}: {first_line}",
-        hint="it has to hold tensors and plain values only; a file that was there is as it was.",
-    )
+    return CheckpointError.of("TQ960.not_written", path=path, cause=cause)
 
 
 def _packed(path: str, names: list[str]) -> CheckpointError:
     shown_names = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    return CheckpointError(
-        f"the checkpoint {path} holds packed objects of torch.ao, which are no plain values: {shown_names}.",
-        hint="if you trust its source, load it with torch.load(path, weights_only=False) and pass the result "
-        "to load_fx_state; or save the state of the prepared model.",
-    )
+    return CheckpointError.of("TQ960.packed_objects", path=path, shown_names=shown_names)
 
 
 def _unreadable(path: str, cause: BaseException) -> CheckpointError:
-    first_line = str(cause).strip().split("\n", 1)[0]
-    return CheckpointError(
-        f"the checkpoint {path} cannot be read: {type(cause).__name__}: {first_line}",
-        hint="it may have been cut off while it was written; save_checkpoint replaces a file only when "
-        "the new one is whole, so an older copy of it would be.",
-    )
+    return CheckpointError.of("TQ960.unreadable", path=path, cause=cause)

@@ -1,10 +1,14 @@
 """The errors and the warning that this package raises on purpose; all of them are public.
 
-Each error says what went wrong and where (module path, setting), and after ``Hint:`` what to do. A message is
-written where it is raised, or here if several modules raise it.
+Each error says what went wrong and where (module path, setting), and after ``Hint:`` what to do. The
+texts stand in the register, ``codes.toml``.
 """
 
 from __future__ import annotations
+
+from typing import Self
+
+from torchq_compat.codes import TEXTS, filled
 
 __all__ = [
     "AnnotationError",
@@ -46,6 +50,17 @@ class TorchQCompatError(Exception):
         text = f"{message}\nHint: {hint}" if hint else message
         super().__init__(f"{text} [{self.code}]")
 
+    @classmethod
+    def of(cls, key: str, /, **places: object) -> Self:
+        """Return the error with a text of the register.
+
+        Args:
+            key: its code, and behind a dot its name where the code has several: ``TQ901.rank``.
+            places: what the text and its hint name in braces.
+        """
+        message, hint = (filled(text, places) for text in TEXTS[key])
+        return cls(message, hint=hint, code=key.partition(".")[0])
+
 
 class InputError(TorchQCompatError, ValueError):
     """Raised if example inputs or call arguments do not fit the model."""
@@ -55,11 +70,7 @@ class InputError(TorchQCompatError, ValueError):
     @classmethod
     def does_not_fit(cls, model: str, cause: BaseException) -> InputError:
         reason = cause.message if isinstance(cause, TorchQCompatError) else f"{type(cause).__name__}: {cause}"
-        return cls(
-            f"{model}.forward does not run on the example_inputs: {reason}",
-            hint="check the number, shapes and dtypes of example_inputs by calling model(*example_inputs).",
-            code="TQ902",
-        )
+        return cls.of("TQ902.does_not_run", model=model, reason=reason)
 
 
 class ArgumentError(InputError, TypeError):
@@ -81,49 +92,13 @@ class ConfigError(TorchQCompatError, ValueError):
 
     @classmethod
     def wrong_type(cls, setting: str, expected: str, value: object) -> ConfigError:
-        return cls(
-            f"{setting} must be {expected}, got {type(value).__name__}.",
-            hint=f"build it with the torch.ao class, or use the documented dict form of {setting}.",
-        )
-
-    @classmethod
-    def not_supported(cls, setting: str, why: str, hint: str) -> ConfigError:
-        return cls(f"{setting} is not supported: {why}.", hint=hint)
+        return cls.of("TQ910.wrong_type", setting=setting, expected=expected, value=value)
 
 
 class CaptureError(TorchQCompatError):
     """Raised if torch.export cannot capture the model, or the captured model computes something else."""
 
     code = "TQ920"
-
-    @classmethod
-    def differs(cls, model: str, stage: str, what: str) -> CaptureError:
-        return cls(
-            f"{model} cannot be quantized: {stage} computes something else than the float model on the "
-            f"example inputs ({what}).",
-            hint="the result would be wrong, so there is none. Fix the sizes that the model's code depends "
-            "on with dynamic_shapes=; if that does not help, it is a defect of torchq_compat: report it with "
-            "the model's code. The model was not changed.",
-        )
-
-    @classmethod
-    def is_random(cls, model: str, what: str) -> CaptureError:
-        return cls(
-            f"{model} cannot be quantized: the float model gives other results on each run of the example "
-            f"inputs ({what}), so nothing can be held to it.",
-            hint="draw with torch's global generator, which is seeded for each run, or give the model what "
-            "it draws, or counts from call to call, as an argument. The model was not changed.",
-        )
-
-    @classmethod
-    def lost_forward(cls, model: str, modules: str, what: str) -> CaptureError:
-        return cls(
-            f"{model} cannot be quantized: {modules} has a forward of its own, which is not called once its "
-            f"class is mapped, and without it the model computes something else ({what}).",
-            hint="map the class to an observed class of yours, whose from_float keeps the computation, or "
-            "move the code into a module around the torch.nn one, and map that class. The model was not "
-            "changed.",
-        )
 
 
 class ExportError(TorchQCompatError, ValueError):
@@ -139,35 +114,7 @@ class CustomModuleError(TorchQCompatError):
 
     @classmethod
     def call_failed(cls, path: str, problem: str) -> CustomModuleError:
-        return cls(
-            f"the call of module {path!r} is not valid: {problem}.",
-            hint="the module takes the same arguments as the float module it replaces.",
-        )
-
-    @classmethod
-    def not_observed_here(cls, result: str) -> CustomModuleError:
-        return cls(
-            f"{result} is not a custom module this package made.",
-            hint="let from_float and from_observed return what the class they inherit them from returns.",
-        )
-
-    @classmethod
-    def unusable_result(cls, path: str, method: str, value: object) -> CustomModuleError:
-        return cls(
-            f"{method} of the custom module at {path!r} returned {type(value).__name__}, "
-            "which this package cannot run.",
-            hint="return the object made by torchq_compat.recurrent_parts or torchq_compat.lstm_utils, "
-            "or, for an LSTM, a torch.ao.nn.quantizable.LSTM.",
-            code="TQ941",
-        )
-
-    @classmethod
-    def other_results(cls, path: str, owner: type, expected: str, result: str) -> CustomModuleError:
-        return cls(
-            f"{owner.__qualname__} at {path!r} returns {result}, where the float module returns {expected}.",
-            hint="its forward has to take the arguments and return the structure of the float module's.",
-            code="TQ942",
-        )
+        return cls.of("TQ940.call", path=path, problem=problem)
 
 
 class ConvertError(TorchQCompatError):
@@ -183,26 +130,12 @@ class CheckpointError(TorchQCompatError):
     code = "TQ960"
 
     @classmethod
-    def not_a_state(cls, result: str) -> CheckpointError:
-        return cls(
-            f"the state must be a mapping from names to tensors, as state_dict() gives it, got {result}.",
-            hint="load what model.state_dict() or load_checkpoint(path) returned.",
-        )
-
-    @classmethod
     def bad_value(cls, name: str, problem: str) -> CheckpointError:
-        return cls(
-            f"the state has a value that cannot be loaded: {name} {problem}.",
-            hint="save it again from the model it came from; the model to load into was left as it was.",
-        )
+        return cls.of("TQ960.bad_value", name=name, problem=problem)
 
     @classmethod
     def other_model(cls, problem: str) -> CheckpointError:
-        return cls(
-            f"the state does not belong to this model: {problem}",
-            hint="prepare the same float model with the same configuration before loading; "
-            "a checkpoint of the float model is loaded into the float model, before prepare.",
-        )
+        return cls.of("TQ960.other_model", problem=problem)
 
 
 class ScriptError(TorchQCompatError):

@@ -42,8 +42,5 @@ def native_library() -> Path:
     """
     build = kernel_build()
     if build.library is None:
-        raise ExportError(
-            f"the library of recurrent modules could not be built: {build.problem}.",
-            hint=build.hint,
-        )
+        raise ExportError.of("TQ930.library", problem=build.problem, hint=build.hint)
     return build.library

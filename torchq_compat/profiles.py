@@ -184,10 +184,7 @@ def whole_range_dynamic(qconfig: QConfig = default_dynamic_qconfig) -> QConfig:
     """
     result = with_whole_range(qconfig)
     if result is None:
-        raise ConfigError(
-            "whole_range_dynamic: the activations of qconfig are not quantized dynamically to 8 bits.",
-            hint="give a dynamic QConfig, as default_dynamic_qconfig or per_channel_dynamic_qconfig.",
-        )
+        raise ConfigError.of("TQ910.not_dynamic")
     return result
 
 

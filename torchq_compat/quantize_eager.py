@@ -200,11 +200,7 @@ def prepare_qat(
         >>> prepared(torch.randn(3, 4)).sum().backward()  # train it as any module
     """
     if not model.training:
-        raise ConfigError(
-            "prepare_qat: the model is in evaluation mode.",
-            hint="call model.train() first; prepare is for a model that is calibrated.",
-            code="TQ905",
-        )
+        raise ConfigError.of("TQ905.evaluation_mode")
     classes = get_default_qat_module_mappings() if mapping is None else mapping
     working = _working(model, "prepare_qat", inplace=inplace)
     set_qconfigs(working, {})
@@ -320,17 +316,9 @@ def lower(converted: nn.Module, example_inputs: tuple[Any, ...]) -> ConvertedMod
         CaptureError: torch.export cannot capture the model.
     """
     if not isinstance(converted, ConvertedEager):
-        raise ConfigError(
-            f"lower: {type(converted).__name__} was not returned by quantize_eager.convert.",
-            hint="give what convert returned; convert_fx lowers by itself.",
-            code="TQ905",
-        )
+        raise ConfigError.of("TQ905.not_converted", converted=converted)
     if any(isinstance(module, OpaqueModule) for module in converted.modules()):
-        raise ConfigError(
-            "lower: the model has custom modules, such as a quantized LSTM, which are not captured again.",
-            hint="export it with torch.export.export, or prepare it with prepare_fx, whose models lower.",
-            code="TQ905",
-        )
+        raise ConfigError.of("TQ905.lower_custom_modules")
     converted = copied_model(converted).eval()
     # What is left to the Quantizer is quantized already.
     with rounding_as_graph(), silenced(lambda text: text.endswith(("[TQ401]", "[TQ423]"))):
@@ -552,17 +540,9 @@ def _working(model: nn.Module, function: str, *, inplace: bool) -> nn.Module:
         ConfigError: ``model`` is no model of eager mode.
     """
     if record_of(model) is not None:
-        raise ConfigError(
-            f"{function}: the model was prepared or converted by prepare_fx or convert_fx.",
-            hint="give the float model, or go on with the functions of torchq_compat.quantize_fx.",
-            code="TQ905",
-        )
+        raise ConfigError.of("TQ905.of_prepare_fx", function=function)
     if function != "convert" and isinstance(model, ConvertedEager):
-        raise ConfigError(
-            f"{function}: the model is converted already.",
-            hint="give the float model.",
-            code="TQ905",
-        )
+        raise ConfigError.of("TQ905.converted_already", function=function)
     if inplace:
         return model
     with whole_weights(model) as whole:
@@ -575,9 +555,4 @@ def _fused(
     try:
         return fuse(model, chains, inplace, *others)
     except (AttributeError, NotImplementedError, AssertionError, TypeError, IndexError) as cause:
-        raise ConfigError(
-            f"fuse_modules: {type(cause).__name__}: {cause}",
-            hint="give the paths of modules that follow each other: Conv, BatchNorm and ReLU, or Linear and "
-            "ReLU; in evaluation mode for fuse_modules, in training mode for fuse_modules_qat.",
-            code="TQ905",
-        ) from cause
+        raise ConfigError.of("TQ905.fuse", cause=cause) from cause

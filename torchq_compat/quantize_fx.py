@@ -407,31 +407,15 @@ def _prepare(
     name = "prepare_qat_fx" if is_qat else "prepare_fx"
     check_arguments(name, {"fuse_as_fx": FLAG}, {"fuse_as_fx": fuse_as_fx})
     if equalization_config is not None and _asks_for_something(equalization_config):
-        raise ConfigError.not_supported(
-            "_equalization_config",
-            "PT2E has no input-weight equalization",
-            "leave it out; per-channel weights give most of its gain.",
-        )
+        raise ConfigError.of("TQ910.equalization")
     quantizer = qconfig_mapping if isinstance(qconfig_mapping, Quantizer) else None
     if quantizer is not None:
         if backend_config is not None:
-            raise ConfigError.not_supported(
-                "backend_config beside a torchao Quantizer",
-                "the Quantizer decides what the backend supports",
-                "leave backend_config out, or give a QConfigMapping.",
-            )
+            raise ConfigError.of("TQ910.backend_config_and_quantizer")
     elif custom_module_qconfig is not None:
-        raise ConfigError.not_supported(
-            "custom_module_qconfig beside a QConfigMapping",
-            "the mapping has the QConfigs of custom modules, too",
-            "set it there, by module name or object type.",
-        )
+        raise ConfigError.of("TQ910.custom_module_qconfig")
     if not isinstance(model, nn.Module) and isinstance(qconfig_mapping, nn.Module):
-        raise ArgumentError(
-            f"{name}: model must be an nn.Module, got {shown(model)}; the module "
-            "was given as the second argument.",
-            hint=f"the order is {name}(model, qconfig_mapping, example_inputs).",
-        )
+        raise ArgumentError.of("TQ903.order", name=name, model=shown(model))
     settings, backend = read_prepare_custom_config(prepare_custom_config), read_backend_config(backend_config)
     check_float_model(model)
     converted = tuple(path for path, module in model.named_modules() if is_converted(module))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from torchq_compat.support.codes import KnownDifference
+from torchq_compat.codes import KnownDifference
 
 
 def guide_table(differences: Iterable[KnownDifference]) -> str:

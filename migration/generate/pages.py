@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,13 @@ from migration.generate.known_differences import guide_table
 from migration.generate.pictures import pictures
 from migration.generate.results_table import gallery_table, results_table
 from migration.generate.support_table import support_page
-from migration.generate.texts import texts_of_errors
+from torchq_compat.codes import CODES, DIFFERENCES, RANGES, Code
 from torchq_compat.port.constructs import CONSTRUCTS
 from torchq_compat.quantize.passes import PASSES
-from torchq_compat.support.codes import CODES, DIFFERENCES, RANGES, Code
 
-#: A place in a text of the register.
-PLACE = re.compile(r"\{[^}]*\}")
+ABOVE_CODES = (
+    "[Contents](../README.md) · [what codes are for](codes.md). `torchq-compat explain CODE` has the texts."
+)
 #: A link in the page of contents to a page of the guide.
 PAGE = re.compile(r"\]\((guide/[\w-]+\.md)[)#]")
 #: The lines of the contents about what ``scan`` finds, one for each code.
@@ -37,7 +38,6 @@ def made_pages(checkout: Path) -> Iterator[tuple[Path, str]]:
     source = checkout / "migration" / "known_differences.toml"
     differences = tuple(DIFFERENCES.values())
     blocks = {
-        "codes": _codes_at_run_time(),
         "constructs": _constructs(),
         "gallery": gallery_table(checkout / "migration" / "zoo.json"),
         "known differences": guide_table(differences),
@@ -55,6 +55,8 @@ def made_pages(checkout: Path) -> Iterator[tuple[Path, str]]:
         if held:
             yield page, text
     yield checkout / "migration" / "support.md", support_page(source)
+    for name, text in _pages_of_codes():
+        yield checkout / "migration" / "guide" / name, text
     for name, picture in pictures().items():
         yield checkout / "migration" / "pictures" / name, picture
 
@@ -77,30 +79,19 @@ def _constructs() -> str:
     return "\n".join(construct.section for construct in CONSTRUCTS.values())
 
 
-def _codes_at_run_time() -> str:
-    parts = []
-    texts = texts_of_errors()
-    for first, what in RANGES.items():
-        entries = [_section(entry, texts.get(code, {})) for code, entry in CODES.items() if code[2] == first]
-        if entries:
-            parts.append(f"**TQ{first}xx: {what}**\n\n" + "\n".join(entries) + "\n")
-    return "\n".join(parts)
+def _pages_of_codes() -> Iterator[tuple[str, str]]:
+    """Yield each page of the codes that are carried at run time, by its name."""
+    for name, entries in groupby(CODES.values(), key=lambda entry: entry.page):
+        parts = [f"# {name.removesuffix('.md').replace('codes-', 'Codes TQ')}", ABOVE_CODES]
+        for first, of_range in groupby(entries, key=lambda entry: entry.code[2]):
+            parts.append(f"## TQ{first}xx: {RANGES[first]}")
+            parts.append("\n".join(map(_entry, of_range)))
+        yield name, "\n\n".join(parts) + "\n"
 
 
-def _section(entry: Code, texts: dict[str, str]) -> str:
-    """Return the entry of the guide; ``texts`` are those of an error, with their classes."""
-    kind = ", ".join([entry.severity, *sorted({f"`{raised}`" for raised in texts.values()})])
-    said = f" Says {_code(entry.text)}." if any(map(str.isalpha, PLACE.sub("", entry.text))) else ""
-    lines = [
-        f'- <a id="{entry.anchor}"></a>**{entry.code}** ({kind}) {entry.title}.{said} {entry.advice} '
-        f"Raised in `{entry.test}`."
-    ]
-    return "\n".join([*lines, *sorted(f"  - {_code(text)}" for text in texts)])
-
-
-def _code(text: str) -> str:
-    text = " ".join(text.split())
-    return f"`` {text} ``" if "`" in text else f"`{text}`"
+def _entry(entry: Code) -> str:
+    note = " (note)" if entry.severity == "note" else ""
+    return f'- <a id="{entry.anchor}"></a>**{entry.code}**{note} {entry.title}. {entry.advice}'
 
 
 def _quantizers(path: Path) -> str:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from torchq_compat.codes import CODES
 from torchq_compat.errors import QuantizationWarning, TorchQCompatError
-from torchq_compat.support.codes import CODES
 
 __all__ = ["OF_USER", "Case", "Outcome", "Result", "attempt", "counted", "summary"]
 

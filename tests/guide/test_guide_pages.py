@@ -15,9 +15,9 @@ from migration.generate.known_differences import guide_table
 from migration.generate.pages import guide_pages, made_pages, with_block
 from migration.generate.pictures import pictures
 from migration.generate.results_table import results_table
+from torchq_compat.codes import DIFFERENCES as REGISTERED
+from torchq_compat.codes import KnownDifference
 from torchq_compat.port.constructs import CONSTRUCTS
-from torchq_compat.support.codes import DIFFERENCES as REGISTERED
-from torchq_compat.support.codes import KnownDifference
 
 ROOT = Path(torchq_compat.__file__).parents[1]
 DIFFERENCES = tuple(REGISTERED.values())

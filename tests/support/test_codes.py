@@ -28,10 +28,11 @@ import torchq_compat as tc
 from tests.helpers.package_trees import PACKAGE, package_trees
 from torchq_compat import errors
 from torchq_compat.capture.opaque_stub import OPAQUE_OP
+from torchq_compat.codes import CODES, DIFFERENCES, RANGES, TEXTS
 from torchq_compat.port.constructs import CONSTRUCTS, RETIRED
 from torchq_compat.profiles import whole_range_dynamic
+from torchq_compat.read.qconfig_mappings import MISTAKEN_FOR_MAPPINGS
 from torchq_compat.recurrent.kernel import build
-from torchq_compat.support.codes import CODES, DIFFERENCES, RANGES
 from torchq_compat.support.decisions import Action, Decision, warn_of_decisions
 from torchq_compat.support.user_warnings import warn_user
 
@@ -43,7 +44,7 @@ def literals() -> Iterator[str]:
     for tree in package_trees().values():
         for node in ast.walk(tree):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                yield from re.findall(r"^TQ[3-9]\d\d$", node.value)
+                yield from re.findall(r"^(TQ[3-9]\d\d)(?:\.\w+)?$", node.value)
 
 
 def test_what_is_written_is_registered_and_the_other_way_round() -> None:
@@ -51,22 +52,32 @@ def test_what_is_written_is_registered_and_the_other_way_round() -> None:
 
 
 def test_places_of_texts_are_filled_where_they_are_said() -> None:
-    """Every ``warn_user`` and ``said`` of a code gives the places of its text, no more and no less."""
-    told: set[str] = set()
-    for tree in package_trees().values():
+    """Every ``warn_user``, ``said`` and ``of`` of a text gives its places, no more and no less."""
+    told: set[str] = {"TQ801", "TQ805"}  # whose code is in a variable
+    for path, tree in package_trees().items():
+        told |= {text for node in ast.walk(tree) if (text := written(node)) in TEXTS}
         for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("warn_user", "said", "UnlikeFx.of"):
-                code = node.args[0].value if isinstance(node.args[0], ast.Constant) else ""
-                assert not code or {keyword.arg for keyword in node.keywords} == places(code), code
-                told.add(code)
-    told |= {"TQ801", "TQ805"}  # whose code is in a variable
-    of_decisions = {code for code, entry in CODES.items() if entry.text == "{reason}"}
-    assert (told - {""}) | of_decisions == {code for code, entry in CODES.items() if entry.text}
-    assert all((entry.severity == "error") != bool(entry.text) for entry in CODES.values())
+            function = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            if function in ("warn_user", "said") or function.endswith((".of", "error.of")):
+                assert isinstance(node, ast.Call)
+                key = written(node.args[0]) if node.args else ""
+                given = {keyword.arg for keyword in node.keywords}
+                assert key not in TEXTS or given == places(key), f"{path}:{node.lineno}: {key}"
+    told |= {f"TQ910.{mistake}_for_mapping" for mistake in MISTAKEN_FOR_MAPPINGS.values()}
+    of_decisions = {code for code, (text, _) in TEXTS.items() if text in ("", "{reason}")}
+    assert told | of_decisions == set(TEXTS)
 
 
-def places(code: str) -> set[str]:
-    return {name for _, name, _, _ in string.Formatter().parse(CODES[code].text) if name is not None}
+def written(node: ast.AST) -> str:
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+
+
+def places(key: str) -> set[str]:
+    text, hint = TEXTS[key]
+    # The hint of a warning has no places: what stands in braces there is code.
+    texts = f"{text} {hint}" if CODES[key.partition(".")[0]].severity == "error" else text
+    names = {name for _, name, _, _ in string.Formatter().parse(texts) if name is not None}
+    return {re.split(r"[.\[]", name)[0] for name in names}
 
 
 def test_every_class_of_errors_has_a_code_of_its_own() -> None:
@@ -79,19 +90,18 @@ def test_every_class_of_errors_has_a_code_of_its_own() -> None:
         assert str(cls("what and where.", hint="do this.")) == f"what and where.\nHint: do this. [{cls.code}]"
 
 
-def test_every_error_is_raised_with_a_hint() -> None:
-    for path, tree in package_trees().items():
-        for node in ast.walk(tree):
-            name = ast.unparse(node.func).removeprefix("errors.") if isinstance(node, ast.Call) else ""
-            made = getattr(
-                errors, "TorchQCompatError" if name == "cls" and path.name == "errors.py" else name, None
-            )
-            if (
-                isinstance(node, ast.Call)
-                and isinstance(made, type)
-                and issubclass(made, errors.TorchQCompatError)
-            ):
-                assert "hint" in {keyword.arg for keyword in node.keywords}, f"{path}:{node.lineno}"
+def test_every_text_of_an_error_is_in_the_register_with_a_hint() -> None:
+    """An error is made of a text of the register; two hand on another error, with its words."""
+    classes = {name for name in errors.__all__ if "Warning" not in name and "Note" not in name}
+    made = [
+        f"{path.name}:{ast.unparse(node)}"
+        for path, tree in package_trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).removeprefix("errors.") in classes
+    ]
+    assert len(made) == 2
+    assert all("message, hint=" in call for call in made), made
+    assert all(len(hint) > 5 for _, hint in TEXTS.values())
 
 
 def test_a_code_is_used_once_and_says_what_to_do() -> None:
@@ -126,9 +136,16 @@ def test_a_decision_that_matters_has_a_code() -> None:
     assert not Decision("a", "Linear", Action.FLOAT, "its qconfig is None").code
     for action in Action:
         assert CODES[Decision("a", "Linear", action, "because", warn=True).code].severity != "error"
-    elsewhere = [Decision(path, "Linear", Action.QUANTIZED, "", unlike_fx="FX does not") for path in "abcd"]
-    with pytest.warns(errors.QuantizationNote, match=r"^Linear at 'a', 'b', 'c' and 1 more: FX.*\[TQ599\]$"):
-        warn_of_decisions(elsewhere)
+    alike, other = (
+        [Decision(path, "Linear", Action.QUANTIZED, "", unlike_fx="FX does not", code=code) for path in paths]
+        for code, paths in (("TQ504", "abcd"), ("TQ505", "e"))
+    )
+    with pytest.warns(errors.QuantizationNote, match=r"^Linear at 'a', 'b', 'c' and 1 more: FX.*\[TQ504\]$"):
+        warn_of_decisions(alike)
+    with pytest.warns(errors.QuantizationNote, match=r"^FX gives .* 5 places .*\[TQ599\]\nLinear") as caught:
+        warn_of_decisions([*alike, *other])
+    (warning,) = caught
+    assert "explain(model)" in str(warning.message)
 
 
 class CutInFx(nn.Module):

@@ -30,13 +30,13 @@ from torchq_compat.annotate.patterns import (
 )
 from torchq_compat.annotate.unmatched import decide_order_rules
 from torchq_compat.capture.opaque_calls import OpaqueBoundary
+from torchq_compat.codes import said
 from torchq_compat.ops import moved_by, preserves_values
 from torchq_compat.read.backend_configs import BackendTable, PatternEntry
 from torchq_compat.read.observers import translate_constructor
 from torchq_compat.read.qconfig_mappings import QConfigRules
 from torchq_compat.read.qspecs import OpSpecs, check_axis, make_spec
 from torchq_compat.support import metadata
-from torchq_compat.support.codes import said
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.dtypes import dtype_range, is_integer
 from torchq_compat.support.torch_ao import HistogramObserver, ObservationType

@@ -121,10 +121,8 @@ def _told(
     """Return the specs by point, each checked on its own."""
     values = sharing.output_values(node)
     if len(output_specs) != len(values):
-        raise AnnotationError(
-            f"{len(output_specs)} output specs were given for node {node.name!r} ({node.target}), "
-            f"which has {len(values)} outputs.",
-            hint="give one spec per output, in order; None leaves an output alone.",
+        raise AnnotationError.of(
+            "TQ943.count_of_specs", count=len(output_specs), node=node, outputs=len(values)
         )
     told: dict[sharing.EdgeOrNode, Spec] = {}
     spelled: dict[sharing.EdgeOrNode, sharing.Source] = {}
@@ -134,10 +132,11 @@ def _told(
         if spec is None:
             continue
         if edge in told and told[edge] != _checked(edge, spec):
-            raise AnnotationError(
-                f"{sharing.shown_source(spelled[edge])} and {sharing.shown_source(source)} are the same "
-                f"input of node {node.name!r} ({node.target}), and have different specs.",
-                hint="leave one of the two out: getitems of one output carry the same tensor.",
+            raise AnnotationError.of(
+                "TQ943.shares_two_ways",
+                first=sharing.shown_source(spelled[edge]),
+                second=sharing.shown_source(source),
+                node=node,
             )
         told[edge] = _checked(edge, spec)
         spelled[edge] = source
@@ -210,20 +209,14 @@ def _check_annotation(node: Node) -> None:
     if annotation is None:
         return
     if not isinstance(annotation, QuantizationAnnotation):
-        raise AnnotationError(
-            f"the annotation of node {node.name!r} ({node.target}) is a {type(annotation).__name__}.",
-            hint="write a torchao QuantizationAnnotation.",
-        )
+        raise AnnotationError.of("TQ943.annotation_type", node=node, annotation=annotation)
     told = [source for source, spec in annotation.input_qspec_map.items() if spec is not None]
     for source in told:
         sharing.check_input(node, source)
     _check_keywords(node, is_annotated=bool(told) or annotation.output_qspec is not None)
     is_known = isinstance(node.meta.get("val"), Tensor) or sharing.has_several(node)
     if annotation.output_qspec is not None and not is_known:
-        raise AnnotationError(
-            f"the output of {node.name} ({node.target}) has a spec, but is not a tensor.",
-            hint="annotate a node whose meta['val'] is a tensor, or several; torchao drops other specs.",
-        )
+        raise AnnotationError.of("TQ943.not_a_tensor", node=node)
 
 
 def _check_keywords(node: Node, *, is_annotated: bool) -> None:
@@ -234,7 +227,4 @@ def _check_keywords(node: Node, *, is_annotated: bool) -> None:
         if any(isinstance(leaf, Node) for leaf in pytree.tree_leaves(value))
     ]
     if is_annotated and node.op == "call_function" and given:
-        raise AnnotationError(
-            f"node {node.name!r} ({node.target}) is annotated and takes {', '.join(given)} by keyword.",
-            hint="torchao observes positional arguments only: call the function with positional tensors.",
-        )
+        raise AnnotationError.of("TQ943.keywords", node=node, given=", ".join(given))

@@ -404,11 +404,8 @@ def _module_type(part: ObjectType) -> type:
 
 
 def _conflict_in_fused_pattern(path: str, types: list[str], other: str) -> ConfigError:
-    return ConfigError(
-        f"qconfig_mapping: object_type: {path!r} starts the fused pattern {' + '.join(types)}, but the "
-        f"qconfig of {other} is not that of {types[0]}.",
-        hint="set the same qconfig for all of these object types, or none for any of them; "
-        "module_name switches a single place off.",
+    return ConfigError.of(
+        "TQ910.conflict_in_pattern", path=path, pattern=" + ".join(types), other=other, types=types
     )
 
 

@@ -466,11 +466,13 @@ def _check_children(quantizer: Quantizer) -> None:
 
 def _of_two_children(quantizer: ComposableQuantizer, child: str, did: str, node: str) -> AnnotationError:
     names = ", ".join(type(item).__name__ for item in quantizer.quantizers)
-    return AnnotationError(
-        f"{child} {did} the annotation of {node!r} that another Quantizer of the ComposableQuantizer "
-        f"({names}) wrote before it.",
-        hint="let one of them annotate it; one that comes later leaves alone what has a "
-        f"meta[{Q_ANNOTATION_KEY!r}].",
+    return AnnotationError.of(
+        "TQ943.of_two_children",
+        child=child,
+        did=did,
+        node=node,
+        names=names,
+        Q_ANNOTATION_KEY=Q_ANNOTATION_KEY,
     )
 
 

@@ -68,10 +68,7 @@ def output_values(node: Node) -> tuple[Any, ...]:
         return tuple(value)
     if isinstance(value, Tensor):
         return (value,)
-    raise AnnotationError(
-        f"node {node.name!r} ({node.target}) carries no example value, so its outputs are not known.",
-        hint="annotate a graph captured by torch.export, whose nodes have meta['val'].",
-    )
+    raise AnnotationError.of("TQ943.no_example_value", node=node)
 
 
 def canonical(point: Any) -> EdgeOrNode:
@@ -92,19 +89,14 @@ def canonical_source(source: Source) -> Source:
     if isinstance(source, Output):
         values = output_values(source.node)
         if not -len(values) <= source.index < len(values):
-            raise AnnotationError(
-                f"output {source.index} of node {source.node.name!r} ({source.node.target}) does not exist: "
-                f"it has {len(values)}.",
-                hint=f"outputs are numbered from 0 to {len(values) - 1}.",
+            raise AnnotationError.of(
+                "TQ943.no_such_output", source=source, outputs=len(values), last=len(values) - 1
             )
         if isinstance(source.node.meta["val"], Tensor):
             return source.node
         return Output(source.node, source.index % len(values))
     if source._erased:
-        raise AnnotationError(
-            f"a spec refers to node {source.name!r}, which is no longer in the graph.",
-            hint="refer to an output as Output(node, index): getitem nodes of the same output are merged.",
-        )
+        raise AnnotationError.of("TQ943.gone_node", source=source)
     if source.target is operator.getitem:
         producer, index = source.args
         if isinstance(producer, Node) and isinstance(index, int) and has_several(producer):
@@ -135,11 +127,11 @@ def check_input(node: Node, source: Source) -> None:
     positional: set[EdgeOrNode] = set()
     map_arg(node.args, lambda argument: positional.add(canonical(argument)))
     if canonical(source) not in positional:
-        raise AnnotationError(
-            f"{shown(canonical(source))} is not a positional input of node {node.name!r} ({node.target}).",
-            hint="its inputs are: "
-            + ", ".join(argument.name for argument in node.all_input_nodes)
-            + ". torchao observes positional arguments only.",
+        raise AnnotationError.of(
+            "TQ943.no_such_input",
+            source=shown(canonical(source)),
+            node=node,
+            inputs=", ".join(argument.name for argument in node.all_input_nodes),
         )
 
 
@@ -194,11 +186,7 @@ def checked_spec(point: EdgeOrNode, spec: Any) -> Spec:
         AnnotationError: ``spec`` is not a spec, has no qscheme, or its observer cannot be made.
     """
     if not isinstance(spec, Spec):
-        raise AnnotationError(
-            f"the spec of {shown(point)} is a {type(spec).__name__}.",
-            hint="use one of torchao's QuantizationSpec, FixedQParamsQuantizationSpec, "
-            "SharedQuantizationSpec, DerivedQuantizationSpec, or None.",
-        )
+        raise AnnotationError.of("TQ943.spec_type", place=shown(point), spec=spec)
     if isinstance(spec, (FixedQParamsQuantizationSpec, DerivedQuantizationSpec)):
         # torchao reads no qscheme, and no axis, as per tensor; its convert fails without a range.
         low, high = dtype_range(spec.dtype) if is_integer(spec.dtype) else (None, None)
@@ -218,19 +206,11 @@ def checked_spec(point: EdgeOrNode, spec: Any) -> Spec:
         # torchao's observers report a qscheme of None as one that is not supported.
         if spec.qscheme is None:
             raise _without_qscheme(point, spec) from cause
-        first_line = str(cause).strip().split("\n", 1)[0]
-        raise AnnotationError(
-            f"the observer of {shown(point)} cannot be made: {type(cause).__name__}: {first_line}",
-            hint="torchao calls observer_or_fake_quant_ctr.with_args(dtype=, quant_min=, quant_max=, "
-            "qscheme=, ch_axis=, is_dynamic=)(); see which of the spec's settings it refuses.",
-        ) from cause
+        raise AnnotationError.of("TQ943.observer", place=shown(point), cause=cause) from cause
     if not is_integer(spec.dtype) or spec.is_dynamic:
         return translated
     if isinstance(getattr(result, "legacy", result), PLACEHOLDERS):
-        raise AnnotationError(
-            f"the observer of {shown(point)}, a {type(result).__name__}, computes no qparams.",
-            hint="give the spec is_dynamic=True, or an observer of ranges, such as MinMaxObserver.",
-        )
+        raise AnnotationError.of("TQ943.observer_without_qparams", place=shown(point), result=result)
     # A block-wise observer of torchao has no qscheme, and no attribute for one.
     if getattr(result, "qscheme", spec) is None:
         raise _without_qscheme(point, spec)
@@ -253,18 +233,11 @@ def checked_value(point: EdgeOrNode) -> None:
     if isinstance(value, Tensor) and value.dtype.is_floating_point:
         return
     result = f"a tensor of {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-    raise AnnotationError(
-        f"{shown(point)} is {result}, which cannot be quantized.",
-        hint="give None as its spec; only floating point tensors are quantized, "
-        "and of an operator with several outputs each output by itself.",
-    )
+    raise AnnotationError.of("TQ943.not_a_value", place=shown(point), result=result)
 
 
 def _without_qscheme(point: EdgeOrNode, spec: Spec) -> AnnotationError:
-    return AnnotationError(
-        f"the {type(spec).__name__} of {shown(point)} has no qscheme.",
-        hint=f"give one: {type(spec).__name__}(..., qscheme=torch.per_tensor_affine).",
-    )
+    return AnnotationError.of("TQ943.no_qscheme", spec=spec, place=shown(point))
 
 
 # Resolve which points share an observer by their specs, and the order in which torchao makes the observers.
@@ -320,21 +293,12 @@ def _output_specs(node: Node, given: Any) -> Iterator[tuple[EdgeOrNode, Spec]]:
     if not isinstance(given, (list, tuple)):
         outputs = float_outputs(node)
         if not outputs:
-            raise AnnotationError(
-                f"node {node.name!r} ({node.target}) has an output_qspec, and none of its {count} outputs is "
-                "a float tensor.",
-                hint="leave the output_qspec out; only floating point tensors are quantized.",
-            )
+            raise AnnotationError.of("TQ943.no_tensor_output", node=node, count=count)
         for output in outputs:
             yield canonical(output), given
         return
     if len(given) != count:
-        raise AnnotationError(
-            f"the output_qspec of node {node.name!r} ({node.target}) has {len(given)} specs, "
-            f"and the node has {count} outputs.",
-            hint="give one spec per output, in order; None leaves an output alone. One spec alone, in no "
-            "list, is for every float output.",
-        )
+        raise AnnotationError.of("TQ943.count_of_outputs", node=node, given=len(given), count=count)
     for index, spec in enumerate(given):
         if spec is not None:
             yield canonical(Output(node, index)), spec
@@ -367,10 +331,8 @@ class SpecTable:
         """
         already = self.specs.setdefault(point, spec)
         if self._form(already) != self._form(spec):
-            raise AnnotationError(
-                f"two specs meet at {shown(point)}: it is given {self._told(spec)}, but already has "
-                f"{self._told(already)}.",
-                hint="leave one of the two specs out, or put a quantizer first that skips annotated nodes.",
+            raise AnnotationError.of(
+                "TQ943.two_specs", place=shown(point), spec=self._told(spec), already=self._told(already)
             )
 
     def check_circles(self) -> None:
@@ -390,10 +352,7 @@ class SpecTable:
                 f"{entry} takes its qparams from {source}"
                 for entry, source in zip(circle, [*circle[1:], circle[0]], strict=True)
             )
-            raise AnnotationError(
-                f"the specs go round in a circle: {chain}.",
-                hint="give one of them a QuantizationSpec or FixedQParamsQuantizationSpec of its own.",
-            )
+            raise AnnotationError.of("TQ943.circle", chain=chain)
         if point in done or point not in self.specs:
             return
         for source in references(self.specs[point]):
@@ -411,11 +370,11 @@ class SpecTable:
                 if source in self.specs:
                     continue
                 is_of_another = _graphs_of(source) != _graphs_of(point)
-                raise AnnotationError(
-                    f"{shown(point)} takes its qparams from {shown(source)}"
-                    + (" of another graph." if is_of_another else ", which no spec observes."),
-                    hint="annotate that too, in the graph that annotate(model) is given; an edge is "
-                    "(producer, node), an output Output(node, index).",
+                raise AnnotationError.of(
+                    "TQ943.not_observed",
+                    place=shown(point),
+                    source=shown(source),
+                    problem=" of another graph." if is_of_another else ", which no spec observes.",
                 )
 
     def settled(self) -> dict[EdgeOrNode, Spec | None]:
@@ -448,12 +407,7 @@ class SpecTable:
         for source in references(spec):
             leader = leaders.get(self._root(source), source)
             if source in self.specs and self._position(leader) > self._position(point):
-                raise AnnotationError(
-                    f"the qparams of {shown(point)} are derived from {shown(source)}, which comes later in "
-                    "the graph.",
-                    hint="torchao makes observers in graph order; derive from points before it, or let an "
-                    "earlier point share the observer of the later one and derive from that.",
-                )
+                raise AnnotationError.of("TQ943.derived", place=shown(point), source=shown(source))
             sources.append(leader)
         return dataclasses.replace(spec, derived_from=sources)
 

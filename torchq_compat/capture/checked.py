@@ -44,10 +44,10 @@ from torchq_compat.capture.trial_runs import (
 )
 from torchq_compat.capture.unseen_python import marked_functions
 from torchq_compat.capture.writes import make_out_of_place
+from torchq_compat.codes import error_line, said
 from torchq_compat.errors import CaptureError, TorchQCompatError
 from torchq_compat.ops import those
 from torchq_compat.support import metadata
-from torchq_compat.support.codes import said
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.graph_nodes import SLICE_END, attribute_of, tensors_in
 from torchq_compat.support.process_state import Kept
@@ -232,7 +232,7 @@ def compare_runs(runs: Runs, run: FloatRun, other: Callable[..., Any], least: fl
     try:
         result = other(double=False)
     except Exception as cause:
-        return _told(cause)
+        return error_line(cause)
     problem = difference(run.value, result, least)
     if problem is None or not problem.endswith("dB"):
         return problem
@@ -240,11 +240,11 @@ def compare_runs(runs: Runs, run: FloatRun, other: Callable[..., Any], least: fl
     if not _may_be_rounding(sqnr(run.value, result), run, wide):
         return problem
     if wide.error is not None:
-        return f"{problem}; in float64 the float model fails: {_told(wide.error)}"
+        return f"{problem}; in float64 the float model fails: {error_line(wide.error)}"
     try:
         return difference(wide.value, other(double=True), least)
     except Exception as cause:
-        return f"{problem}; in float64 it fails: {_told(cause)}"
+        return f"{problem}; in float64 it fails: {error_line(cause)}"
 
 
 def _may_be_rounding(measured: float, run: FloatRun, wide: FloatRun) -> bool:
@@ -256,10 +256,6 @@ def _may_be_rounding(measured: float, run: FloatRun, wide: FloatRun) -> bool:
     return wide.error is None and (measured == -math.inf or sqnr(wide.value, run.value) < measured + AS_LARGE)
 
 
-def _told(cause: Exception) -> str:
-    return f"{type(cause).__name__}: {str(cause).strip().splitlines()[0] if str(cause) else ''}"
-
-
 def differs(case: CaptureCase, stage: str, problem: str) -> CaptureError:
     """Return the error for a ``stage`` that differs from the float model, which may differ from itself."""
     name = type(case.runs.model).__name__
@@ -268,9 +264,9 @@ def differs(case: CaptureCase, stage: str, problem: str) -> CaptureError:
     itself = None if failed else difference(case.example.value, again.value, CAPTURED)
     if itself is None and case.runs.draws_outside_torch(case.example.args):
         itself = "it draws from Python's or NumPy's generator, and a graph has no draws but torch's"
-    return (
-        CaptureError.differs(name, stage, problem) if itself is None else CaptureError.is_random(name, itself)
-    )
+    if itself is None:
+        return CaptureError.of("TQ920.differs", model=name, stage=stage, what=problem)
+    return CaptureError.of("TQ920.random", model=name, what=itself)
 
 
 # Checked capture: returns a graph that computes what the float model computes, or raises.
@@ -414,8 +410,8 @@ def check_prepared(
                 ),
             )
         if problem is not None and lost_forwards:
-            where = ", ".join(repr(path) for path in lost_forwards)
-            raise CaptureError.lost_forward(type(case.runs.model).__name__, where, problem)
+            where = ", ".join(map(repr, lost_forwards))
+            raise CaptureError.of("TQ920.lost_forward", model=case.runs.model, modules=where, what=problem)
         if problem is not None:
             raise differs(case, "the prepared model", problem)
     return ()

@@ -39,7 +39,6 @@ OLD_CONFIG_KEYS = {
 P = ParamSpec("P")
 R = TypeVar("R")
 CONFIGS = (PrepareCustomConfig, ConvertCustomConfig, FuseCustomConfig, QConfigMapping)
-WHERE_FROM = "the first batch of the calibration loader will do, without its targets"
 #: Types that no model takes as its only argument, and that are given here by mistake.
 NO_ARGUMENT = (str, bytes, int, float, complex, set, frozenset, Iterator, nn.Module, DataLoader)
 BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -75,33 +74,16 @@ def read_example_inputs(value: Any, model: nn.Module | None = None) -> tuple[Any
         error, stands = (
             (ArgumentError, "") if value is MISSING else (InputError, ": None stands in its place")
         )
-        raise error(
-            f"example_inputs is missing{stands}: torch.export captures the model by running it once.",
-            hint="pass a tuple with one example of every argument, e.g. prepare_fx(model, mapping, (x,)); "
-            f"{WHERE_FROM}.",
-            code="TQ902",
-        )
+        raise error.of("TQ902.missing", stands=stands)
     if is_old_config(value):
-        raise InputError(
-            f"{shown(value)} stands in the place of example_inputs: before torch 1.13 the custom config was "
-            "the third argument.",
-            hint="pass a tuple with one example of every argument third, and this as "
-            f"prepare_custom_config=; {WHERE_FROM}.",
-            code="TQ902",
-        )
+        raise InputError.of("TQ902.custom_config_third", value=shown(value))
     if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
         model = None  # It is refused later, with an error of its own.
     if isinstance(value, PackedSequence):
         value = (value,)  # A PackedSequence is itself a tuple.
     args = value if isinstance(value, tuple) else _as_tuple(value, model)
     if any(_is_packed(leaf) for leaf in pytree.tree_leaves(args, is_leaf=_is_packed)):
-        raise InputError(
-            "example_inputs hold a PackedSequence, which torch.export cannot carry.",
-            hint="give the model padded sequences and their lengths, and pack them in its forward: def "
-            "forward(self, x, lengths): return self.model(pack_padded_sequence(x, lengths, batch_first=True, "
-            "enforce_sorted=False)); batch, steps and lengths stay free. A prepared or converted recurrent "
-            "module itself, say prepared.encoder, can be called with a PackedSequence.",
-        )
+        raise InputError.of("TQ901.packed_example")
     _check_count(args, model)
     return args
 
@@ -126,11 +108,7 @@ def _as_tuple(value: Any, model: nn.Module | None) -> tuple[Any, ...]:
             return named
     kind = type(value).__name__
     if isinstance(value, NO_ARGUMENT) or callable(value):
-        raise InputError(
-            f"example_inputs must be a tuple of positional arguments, got {kind}.",
-            hint=f"write example_inputs=(x,) with a trailing comma for one argument; {WHERE_FROM}.",
-            code="TQ902",
-        )
+        raise InputError.of("TQ902.no_tuple", kind=kind)
     warn_user(
         "TQ303", kind=f"a single {kind}", meaning="the only argument", form="(x,) with a trailing comma"
     )
@@ -151,21 +129,13 @@ def _by_names(value: Mapping[str, Any], model: nn.Module) -> tuple[Any, ...] | N
     unknown = [str(key) for key in value if key not in given]
     forward = f"{type(model).__name__}.forward"
     if unknown:
-        raise InputError(
-            f"example_inputs is a dict with {unknown[0]!r}, which {forward} does not take by position.",
-            hint=f"give a tuple of positional arguments; {forward} takes ({', '.join(taken)}).",
-            code="TQ902",
-        )
+        raise InputError.of("TQ902.unknown_name", unknown=unknown, forward=forward, taken=", ".join(taken))
     used = taken[: taken.index(given[-1]) + 1]
     args = []
     for name in used:
         default = parameters[name].default
         if name not in value and default is inspect.Parameter.empty:
-            raise InputError(
-                f"example_inputs is a dict without {name!r}, which {forward} needs.",
-                hint=f"give a tuple of positional arguments; {forward} takes ({', '.join(taken)}).",
-                code="TQ902",
-            )
+            raise InputError.of("TQ902.missing_name", name=name, forward=forward, taken=", ".join(taken))
         args.append(value.get(name, default))
     warn_user(
         "TQ303",
@@ -187,15 +157,8 @@ def _check_count(args: tuple[Any, ...], model: nn.Module | None) -> None:
     count = sum(item.kind in BY_POSITION for item in parameters)
     if len(args) > count:
         no_tensors = all(isinstance(leaf, (int, float)) for leaf in pytree.tree_leaves(args))
-        raise InputError(
-            f"{type(model).__name__}.forward does not run on the example_inputs: it takes {count} positional "
-            f"arguments, and they are {len(args)}{' numbers' if no_tensors else ''}.",
-            hint="give tensors: (torch.rand(shape),) of a shape, (torch.tensor([data]),) of data."
-            if no_tensors
-            else "leave out what is no argument of the model, as the targets in a batch of a loader: "
-            "example_inputs=(batch[0],).",
-            code="TQ902",
-        )
+        key = "TQ902.numbers" if no_tensors else "TQ902.count"
+        raise InputError.of(key, model=model, count=count, given=len(args))
 
 
 def is_one_value_a_channel(cause: BaseException | None) -> bool:

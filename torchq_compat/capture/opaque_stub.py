@@ -217,11 +217,7 @@ class CaptureStub(nn.Module):
             if any(isinstance(value, Tensor) for value in getattr(constant, "__dict__", {}).values()):
                 raise _unknown_container(self.stub_handle, constant)
         if computed:
-            raise CustomModuleError(
-                f"the module at {self.stub_handle!r} returns an integer computed from the sizes of its "
-                "inputs.",
-                hint="take the size from a tensor outside the module: x.shape[0].",
-            )
+            raise CustomModuleError.of("TQ940.size_result", path=self.stub_handle)
 
 
 @torch.library.custom_op("torchq_compat::custom_module", mutates_args=())
@@ -248,11 +244,7 @@ def _with_handed_on(results: list[Tensor], shown: list[Tensor], tensors: list[Te
 
 def _unknown_container(path: str, value: object) -> CustomModuleError:
     name = f"{type(value).__module__}.{type(value).__qualname__}"
-    return CustomModuleError(
-        f"the module at {path!r} is given, or returns, a {name}, which holds tensors "
-        "but is no tuple, list, dict or dataclass.",
-        hint=f"make {type(value).__name__} a dataclass, or register it with torch.utils._pytree.",
-    )
+    return CustomModuleError.of("TQ940.unknown_container", path=path, name=name, value=value)
 
 
 # Records the arguments of custom modules while the float model runs on the example inputs.

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from torchq_compat.capture.unseen_python import wrapped_call_of
+from torchq_compat.codes import said
 from torchq_compat.read.qconfig_mappings import ObjectType
-from torchq_compat.support.codes import said
 from torchq_compat.support.decisions import Action, Decision
 
 # The origin of a node of an exported graph, in terms of the graph that FX would have traced.

@@ -50,9 +50,9 @@ def _pack(input: Tensor, lengths: Tensor, batch_first: bool, whole: bool) -> tup
     rows, batch_sizes = upstream.pack_padded_sequence(input, lengths.cpu(), batch_first)
     steps = input.shape[time_and_batch(batch_first)[0]]
     if batch_sizes.shape[0] > steps:
-        raise _too_long(batch_sizes.shape[0], steps)
+        raise InputError.of("TQ901.longer_than_padded", longest=batch_sizes.shape[0], steps=steps)
     if whole and batch_sizes.shape[0] != steps:
-        raise _not_whole(batch_sizes.shape[0], steps)
+        raise InputError.of("TQ901.padding_beyond_longest", longest=batch_sizes.shape[0], steps=steps)
     return rows, batch_sizes
 
 
@@ -124,22 +124,6 @@ _pad.register_autograd(_backward_of_pad, setup_context=_keep_for_pad)
 
 PACK = torch.ops.torchq_compat.pack_padded_sequence.default
 PAD = torch.ops.torchq_compat.pad_packed_sequence.default
-
-
-def _too_long(longest: int, steps: int) -> InputError:
-    return InputError(
-        f"a length of {longest} was given for sequences of {steps} steps.",
-        hint="lengths count the steps of each sequence before its padding.",
-    )
-
-
-def _not_whole(longest: int, steps: int) -> InputError:
-    return InputError(
-        f"the longest of the packed sequences has {longest} steps and the padded input {steps}, but the "
-        "model puts what it unpacks beside something as long as the input.",
-        hint="give pad_packed_sequence the length of the input, total_length=x.size(1), or cut the input to "
-        "lengths.max() steps.",
-    )
 
 
 # Packed sequences in an exported program, as all steps of all sequences, including padding.

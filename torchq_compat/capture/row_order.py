@@ -127,8 +127,4 @@ def _mixes_rows(node: Node) -> CaptureError:
     path, line = module_path_of(node), user_line_of(node)
     where = f" in {path!r}" if path else ""
     at = f" at {line}" if line else ""
-    return CaptureError(
-        f"{node.target}{where}{at} mixes the rows of a PackedSequence: the steps of all sequences lie in "
-        ".data one behind the other, and each has to be computed by itself.",
-        hint="unpack with pad_packed_sequence first and use the lengths, or do it outside of the model.",
-    )
+    return CaptureError.of("TQ920.mixes_rows", node=node, where=where, at=at)

@@ -141,7 +141,4 @@ def _is_default(value: Any, default: Any) -> bool:
 
 
 def _call_does_not_match(reason: str, names: tuple[str, ...]) -> InputError:
-    return InputError(
-        f"the captured model cannot be called like this: {reason}.",
-        hint=f"it takes the arguments of the example it was prepared with: ({', '.join(names)}).",
-    )
+    return InputError.of("TQ901.call_does_not_match", reason=reason, names=", ".join(names))

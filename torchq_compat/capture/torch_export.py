@@ -24,6 +24,7 @@ from torchq_compat.capture.packed_sequences import ListOfTensor
 from torchq_compat.capture.sizes.size_reads import SizeReads
 from torchq_compat.capture.unseen_python import with_seen_python
 from torchq_compat.capture.writes import make_out_of_place
+from torchq_compat.codes import error_line
 from torchq_compat.errors import CaptureError, InputError, TorchQCompatError
 from torchq_compat.support.graph_nodes import SLICE_END, copied_model
 from torchq_compat.support.process_state import alone
@@ -239,14 +240,10 @@ def explain_failure(model: nn.Module, args: tuple[Any, ...], cause: Exception) -
     may_have_lengths = any(
         isinstance(leaf, Tensor) and leaf.dim() == 1 and not leaf.is_floating_point() for leaf in leaves
     )
-    hint = _capture_hint(cause, OF_LENGTHS if may_have_lengths else OF_VALUES)
+    of_values = OF_LENGTHS if may_have_lengths else OF_VALUES
     line = _user_line(cause)
     where = f"{type(model).__name__}{f' at {line}' if line else ''}"
-    first_line = str(cause).strip().split("\n", 1)[0]
-    return CaptureError(
-        f"torch.export cannot capture {where}: {type(cause).__name__}: {first_line}",
-        hint=f"{hint} The model was not changed.",
-    )
+    return CaptureError.of(_text_about(cause), where=where, cause=cause, of_values=of_values)
 
 
 def _distinct(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -304,8 +301,7 @@ def _children(value: Any) -> list[Any]:
 
 def line_of_failure(cause: BaseException) -> str:
     """Return the user's line at which ``cause`` was raised, and the first line of its message."""
-    first_line = str(cause).strip().split("\n", 1)[0]
-    return " ".join(filter(None, (_user_line(cause), f"{type(cause).__name__}: {first_line}")))
+    return " ".join(filter(None, (_user_line(cause), error_line(cause))))
 
 
 def _user_line(cause: BaseException) -> str | None:
@@ -317,43 +313,26 @@ def _user_line(cause: BaseException) -> str | None:
     return None
 
 
-def _capture_hint(cause: BaseException, of_values: str) -> str:
-    """Suggest what the user can do about ``cause``, the error of torch.export; ``of_values`` is for one that
-    asks for the values of a tensor."""
+def _text_about(cause: BaseException) -> str:
+    """Return the key of the text about ``cause``, the error of torch.export."""
     text, kind = str(cause), type(cause)
-    first_line = text.strip().split("\n", 1)[0]
-    if "register a pytree" in first_line or "Unsupported input type" in first_line:
-        return (
-            "register what the model takes or returns: torch.export.register_dataclass for a dataclass, "
-            "torch.utils._pytree.register_pytree_node for another container."
-        )
+    line = error_line(cause)
+    if "register a pytree" in line or "Unsupported input type" in line:
+        return "TQ920.container"
     if "dynamic_shapes" in text or "`inputs`" in text:
-        return (
-            "dynamic_shapes has to be nested as the arguments are; that of forward(self, *x) is one "
-            "argument, so its entries are nested once more: dynamic_shapes=((shape_of_x0, shape_of_x1),)."
-        )
+        return "TQ920.nesting_of_dynamic_shapes"
     if "specialized integer from data-dependent" in text:
-        return f"int(), range() and a loop over a tensor ask for its values. {of_values}"
+        return "TQ920.value_as_integer"
     if "DataDependent" in kind.__name__ or "data-dependent" in text or "Could not guard" in text:
-        return (
-            "control flow on tensor values has to become torch.where or torch.cond; "
-            f"see the torch.export programming model. {of_values}"
-        )
+        return "TQ920.control_flow"
     if ListOfTensor.__name__ in text:
-        return f"what NumPy or a list would compute of a tensor's values cannot be traced. {of_values}"
+        return "TQ920.value_in_numpy"
     about_sizes = "sympy" in kind.__module__ or "symbolic" in text or "Constraint" in kind.__name__
     if about_sizes or any(
         word in text for word in ("SymInt", "SymFloat", "SymBool", "Dim", "size of tensor")
     ):
-        return (
-            "the model computes with a size in a way that no free size can follow; give dynamic_shapes= in "
-            "which that size is torch.export.Dim.STATIC, or write the computation with integers."
-        )
-    return (
-        "look at that line: what it calls has to be traceable with tensors that have shapes and no values; "
-        "see the torch.export programming model. Control flow on tensor values has to become torch.where or "
-        "torch.cond."
-    )
+        return "TQ920.size"
+    return "TQ920.torch_export"
 
 
 def _drop_full_slices(graph_module: GraphModule) -> None:

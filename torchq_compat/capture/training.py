@@ -14,9 +14,9 @@ from torch.fx import GraphModule, Node
 from torch.overrides import TorchFunctionMode
 
 from torchq_compat.capture.torch_export import copied_inputs
+from torchq_compat.codes import error_line, said
 from torchq_compat.ops import facts
 from torchq_compat.support import metadata
-from torchq_compat.support.codes import said
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.graph_nodes import copied_model, module_path_of
 from torchq_compat.support.process_state import alone, draws_kept
@@ -268,12 +268,11 @@ def run_in_evaluation(working: nn.Module, args: tuple[Any, ...]) -> EvaluationRu
 def decide_evaluation(working: nn.Module, run: EvaluationRun) -> Iterator[Decision]:
     """Yield a decision about a model that fails in evaluation."""
     if run.error is not None:
-        first_line = str(run.error).strip().split("\n", 1)[0]
         yield Decision(
             "",
             f"evaluation mode of {type(working).__name__}",
             Action.DROPPED,
-            said("TQ312", error=f"{type(run.error).__name__}: {first_line}"),
+            said("TQ312", error=error_line(run.error)),
             warn=True,
             code="TQ312",
         )

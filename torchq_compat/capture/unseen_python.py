@@ -19,9 +19,9 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.utils import parametrize
 
 from torchq_compat.capture.packed_sequences import ListOfTensor
+from torchq_compat.codes import said
 from torchq_compat.read.qconfig_mappings import QConfigRules, select_for_module
 from torchq_compat.support import metadata
-from torchq_compat.support.codes import said
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.metadata import CUSTOM
 from torchq_compat.support.process_state import alone, is_exporting

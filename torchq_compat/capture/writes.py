@@ -244,12 +244,7 @@ def _inverse(dims: Sequence[int]) -> list[int]:
 def _without_form(view: Node) -> CaptureError:
     line = user_line_of(view)
     where = f" at {line}" if line else ""
-    return CaptureError(
-        f"the model writes into a view of an intermediate value, made by {view.target}{where}: "
-        "quantized, it would write into a copy.",
-        hint="write into a clone and use that: `part = value.unfold(...).clone()`, or write into the value "
-        "itself by indices. The model was not changed.",
-    )
+    return CaptureError.of("TQ920.write_into_view", view=view.target, where=where)
 
 
 # Makes in-place ops on intermediate values out of place; ``x += y`` becomes ``x + y``, as FX traced it.

@@ -116,20 +116,11 @@ def _batch(batch: Any) -> Batch:
 
 def bad_data(name: str, problem: str) -> ScriptError:
     """Return the error of data that are no batches of the float model."""
-    return ScriptError(
-        f"{name} {problem}.",
-        hint="give a list of batches, each a tuple of the model's positional arguments (or one tensor).",
-        code="TQ973",
-    )
+    return ScriptError.of("TQ973.data", name=name, problem=problem)
 
 
 def _not_a_case(what: str, problem: str) -> ScriptError:
-    return ScriptError(
-        f"{what} is no case: {problem}.",
-        hint="a case has model, qconfig_mapping, example_inputs and calibration_data, as a dict or any "
-        "object with these attributes; the other arguments of torchq_compat.compare may be given.",
-        code="TQ973",
-    )
+    return ScriptError.of("TQ973.not_a_case", what=what, problem=problem)
 
 
 # Record what a legacy script quantizes as it runs: its models, configurations and calibration batches.
@@ -206,11 +197,7 @@ class ScriptRecorder:
         """
         converted = [recording for recording in self._recordings if recording.is_converted]
         if not converted:
-            raise ScriptError(
-                f"{script} ended without preparing and converting a model with prepare_fx and convert_fx.",
-                hint="name the script that quantizes, or write a function that returns the case.",
-                code="TQ973",
-            )
+            raise ScriptError.of("TQ973.no_case", script=script)
         return tuple(_case(recording) for recording in converted)
 
     def _wrap_redirected(self, function: Function, original: Function) -> Function:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from torchq_compat.codes import CODES, DIFFERENCES
 from torchq_compat.comparison.results import (
     Capture,
     Finding,
@@ -16,8 +17,7 @@ from torchq_compat.comparison.results import (
     Status,
     Verdict,
 )
-from torchq_compat.port.constructs import CODES_PAGE, GUIDE
-from torchq_compat.support.codes import DIFFERENCES
+from torchq_compat.port.constructs import GUIDE, GUIDE_PAGES
 
 # Explain why the two sides differ, based on measured values only.
 
@@ -55,7 +55,10 @@ def find_causes(capture: Capture) -> tuple[Finding, ...]:
     explained = {finding.where for finding in of_points}
     if capture.fx.outcome is FxOutcome.RAN:
         for place in (item for item in capture.unlike_fx if item.path not in explained):
-            what, link = f"{place.kind} has other numbers in FX", f"{CODES_PAGE}#{place.code.lower()}"
+            what, link = (
+                f"{place.kind} has other numbers in FX",
+                f"{GUIDE_PAGES}/{CODES[place.code].page}#{place.code.lower()}",
+            )
             findings.append(Finding(place.path, what, place.why, link, place.code))
     return (*findings, *of_points, *(() if of_points else _of_outputs(capture)))
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from torchq_compat.codes import error_line
 from torchq_compat.comparison.cases import Case, bad_data
 from torchq_compat.comparison.causes import judge
 from torchq_compat.comparison.measures import PlaceMeasures, milliseconds, state_bytes
@@ -59,11 +60,7 @@ def capture(case: Case, fx: FxSetting) -> Capture:
             except _FxFailedError as error:
                 theirs, fx_run = None, FxRun(FxOutcome.RAISED, error.what)
         if fx is True and theirs is None:
-            raise ScriptError(
-                f"FX cannot run this model: {fx_run.error}",
-                hint='leave fx at "auto" to compare with the float model alone.',
-                code="TQ972",
-            )
+            raise ScriptError.of("TQ972.fx_fails", error=fx_run.error)
         if theirs is None:
             measured = _measure(case, ours, None)
         begin("measure time")
@@ -87,19 +84,17 @@ class _FxFailedError(Exception):
     """FX's converted model does not run."""
 
     def __init__(self, cause: BaseException) -> None:
-        from torchq_compat.comparison.fx_side import first_line
-
-        self.what = first_line(cause)
+        self.what = error_line(cause)
         super().__init__(self.what)
 
 
 def _quantize_by_fx(case: Case, places: Mapping[Key, Place]) -> tuple[QuantizedModel | None, FxRun]:
-    from torchq_compat.comparison.fx_side import first_line, quantize_by_fx
+    from torchq_compat.comparison.fx_side import quantize_by_fx
 
     try:
         theirs = quantize_by_fx(case, places)
     except Exception as cause:
-        return None, FxRun(FxOutcome.RAISED, first_line(cause))
+        return None, FxRun(FxOutcome.RAISED, error_line(cause))
     return theirs, FxRun(FxOutcome.RAN, lowering_error=theirs.deployed_error)
 
 

@@ -124,12 +124,7 @@ def _read_target(args: argparse.Namespace) -> Target:
     is_function = bool(FUNCTION.fullmatch(args.target)) and not Path(args.target).exists()
     if not is_function:
         if ":" in args.target and not Path(args.target).exists():
-            raise ScriptError(
-                f"{args.target!r} is neither a script nor module:function.",
-                hint="give the path of a script, or a function that returns the case, as in "
-                "mymodels.cases:tagger.",
-                code="TQ973",
-            )
+            raise ScriptError.of("TQ973.target", target=args.target)
         check_script(args.target)
         tell_misplaced_options(args.target, args.args, OPTIONS)
     return Target(args.target, is_function, tuple(args.args), args.fx, args.trained_qparams)
@@ -146,11 +141,7 @@ def _compared(target: Target, timeout: float | None) -> tuple[ComparedModel, ...
         command = [sys.executable, "-P", "-c", START_CHILD, PACKAGE_PARENT, target.to_json(), str(result)]
         code = _run(command, target, timeout)
         if not result.exists():
-            raise ScriptError(
-                f"the process that compared {target.name} ended with code {code} and no result.",
-                hint="its own output is above; a negative code is the signal that ended it.",
-                code="TQ973",
-            )
+            raise ScriptError.of("TQ973.ended", target=target.name, code=code)
         outcome = pickle.loads(result.read_bytes())
     if isinstance(outcome, TorchQCompatError):
         raise outcome
@@ -165,11 +156,7 @@ def _run(command: list[str], target: Target, timeout: float | None) -> int:
     try:
         return child.wait(timeout)
     except subprocess.TimeoutExpired as expired:
-        raise ScriptError(
-            f"{target.name} did not end within {expired.timeout:g} seconds and was stopped.",
-            hint="give --timeout more seconds, or less to do: fewer calibration batches, shorter sequences.",
-            code="TQ973",
-        ) from None
+        raise ScriptError.of("TQ973.timeout", target=target.name, seconds=expired.timeout) from None
     finally:
         if child.poll() is None:
             _stop(child)

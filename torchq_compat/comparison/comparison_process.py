@@ -69,27 +69,15 @@ def case_of_function(target: Target) -> tuple[Case, ...]:
     try:
         result: object = importlib.import_module(module_name)
     except Exception as cause:
-        raise ScriptError(
-            f"the module {module_name!r} cannot be imported: {type(cause).__name__}: {cause}",
-            hint="run the command where 'import' finds it: the current directory is searched first.",
-            code="TQ973",
-        ) from cause
+        raise ScriptError.of("TQ973.import", module_name=module_name, cause=cause) from cause
     for part in name.split("."):
         result = getattr(result, part, None)
     if not callable(result):
-        raise ScriptError(
-            f"the module {module_name!r} has no function {name!r}.",
-            hint="check the name behind the colon.",
-            code="TQ973",
-        )
+        raise ScriptError.of("TQ973.no_function", module_name=module_name, name=name)
     try:
         value = result()
     except Exception as cause:
-        raise ScriptError(
-            f"{target.name}() raised {type(cause).__name__}: {cause}",
-            hint="call it by itself; it takes no arguments and returns the case.",
-            code="TQ973",
-        ) from cause
+        raise ScriptError.of("TQ973.raised", target=target.name, cause=cause) from cause
     case = read_case(f"what {target.name}() returned", value)
     if case.observer_qparams is None:
         case = replace(case, observer_qparams=not target.trained_qparams)
@@ -131,8 +119,4 @@ def _execute(target: Target) -> object:
 
 
 def _script_failed(script: str, ending: str) -> ScriptError:
-    return ScriptError(
-        f"{script} {ending}, so there is nothing to compare.",
-        hint="its own output is above; make it run with 'torchq-compat run' first.",
-        code="TQ973",
-    )
+    return ScriptError.of("TQ973.script_failed", script=script, ending=ending)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.overrides import TorchFunctionMode
 
+from torchq_compat.codes import error_line
 from torchq_compat.comparison import sides
 from torchq_compat.comparison.cases import Case
 from torchq_compat.comparison.our_side import Place
@@ -321,12 +322,8 @@ def _deployed(
         with torch.no_grad():
             deployed(*case.example_inputs)
     except Exception as cause:
-        return None, first_line(cause)
+        return None, error_line(cause)
     return deployed, ""
-
-
-def first_line(cause: BaseException) -> str:
-    return f"{type(cause).__name__}: {(str(cause).strip() or 'no message').splitlines()[0]}"
 
 
 def _custom_configs(

@@ -242,11 +242,7 @@ def check_page(path: Path) -> None:
     """Raise a ScriptError, before a long run, if a page could not be written to ``path``."""
     for package in PACKAGES:
         if importlib.util.find_spec(package) is None:
-            raise ScriptError(
-                f"the HTML page needs {package}, which is not installed.",
-                hint=f"{install_extra('report')}; the table and --json need nothing more.",
-                code="TQ974",
-            )
+            raise ScriptError.of("TQ974.page_package", package=package, install=install_extra("report"))
     if path.is_dir():
         raise _no_place(str(path), "it is a directory")
     if not path.absolute().parent.is_dir():
@@ -358,11 +354,7 @@ def _alike(points: Iterable[Point]) -> Iterable[list[Point]]:
 
 
 def _no_place(path: str, problem: str) -> ScriptError:
-    return ScriptError(
-        f"the page cannot be written to {path!r}: {problem}.",
-        hint="name a file in a folder there is.",
-        code="TQ974",
-    )
+    return ScriptError.of("TQ974.page_path", path=path, problem=problem)
 
 
 def _made_by() -> dict[str, str]:

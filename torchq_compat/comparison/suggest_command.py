@@ -56,11 +56,7 @@ def suggest_command(args: argparse.Namespace) -> int:
         TorchQCompatError: the model cannot be quantized.
     """
     if ":" not in args.target:
-        raise ScriptError(
-            f"{args.target!r} is not of the form module:function.",
-            hint="name a function that returns the case, as in mymodels.cases:tagger.",
-            code="TQ973",
-        )
+        raise ScriptError.of("TQ973.function_target", target=args.target)
     from torchq_compat.comparison.comparison_process import case_of_function
 
     with import_noise_held_back():

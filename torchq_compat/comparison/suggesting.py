@@ -133,9 +133,7 @@ def suggest(
         True
     """
     if n < 1:
-        raise errors.ArgumentError(
-            f"suggest: n must be at least 1, got {n}.", hint="give n=3, or leave it out: 3 is the default."
-        )
+        raise errors.ArgumentError.of("TQ903.n", n=n)
     mapping = (
         torch_ao.QConfigMapping.from_dict(qconfig_mapping)
         if isinstance(qconfig_mapping, dict)
@@ -183,21 +181,13 @@ def _measured_in_16_bits(trial: _Trial, chosen: tuple[str, ...]) -> float:
 
 def _check_batches(model: nn.Module, batches: list[Batch]) -> None:
     if not batches:
-        raise errors.InputError(
-            "suggest: there are no batches to measure on.",
-            hint="give calibration_data, or evaluation_data, as a list of batches.",
-        )
+        raise errors.InputError.of("TQ901.no_batches")
     for index, batch in enumerate(batches):
         try:
             with torch.no_grad():
                 model(*batch)
         except Exception as cause:
-            first_line = str(cause).strip().split("\n", 1)[0]
-            raise errors.InputError(
-                f"suggest: the model does not take batch {index} of evaluation_data: "
-                f"{type(cause).__name__}: {first_line}",
-                hint="give batches as calibration_data has them: tuples of the model's positional arguments.",
-            ) from cause
+            raise errors.InputError.of("TQ901.batch_does_not_fit", index=index, cause=cause) from cause
 
 
 @dataclass(frozen=True)

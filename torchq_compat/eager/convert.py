@@ -78,11 +78,7 @@ def tell_of_observers(model: nn.Module, settings: ConvertSettings) -> None:
             own = observer_fault(observer)
             faults.setdefault(own, []).append(path)
     if not_finite := faults.get(ObserverFault.NOT_FINITE):
-        raise ConvertError(
-            f"observers have seen NaN or infinity: {', '.join(not_finite[:5])}.",
-            hint="find the batch with torch.isfinite, prepare again, and calibrate without it.",
-            code="TQ905",
-        )
+        raise ConvertError.of("TQ905.not_finite", observers=", ".join(not_finite[:5]))
     unseen = faults.get(ObserverFault.UNSEEN, [])
     if all(isinstance(model.get_submodule(path), FloatFunctional) for path in unseen):
         settings.without_data = frozenset(unseen)
@@ -189,11 +185,7 @@ def _made_by(target: Any, module: nn.Module, settings: ConvertSettings, path: st
     """Return the module that ``target``, a class of the mapping, stands for."""
     if not str(getattr(target, "__module__", "")).startswith(LEGACY_QUANTIZED):
         if not hasattr(target, "from_float"):
-            raise ConvertError(
-                f"the mapping gives {target!r} for {path!r}, which has no from_float.",
-                hint="give classes of modules with a classmethod from_float(cls, module).",
-                code="TQ905",
-            )
+            raise ConvertError.of("TQ905.no_from_float", target=target, path=path)
         result: nn.Module = target.from_float(module)
         return result
     name = target.__name__
@@ -202,22 +194,14 @@ def _made_by(target: Any, module: nn.Module, settings: ConvertSettings, path: st
         return module
     cls = qdq_modules.CLASSES.get(name)
     if cls is None or ".dynamic" in target.__module__:
-        raise ConvertError(
-            f"the mapping gives {target.__module__}.{name} for {path!r}, which has no counterpart here.",
-            hint="leave it out of the mapping; quantize_dynamic does the dynamic ones.",
-            code="TQ905",
-        )
+        raise ConvertError.of("TQ905.no_counterpart", module=target.__module__, name=name, path=path)
     if issubclass(cls, qdq_modules.DeQuantize):
         return cls()
     if issubclass(cls, (qdq_modules.Embedding, qdq_modules.EmbeddingBag)):
         return _table(cls, module, settings, path)
     observer = getattr(module, OBSERVER, None)
     if observer is None:
-        raise ConvertError(
-            f"{path!r} has a qconfig and no observer, so its range is not known.",
-            hint="call prepare first, and convert what it returns, once it has seen calibration data.",
-            code="TQ905",
-        )
+        raise ConvertError.of("TQ905.no_observer", path=path)
     output = qdq_modules.observed_qparams(observer, path)
     if issubclass(cls, qdq_modules.Weighted):
         result = _weighted(cls, module, settings, path)
@@ -260,11 +244,7 @@ def _weighted(
         with torch.no_grad():
             observer.to(weight.device)(weight)
     if plain_dtype(observer.dtype) is not torch.int8:
-        raise ConvertError(
-            f"the weight observer of {path!r} is of {observer.dtype}.",
-            hint="give its qconfig a weight of qint8, or set the qconfig to None to leave it float.",
-            code="TQ905",
-        )
+        raise ConvertError.of("TQ905.weight_dtype", path=path, dtype=observer.dtype)
     result = cls()
     result.take(source, weight, observer)
     result.register_buffer("float_bias", None if bias is None else bias.detach().clone(), persistent=False)
@@ -297,11 +277,7 @@ def _table(cls: Any, module: Any, settings: ConvertSettings, path: str) -> nn.Mo
     trained = getattr(module, "weight_fake_quant", None)
     observer = module.qconfig.weight() if trained is None else trained
     if observer.qscheme is not torch.per_channel_affine_float_qparams:
-        raise ConvertError(
-            f"the qconfig of the embedding {path!r} has weights of {observer.qscheme}.",
-            hint="give embeddings float_qparams_weight_only_qconfig, or None to leave them float.",
-            code="TQ905",
-        )
+        raise ConvertError.of("TQ905.embedding_scheme", path=path, qscheme=observer.qscheme)
     if not settings.as_trained or trained is None:
         with torch.no_grad():
             observer(module.weight)

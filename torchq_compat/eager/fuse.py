@@ -16,6 +16,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node, Tracer
 
 from torchq_compat.capture.origins import is_fx_leaf
+from torchq_compat.codes import error_line
 from torchq_compat.errors import ConfigError, InputError
 from torchq_compat.read.backend_configs import BackendTable, Pattern
 from torchq_compat.support.graph_nodes import copied_model
@@ -78,7 +79,7 @@ def fuse(model: nn.Module, preserved: Iterable[str], backend: BackendTable | Non
     try:
         graph = _ModuleTracer().trace(working)
     except Exception as cause:
-        reason = f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}"
+        reason = error_line(cause)
         warn_user("TQ317", model=type(model).__name__, cause=reason)
         return model
     fused = GraphModule(working, graph, type(model).__name__)
@@ -155,10 +156,7 @@ def _fuse_chain(fused: GraphModule, chain: list[Node], fusion: _Fusion) -> None:
     norms = [module for module in modules if isinstance(module, BATCH_NORMS)]
     is_folded = not isinstance(modules[0], BATCH_NORMS)
     if is_folded and any(module.training for module in norms):
-        raise InputError(
-            f"fuse_fx cannot fold the batch norm at {str(chain[1].target)!r}, which is in training mode.",
-            hint="call model.eval() first; prepare_qat_fx trains convolution and batch norm as one.",
-        )
+        raise InputError.of("TQ901.training_batch_norm", path=str(chain[1].target))
     for module in modules:
         if isinstance(module, nn.Module):
             module.training = modules[0].training
@@ -181,10 +179,7 @@ def _made_by(fusion: _Fusion, modules: list[Any], path: str) -> nn.Module:
         result = fusion.fuse(False, *modules)
     except Exception as cause:  # The fuser method may be the user's own.
         name = getattr(fusion.fuse, "__name__", repr(fusion.fuse))
-        raise ConfigError(
-            f"backend_config: the fuser method {name} fails at {path!r}: {type(cause).__name__}: {cause}",
-            hint="it is called with is_qat and the modules of its pattern in the order they run.",
-        ) from cause
+        raise ConfigError.of("TQ910.fuser_method", name=name, path=path, cause=cause) from cause
     if not isinstance(result, nn.Module):
         raise ConfigError.wrong_type("backend_config: the result of a fuser method", "an nn.Module", result)
     return result

@@ -273,11 +273,7 @@ class ConvertedEager(nn.Module):
         """Return the model lowered for inputs like those of its last call; torch.jit calls this."""
         called_with = vars(self).get(CALLED_WITH)
         if called_with is None or None in called_with:
-            raise ExportError(
-                f"torch.jit.script: {type(self).__name__} was not called with tensors yet, and has no graph.",
-                hint="call the prepared or the converted model once, with tensors as positional arguments; "
-                "or script what quantize_eager.lower(model, example_inputs) returns.",
-            )
+            raise ExportError.of("TQ930.script_before_call", kind=type(self).__name__)
         with draws_kept():
             inputs = [torch.rand(shape).to(dtype) for shape, dtype in called_with]
             return lower_to_script(self, tuple(inputs))

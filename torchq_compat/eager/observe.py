@@ -77,11 +77,7 @@ def set_qconfigs(model: nn.Module, spec: ModuleSpec, left_out: Collection[Any] =
     qconfigs = dict(propagated_qconfigs(model, spec, None, ""))
     for path, qconfig in qconfigs.items():
         if qconfig is not None and not isinstance(qconfig, torch_ao.QConfig):
-            raise ConfigError(
-                f"the qconfig of {path or 'the model'!r} is a {type(qconfig).__name__}.",
-                hint="set a QConfig, such as get_default_qconfig('x86'), or None.",
-                code="TQ905",
-            )
+            raise ConfigError.of("TQ905.qconfig_type", path=path or "the model", qconfig=qconfig)
     inside: tuple[str, ...] = ()
     for path, module in model.named_modules():
         if path and (path.rpartition(".")[2] in left_out or type(module) in left_out):
@@ -195,10 +191,8 @@ def _observed_custom(
             return observed
     result = observed_class.from_float(module)  # type: ignore[attr-defined]
     if not isinstance(result, nn.Module):
-        raise ConfigError(
-            f"{observed_class.__name__}.from_float returned a {type(result).__name__} at {path!r}.",
-            hint="return the observed module.",
-            code="TQ905",
+        raise ConfigError.of(
+            "TQ905.observed_class", observed_class=observed_class.__name__, result=result, path=path
         )
     if handler_of(result) is None:
         _insert(result, device)

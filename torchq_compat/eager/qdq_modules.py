@@ -48,18 +48,10 @@ def observed_qparams(observer: Any, place: str) -> PerTensorQParams:
     """
     dtype = plain_dtype(observer.dtype)
     if not is_integer(dtype):
-        raise ConvertError(
-            f"the activation observer of {place!r} is of {observer.dtype}, which has no integers.",
-            hint="give its qconfig an activation of quint8, or None to leave the module float.",
-            code="TQ905",
-        )
+        raise ConvertError.of("TQ905.no_integers", place=place, dtype=observer.dtype)
     scale, zero_point = observed(observer)
     if scale.numel() != 1 or not bool(scale.isfinite().all()):
-        raise ConvertError(
-            f"the activation observer of {place!r} has no finite scale for the whole tensor.",
-            hint="activations are quantized per tensor; if it has seen NaN or infinity, find the batch.",
-            code="TQ905",
-        )
+        raise ConvertError.of("TQ905.no_scale", place=place)
     return PerTensorQParams(float(scale), int(zero_point), *dtype_range(dtype), dtype)
 
 

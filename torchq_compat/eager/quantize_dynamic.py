@@ -62,26 +62,17 @@ def read_spec(spec: Any, dtype: Any) -> ModuleSpec:
     if isinstance(spec, Mapping):
         for key, qconfig in spec.items():
             if not isinstance(key, (str, type)) or not isinstance(qconfig, QConfig | None):
-                raise ConfigError(
-                    f"qconfig_spec: {shown(key)} -> {shown(qconfig)} is no entry.",
-                    hint="map types of modules, or their paths, to a QConfig or None.",
-                )
+                raise ConfigError.of("TQ910.spec_entry", key=shown(key), qconfig=shown(qconfig))
         return dict(spec)
     if dtype not in QCONFIGS:
-        raise ConfigError(
-            f"quantize_dynamic: dtype {dtype} has no default QConfig.",
-            hint="give torch.qint8, torch.float16, torch.quint8 or torch.quint4x2, or a dict of QConfigs.",
-        )
+        raise ConfigError.of("TQ910.dynamic_dtype", dtype=dtype)
     if spec is None:
         return dict.fromkeys(DEFAULT_TYPES[dtype], QCONFIGS[dtype])
     if isinstance(spec, (set, frozenset, list, tuple)) and all(
         isinstance(item, (str, type)) for item in spec
     ):
         return dict.fromkeys(spec, QCONFIGS[dtype])
-    raise ConfigError(
-        f"qconfig_spec must be a set of types and paths or a dict of QConfigs, got {shown(spec)}.",
-        hint="write {torch.nn.LSTM, torch.nn.Linear}.",
-    )
+    raise ConfigError.of("TQ910.spec_type", spec=shown(spec))
 
 
 def qconfigs_by_path(model: nn.Module, spec: ModuleSpec, *, is_given: bool) -> dict[str, QConfig | None]:
@@ -225,10 +216,7 @@ def quantize_dynamic(
         torch.qint8
     """
     if record_of(model) is not None:
-        raise ConfigError(
-            "quantize_dynamic: the model was prepared or converted by this package already.",
-            hint="give the float model; or give prepare_fx a dynamic QConfig.",
-        )
+        raise ConfigError.of("TQ910.quantized_already")
     spec = read_spec(qconfig_spec, dtype)
     classes: Mapping[Any, Any] = (
         get_default_dynamic_quant_module_mappings() if mapping is None else dict(mapping)
@@ -285,10 +273,7 @@ def _quantized(
         warn_user("TQ412", kind=kind.__name__, path=path, obstacle=obstacle)
         return None
     if not hasattr(quantized_class, "from_float"):
-        raise ConfigError(
-            f"quantize_dynamic: {quantized_class!r} in mapping has no from_float.",
-            hint="give classes of modules with a classmethod from_float(cls, module).",
-        )
+        raise ConfigError.of("TQ910.mapping_class", quantized_class=quantized_class)
     if asks_for_whole_range(qconfig):
         if quantized_class is WholeRangeLinear.__base__:
             quantized_class = WholeRangeLinear

@@ -34,16 +34,6 @@ EPS = "eps"
 #: The attribute of a float module that has the qparams with which its weight was loaded.
 WEIGHT_QPARAMS = "loaded_weight_qparams"
 SHOWN = 6
-FUSED_HERE = (
-    "FX leaves batch norms of this model apart that are folded here (TQ584): prepare it with "
-    "fuse_as_fx=True, and load the state into that model."
-)
-COMPUTED_WEIGHTS = (
-    "after training the weight is computed once here, in QAT at every step; FX's state of a calibrated model "
-    "has what it is computed of, its converted state the weight. Load the former into the float model, and "
-    "the weight that this gives takes its place: state['a.weight'] = model.a.weight.detach(). A converted "
-    "state of QAT is for a model prepared after torch.nn.utils.parametrize.remove_parametrizations."
-)
 
 
 def load_state(
@@ -138,10 +128,7 @@ def translated_state(module: nn.Module, given: Mapping[str, Any], handler: Any) 
     state = FxState.read({f"{at}.{name}": value for name, value in given.items()})
     plan = _Planner(module, state, handler.wanted_of_fx(module, state, at, wanted_by_model)).plan()
     if state.is_converted:
-        raise CheckpointError(
-            "the state is of a converted custom module, and the model is a prepared one.",
-            hint="load it with torchq_compat.checkpoints.load_fx_state(prepared, state).",
-        )
+        raise CheckpointError.of("TQ960.converted_state")
     observers = ((f"{path}.{key}", value) for path, of in plan.observers.items() for key, value in of.items())
     return {**module.state_dict(), **plan.tensors, **dict(observers)}
 
@@ -150,19 +137,11 @@ def _refuse_wrapped(prepared: nn.Module, given: Mapping[str, Any]) -> None:
     """Raise for a checkpoint that contains the state, and for the state of a wrapper such as DataParallel."""
     states = [name for name, value in given.items() if isinstance(value, Mapping) and _has_tensors(value)]
     if states and not _has_tensors(given):
-        raise CheckpointError(
-            f"this is no state dict, but has one under {states[0]!r}.",
-            hint=f"pass checkpoint[{states[0]!r}].",
-        )
+        raise CheckpointError.of("TQ960.nested_state", states=states)
     prefix = next(iter(given), "").partition(".")[0] + "."
     is_ours = any(name.startswith(prefix) for name in prepared.state_dict())
     if given and not is_ours and all(name.startswith(prefix) for name in given):
-        raise CheckpointError(
-            f"the FX state does not fit this model: all its names begin with {prefix!r}, which names nothing "
-            "here.",
-            hint="DataParallel and torch.compile save them so: remove it with torch.nn.modules.utils."
-            f"consume_prefix_in_state_dict_if_present(state_dict, {prefix!r}).",
-        )
+        raise CheckpointError.of("TQ960.prefix", prefix=prefix)
 
 
 def _has_tensors(state: Mapping[Any, Any]) -> bool:
@@ -509,21 +488,21 @@ class _Planner:
     def _refuse_rest(self, lacks_weights: bool) -> None:
         parametrized = _parametrized([*self.missing, *self.state.left()])
         if parametrized:
-            raise _incomplete(f"{parametrized}.", [], COMPUTED_WEIGHTS)
+            raise _incomplete(f"{parametrized}.", [], "TQ960.computed_weights")
         left = self.state.left()
         record = record_of(self.prepared)
         apart = record is not None and any(decision.code == "TQ584" for decision in record.decisions)
-        hint = FUSED_HERE if apart else ""
+        key = "TQ960.folded_here" if apart else "TQ960.does_not_fit"
         if self.missing:
             if self.state.is_lowered and not lacks_weights:
                 why = "FX's lowered ELU, PReLU, Sigmoid and Softmax keep their qparams outside of the state"
                 self.wanted = replace(self.wanted, problems=(*self.wanted.problems, why))
             problems = "".join(f"; {problem}" for problem in self.wanted.problems)
-            raise _incomplete(f"it lacks {_shorten(self.missing)}{problems}.", left, hint)
+            raise _incomplete(f"it lacks {_shorten(self.missing)}{problems}.", left, key)
         if self.wanted.problems:
-            raise _incomplete(f"{'; '.join(self.wanted.problems)}.", left, hint)
+            raise _incomplete(f"{'; '.join(self.wanted.problems)}.", left, key)
         if left:
-            raise _incomplete(f"this model has no place for {_shorten(left)}.", [], hint)
+            raise _incomplete(f"this model has no place for {_shorten(left)}.", [], key)
 
 
 def _next_weight(functional: Iterator[tuple[str, Entry]]) -> tuple[str, Entry] | None:
@@ -674,14 +653,9 @@ def _parametrized(names: Iterable[str]) -> str:
     return f"a parametrization computes a tensor of {_shorten(paths)}, on one side alone" if paths else ""
 
 
-def _incomplete(problem: str, left: list[str], hint: str = "") -> CheckpointError:
+def _incomplete(problem: str, left: list[str], key: str) -> CheckpointError:
     more = f" It has, without a place here, {_shorten(left)}." if left else ""
-    return CheckpointError(
-        f"the FX state does not fit this model: {problem}{more}",
-        hint=hint
-        or "prepare the same float model here with the same configuration that FX had, for training if FX's "
-        "was prepared for it, and load the whole of what state_dict() of FX's model returned.",
-    )
+    return CheckpointError.of(key, problem=problem, more=more)
 
 
 def _shorten(names: list[str]) -> str:

@@ -398,12 +398,7 @@ def _is_in_observer(path: str) -> bool:
 def _unknown_values(names: list[str], state: Mapping[str, Any]) -> CheckpointError:
     result = ", ".join(f"{name} ({shown(state[name])})" for name in names[:5])
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return CheckpointError(
-        f"the FX state has values that cannot be read: {result}{more}.",
-        hint="packed weights of functions and of dynamic modules are objects: load the file in full, with "
-        "torch.load(path, weights_only=False) if you trust its source, in a process that imported torch, "
-        "and give its result.",
-    )
+    return CheckpointError.of("TQ960.unknown_values", result=result, more=more)
 
 
 # Find the entries of a checkpoint file that ``torch.load(weights_only=True)`` does not load.

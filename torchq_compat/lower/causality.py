@@ -124,13 +124,7 @@ def _rank(node: Node) -> int:
 
 
 def _does_not_run(cause: Exception) -> ExportError:
-    first_line = (str(cause).strip().splitlines() or [""])[0]
-    return ExportError(
-        f"streaming: the model does not run on pieces of a few steps: {type(cause).__name__}: {first_line}",
-        hint="a conv or pooling over time needs more steps than one; stream the part of the model in which "
-        "every step is computed from those before it.",
-        code="TQ931",
-    )
+    return ExportError.of("TQ931.does_not_run", cause=cause)
 
 
 # The recurrent calls of a converted graph, and which of them keep their state in a stream.
@@ -174,7 +168,7 @@ def recurrent_calls(trial: TrialCalls) -> list[RecurrentCall]:
         if isinstance(module, RecurrentModule):
             result.append(_read(trial, node, module, path))
     if not any(call.keeps_state for call in result):
-        raise _nothing_to_keep()
+        raise ExportError.of("TQ931.nothing_to_keep")
     return result
 
 
@@ -236,20 +230,7 @@ def _placeholders(waiting: list[Any]) -> Iterator[Node]:
 
 
 def _refused(path: str, reason: str) -> ExportError:
-    return ExportError(
-        f"streaming: the recurrent module at {path!r} cannot run in pieces: {reason}.",
-        hint="stream a model, or the part of one, in which every step is computed from those before it.",
-        code="TQ931",
-    )
-
-
-def _nothing_to_keep() -> ExportError:
-    return ExportError(
-        "streaming: no recurrent module of this model keeps a state: there is none, or each gets its state "
-        "from the caller.",
-        hint="a model that takes and returns its states needs no streaming(): call it with chunks.",
-        code="TQ931",
-    )
+    return ExportError.of("TQ931.recurrent", path=path, reason=reason)
 
 
 # Check that a model computes the same in pieces as for the whole sequence, by running both.
@@ -364,9 +345,4 @@ def _refused_as_not_causal(reason: str, node: Node) -> ExportError:
     where = f" in {path!r}" if path else ""
     at = f" at {line}" if line else ""
     name = path if node.op == "call_module" else str(node.target)
-    return ExportError(
-        f"streaming: {name}{where}{at} gives something else in pieces than for the whole sequence: {reason}.",
-        hint="a conv, pooling, attention, mean or position over time needs all steps; stream the part of the "
-        "model in which every step is computed from those before it.",
-        code="TQ931",
-    )
+    return ExportError.of("TQ931.not_causal", name=name, where=where, at=at, reason=reason)

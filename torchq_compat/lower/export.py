@@ -351,15 +351,9 @@ def _reference(converted: torch.nn.Module) -> ConvertedGraphModule:
         converted if isinstance(converted, ConvertedGraphModule) else getattr(converted, "reference", None)
     )
     if not isinstance(model, ConvertedGraphModule):
-        raise ExportError(
-            f"{type(converted).__name__} is no model that convert_fx or convert_to_reference_fx returned.",
-            hint="prepare_fx, calibrate, convert_fx, then export what convert_fx returns.",
-        )
+        raise ExportError.of("TQ930.not_converted", converted=converted)
     if model.training:
-        raise ExportError(
-            "export: the model is in training mode.",
-            hint="call model.eval() first.",
-        )
+        raise ExportError.of("TQ930.training_mode")
     return model
 
 
@@ -387,11 +381,8 @@ def with_size_rules(model: ConvertedGraphModule, args: tuple[Any, ...]) -> Graph
 def _read_shape(recurrent: str) -> LoopShape:
     shapes = (LoopShape.ROLLED, LoopShape.UNROLLED, LoopShape.OPAQUE)
     if recurrent not in shapes and not isinstance(recurrent, LoopShape):
-        raise ExportError(
-            f"export: recurrent={recurrent!r} is not known.",
-            hint="the shapes of a loop over time are "
-            + ", ".join(repr(str(shape)) for shape in shapes)
-            + ".",
+        raise ExportError.of(
+            "TQ930.recurrent", recurrent=recurrent, shapes=", ".join(repr(str(shape)) for shape in shapes)
         )
     return LoopShape(recurrent)
 
@@ -448,17 +439,6 @@ def _constant(size: Any) -> int | None:
 
 
 def _export_refused(shape: str, dynamic_shapes: object, cause: BaseException) -> ExportError:
-    first_line = str(cause).strip().split("\n", 1)[0]
-    hint = "this is a defect of torchq_compat: report it with the model's code."
-    if dynamic_shapes is not None:
-        hint = "leave dynamic_shapes out: then every size is free that the model leaves free; "
-        hint += (
-            "recurrent='unrolled' fixes the number of steps."
-            if shape == "unrolled"
-            else ("or give bounds that the example_inputs lie in, and free no size that the model fixes.")
-        )
-    return ExportError(
-        f"torch.export refuses the converted model with recurrent={str(shape)!r} and "
-        f"dynamic_shapes={dynamic_shapes}: {type(cause).__name__}: {first_line}",
-        hint=hint,
-    )
+    key = "TQ930.refused_unrolled" if shape == "unrolled" else "TQ930.refused_sizes"
+    key = "TQ930.refused" if dynamic_shapes is None else key
+    return ExportError.of(key, shape=str(shape), dynamic_shapes=dynamic_shapes, cause=cause)

@@ -120,7 +120,7 @@ def streaming(converted: nn.Module) -> StreamingModel:
     """
     reference = getattr(converted, "reference", None)
     if not isinstance(reference, ConvertedGraphModule) or not isinstance(converted, QuantizationGraphModule):
-        raise _not_converted(converted)
+        raise ExportError.of("TQ931.not_converted", module=converted)
     if reference.record.steps:
         raise _has_loops(reference.record.steps)
     trial = TrialCalls(reference, reference.record.signature.sizes)
@@ -135,20 +135,7 @@ def streaming(converted: nn.Module) -> StreamingModel:
 
 def _has_loops(steps: tuple[str, ...]) -> ExportError:
     paths = ", ".join(repr(step.removesuffix(".step")) for step in steps)
-    return ExportError(
-        f"streaming: the model runs a loop over time of its own, at {paths}, which begins anew at each call.",
-        hint="give the model the states of its loop as arguments and results, and feed them back yourself.",
-        code="TQ931",
-    )
-
-
-def _not_converted(module: nn.Module) -> ExportError:
-    return ExportError(
-        f"streaming: {type(module).__name__} is no model that convert_fx or convert_to_reference_fx "
-        "returned.",
-        hint="prepare_fx, calibrate, convert_fx, then streaming(what convert_fx returns).",
-        code="TQ931",
-    )
+    return ExportError.of("TQ931.own_loop", paths=paths)
 
 
 # A streaming model as ``export`` traces it: with its states as buffers.

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from torchq_compat.capture.sizes.input_sizes import Dimension
+from torchq_compat.codes import error_line
 from torchq_compat.errors import CallError, InputError
 from torchq_compat.support.argument_checks import shown
 from torchq_compat.support.dtypes import dtype_name
@@ -23,10 +24,6 @@ from torchq_compat.support.upstream import pytree
 FAILURES = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 #: What helps if ``fully_shard`` was called on a module whose forward the graph does not call.
-SHARDED = (
-    "shard the whole model, fully_shard(prepared), and by itself only a mapped recurrent module: the graph "
-    "reads the weights of other modules without calling them."
-)
 
 
 def explain_failed_call(
@@ -62,15 +59,9 @@ def check_structure(model: GraphModule, args: tuple[Any, ...]) -> None:
     info = getattr(model.graph._codegen, "pytree_info", None)
     count = len(pytree.tree_leaves(args))
     if info is not None and count != info.in_spec.num_leaves:
-        raise CallError(
-            f"the arguments hold {count} values where those of the example held {info.in_spec.num_leaves}.",
-            hint="pass tuples, lists and dicts of the structure of example_inputs, with the same keys.",
-        )
+        raise CallError.of("TQ904.count", count=count, expected=info.in_spec.num_leaves)
     if info is not None and not _has_nesting(structure_of(info.in_spec.child(0)), args):
-        raise CallError(
-            "the arguments are nested in another way than those of the example.",
-            hint="pass tuples, lists and dicts of the structure of example_inputs, with the same keys.",
-        )
+        raise CallError.of("TQ904.nesting")
 
 
 def _has_nesting(structure: Any, args: Any) -> bool:
@@ -179,13 +170,7 @@ def _path_of_reader(node: Node) -> str:
 
 
 def _call_failed(stage: str, place: str, problem: str, cause: BaseException, expected: str) -> CallError:
-    lines = str(cause).strip().splitlines() or [""]
     where = f" at {place}" if place else ""
-    reason = f"{type(cause).__name__}: {lines[0]}"
-    return CallError(
-        f"the call of the {stage} model failed{where}: {f'{problem}; ' if problem else ''}{reason}",
-        hint=SHARDED
-        if "DTensor" in reason
-        else f"it was prepared for ({expected}); compare the arguments in number, structure, shape, dtype "
-        "and device.",
-    )
+    problem = f"{problem}; " if problem else ""
+    key = "TQ904.sharded" if "DTensor" in error_line(cause) else "TQ904.failed"
+    return CallError.of(key, stage=stage, where=where, problem=problem, cause=cause, expected=expected)

@@ -195,7 +195,7 @@ class QuantizationGraphModule(GraphModule):
         record, is_compiled = self.record, is_compiling()
         is_traced = not is_compiled and torch._C._is_tracing()
         if is_traced and torch.onnx.is_in_onnx_export():
-            raise _old_exporter(record.stage.value)
+            raise errors.ExportError.of("TQ933.old_exporter", stage=record.stage.value)
         bound = args
         if is_compiled or is_traced or not record.signature.knows(args, kwargs):
             bound = record.signature.bind(args, kwargs)
@@ -362,11 +362,7 @@ class QuantizationGraphModule(GraphModule):
                 if name in step._modules:
                     return step._modules[name]
             if QPARAMS_OF_FX.fullmatch(name):
-                raise errors.ModuleAttributeError(
-                    f"the model has no {name!r}: qparams have these names in FX's graphs.",
-                    hint="the module at a layer's path is a view with weight(), scale and zero_point; "
-                    "explain(model) has the qparams of every place.",
-                ) from None
+                raise errors.ModuleAttributeError.of("TQ970.fx_qparams", name=name) from None
             if record is None or not record.is_custom_module or name == ROOT:
                 raise
             return getattr(self.get_submodule(ROOT), name)
@@ -377,12 +373,7 @@ class QuantizationGraphModule(GraphModule):
         return type(self).__name__
 
     def __reduce__(self) -> Any:
-        raise errors.CheckpointError(
-            f"a {self.record.stage.value} model cannot be pickled: its graph would lose what it knows "
-            "of the float model.",
-            hint="save model.state_dict() and load it into a model prepared (and converted) the same way; "
-            "to ship a converted model use torch.export.export and torch.export.save.",
-        )
+        raise errors.CheckpointError.of("TQ960.pickled", stage=self.record.stage.value)
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode of dropout and batch norm, in the graph and in every module it calls."""
@@ -559,30 +550,8 @@ def record_of(model: object) -> ModelRecord | None:
 
 def _is_of_fx(names: list[str]) -> errors.CheckpointError:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return errors.CheckpointError(
-        "the state has observers or weights by names that models of torch.ao's FX and eager mode have, and "
-        f"this one has not: {', '.join(names[:3])}{more}.",
-        hint="if FX saved it, load it with torchq_compat.checkpoints.load_fx_state(prepared, state_dict) "
-        "into a "
-        "model prepared here, and convert that; this model was left as it was.",
-    )
-
-
-def _old_exporter(stage: str) -> errors.ExportError:
-    return errors.ExportError(
-        f"torch.onnx.export(..., dynamo=False) cannot write a {stage} model: it traces TorchScript, which "
-        f"has no "
-        "loop of free length and none of the quantize operators.",
-        hint="call torchq_compat.to_onnx(converted, example_inputs, path=...), or torch.onnx.export without "
-        "dynamo=False.",
-        code="TQ933",
-    )
+    return errors.CheckpointError.of("TQ960.fx_names", names=", ".join(names[:3]), more=more)
 
 
 def _observer_failed(place: str, cause: BaseException) -> errors.ConvertError:
-    first_line = str(cause).strip().split("\n", 1)[0]
-    return errors.ConvertError(
-        f"the observer at {place} failed on this batch: {type(cause).__name__}: {first_line}",
-        hint="look for NaN or infinity in the batch with torch.isfinite; earlier batches are kept.",
-        code="TQ951",
-    )
+    return errors.ConvertError.of("TQ951", place=place, cause=cause)

@@ -104,13 +104,7 @@ def _module_of(frame: FrameType) -> str:
 
 def suite_error(function: str) -> ScriptError:
     """Return the error for a ``function`` of the suite that was given a model of this package."""
-    return ScriptError(
-        f"{function} of the Numeric Suite finds nothing in a model of torchq_compat: its graph has no "
-        "modules of torch.ao.",
-        hint="torchq_compat.compare measures every place against the float model, and torchq_compat.suggest "
-        "returns the mapping that leaves the worst places float.",
-        code="TQ972",
-    )
+    return ScriptError.of("TQ972.numeric_suite", function=function)
 
 
 # Keep other engines from preparing, converting or tracing the models of this package.
@@ -181,12 +175,7 @@ def _refuse_to_trace_observers(model: GraphModule, tracer: Tracer) -> None:
     observers = ((n, m) for n, m in model._modules.items() if n.startswith(OBSERVER) and m is not None)
     name, observer = next(observers, ("", None))
     if observer is not None and not tracer.is_leaf_module(observer, name):
-        raise ConvertError(
-            f"torch.fx cannot trace a prepared model: its observers look at values ({name}).",
-            hint="it has a graph already, prepared.graph; trace what convert_fx returns, or give a Tracer "
-            "whose is_leaf_module returns True for observers.",
-            code="TQ961",
-        )
+        raise ConvertError.of("TQ961", name=name)
 
 
 def refuse_torchao_prepare(stage: str) -> None:
@@ -220,7 +209,4 @@ class _Guard:
 
 
 def _other_engine(stage: str) -> ConvertError:
-    return ConvertError(
-        f"this model was {stage} by torchq_compat: torch.ao's and torchao's functions cannot take it on.",
-        hint="import prepare_fx, convert_fx and convert_to_reference_fx from torchq_compat, all of them.",
-    )
+    return ConvertError.of("TQ950.other_engine", stage=stage)

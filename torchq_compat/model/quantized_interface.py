@@ -191,17 +191,11 @@ def _integers(index: int, value: Any, qparams: QParams) -> Tensor:
     if isinstance(value, Tensor) and value.dtype is qparams.dtype:
         return value
     result = str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
-    raise InputError(
-        f"input {index} is one of input_quantized_indexes: it is taken as {qparams.dtype!s}, got {result}.",
-        hint=f"pass a quantized tensor, or converted.input_qparams()[{index}].quantize(x).",
-    )
+    raise InputError.of("TQ901.integer_input", index=index, dtype=qparams.dtype, result=result)
 
 
 def _no_such_index(setting: str, index: object, count: int) -> ConfigError:
-    return ConfigError(
-        f"{setting} has {index!r}, and the model has {count}.",
-        hint=f"indexes are integers from 0 to {count - 1}.",
-    )
+    return ConfigError.of("TQ910.no_such_index", setting=setting, index=index, count=count, last=count - 1)
 
 
 # The values that an op of a prepared or converted graph reads as integers: its weights and inputs.

@@ -110,7 +110,7 @@ def check_state(state: Any, model: nn.Module) -> None:
             the integers do not have, or a shape of more values than it stores.
     """
     if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
-        raise CheckpointError.not_a_state(shown(state))
+        raise CheckpointError.of("TQ960.not_a_state", result=shown(state))
     own, scales, observed = model.state_dict(), set(_scales(model)), set(_observed(model))
     zero_points = dict(_zero_points(model))
     for name, value in state.items():

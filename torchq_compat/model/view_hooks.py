@@ -144,10 +144,7 @@ def _call_pre_hooks(view: nn.Module, given: tuple[QParams | None, ...], *inputs:
     for key, hook in list(view._forward_pre_hooks.items()):
         with_kwargs = key in view._forward_pre_hooks_with_kwargs
         if (hook(view, inputs, {}) if with_kwargs else hook(view, inputs)) is not None:
-            raise ModuleAttributeError(
-                "a forward pre-hook of a view returns other inputs, which the graph cannot take.",
-                hint="return None and read the inputs; change them in the float model, before prepare_fx.",
-            )
+            raise ModuleAttributeError.of("TQ970.pre_hook")
 
 
 def _call_hooks(view: nn.Module, all_qparams: tuple[QParams | None, ...], *values: Any) -> Any:
@@ -214,8 +211,4 @@ def _depends_on_inputs(node: Node) -> bool:
 
 
 def _no_place(path: str, why: str) -> ModuleAttributeError:
-    return ModuleAttributeError(
-        f"a hook at {path!r} cannot be called: the module is a view, and {why}.",
-        hint="torch.fx.Interpreter runs a graph op by op, and its run_node sees every value: give it "
-        "model.reference of a converted model; compare(...) measures each place.",
-    )
+    return ModuleAttributeError.of("TQ970.hook", path=path, why=why)

@@ -160,11 +160,7 @@ class ModuleView(nn.Module):
         return _ANSWERS[name](owner, path) if name in _ANSWERS else MISSING
 
     def _refusal(self, path: str, kind: str, name: str) -> ModuleAttributeError:
-        return ModuleAttributeError(
-            f"{path!r} of the converted model is a view of what was {kind}: it has no {name!r}.",
-            hint="it has the float module's settings, and weight(), scale and zero_point where it "
-            "is quantized; explain(model) has the rest.",
-        )
+        return ModuleAttributeError.of("TQ970.converted_attribute", path=path, kind=kind, name=name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse: the ops of the module are in the graph.
@@ -173,10 +169,7 @@ class ModuleView(nn.Module):
             ModuleAttributeError: always.
         """
         _, path, facts = vars(self)["_view"]
-        raise ModuleAttributeError(
-            f"{path!r} of the converted model is a view of what was {facts.kind}: it cannot be called.",
-            hint="call the whole model; its graph computes what the module computed.",
-        )
+        raise ModuleAttributeError.of("TQ970.converted_call", path=path, kind=facts.kind)
 
     def register_forward_hook(self, hook: Any, **kwargs: Any) -> RemovableHandle:
         """Register a forward hook as ``nn.Module`` does; the graph calls it at the module's ops.
@@ -209,11 +202,7 @@ class ModuleView(nn.Module):
             ModuleAttributeError: always.
         """
         _, path, facts = vars(self)["_view"]
-        raise ModuleAttributeError(
-            f"a backward hook at {path!r} would never be called: it is a view of what was {facts.kind}, "
-            "whose ops are in the graph of the model.",
-            hint="a forward hook there is called, and may call register_hook of the result it is given.",
-        )
+        raise ModuleAttributeError.of("TQ970.backward_hook", path=path, kind=facts.kind)
 
     register_full_backward_hook = _refuse_hook
     register_full_backward_pre_hook = _refuse_hook
@@ -462,10 +451,7 @@ class PreparedView(ModuleView):
             ModuleAttributeError: always.
         """
         _, path, facts = vars(self)["_view"]
-        raise ModuleAttributeError(
-            f"{path!r} of the prepared model is a view of what was {facts.kind}: it cannot be called.",
-            hint="call the whole model; its graph computes what the module computed.",
-        )
+        raise ModuleAttributeError.of("TQ970.prepared_call", path=path, kind=facts.kind)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Put a fake-quantize at ``weight_fake_quant`` where the graph calls that of the weight, as FX's QAT
@@ -485,11 +471,7 @@ class PreparedView(ModuleView):
         return _weight_fake_quantize(owner, path) if name == FAKE_QUANTIZE else MISSING
 
     def _refusal(self, path: str, kind: str, name: str) -> ModuleAttributeError:
-        return ModuleAttributeError(
-            f"{path!r} of the prepared model is a view of what was {kind}: it has no {name!r}.",
-            hint="it has the float module's settings and parameters, and weight_fake_quant where its weight "
-            "is fake-quantized; explain(model) has the rest.",
-        )
+        return ModuleAttributeError.of("TQ970.prepared_attribute", path=path, kind=kind, name=name)
 
 
 @cache

@@ -397,10 +397,7 @@ class ObservedMultiheadAttention(AttentionModule, quantizable.MultiheadAttention
         """
         qconfig = getattr(other, "qconfig", None)
         if qconfig is None:
-            raise CustomModuleError(
-                f"the float {type(other).__name__} has no qconfig.",
-                hint="prepare_fx sets it before it calls from_float; on your own, set its qconfig first.",
-            )
+            raise CustomModuleError.of("TQ940.no_qconfig", other=other)
         return cls.observe(other, PartSpecs(OpSpecs(qconfig)))
 
 
@@ -418,7 +415,7 @@ class ConvertedMultiheadAttention(AttentionModule, quantized.MultiheadAttention)
             CustomModuleError: ``other`` was not observed by this package.
         """
         if not isinstance(other, ObservedMultiheadAttention):
-            raise CustomModuleError.not_observed_here(type(other).__name__)
+            raise CustomModuleError.of("TQ940.not_observed_here", result=other)
         graphs = [
             ConvertedPartGraphModule.wrap(convert_parts(copy.deepcopy(graph))) for _, graph in other.graphs()
         ]
@@ -486,7 +483,7 @@ class AttentionHandler(parts_handler.PartOwnerHandler):
             lambda: ObservedMultiheadAttention.observe(attention, PartSpecs(request.specs)),
         )
         if not isinstance(observed, ObservedMultiheadAttention):
-            raise CustomModuleError.not_observed_here(type(observed).__name__)
+            raise CustomModuleError.of("TQ940.not_observed_here", result=observed)
         observed.module_path = request.path
         return observed
 
@@ -513,7 +510,7 @@ class AttentionHandler(parts_handler.PartOwnerHandler):
             lambda: ConvertedMultiheadAttention.from_observed(request.observed),
         )
         if not isinstance(result, ConvertedMultiheadAttention):
-            raise CustomModuleError.not_observed_here(type(result).__name__)
+            raise CustomModuleError.of("TQ940.not_observed_here", result=result)
         return result
 
     def wanted_of_fx(

@@ -258,12 +258,12 @@ def check_part_dtypes(parts: Sequence[Part], specs: PartSpecs, backend: BackendT
         }
         dtype = specs.output_constructor(part).settings.dtype
         if is_integer(dtype) and dtype not in allowed:
-            raise ConfigError(
-                f"part {part.name!r} is observed as {dtype_name(dtype)}, which the backend config does not "
-                f"allow for {pattern.__name__}.",
-                hint=f"it allows {', '.join(sorted(map(dtype_name, allowed))) or 'nothing'}; add a "
-                f"DTypeConfig for {pattern.__name__}, or choose another dtype for the part.",
-                code="TQ911",
+            raise ConfigError.of(
+                "TQ911.part_dtype",
+                part=part.name,
+                dtype=dtype_name(dtype),
+                pattern=pattern.__name__,
+                allowed=", ".join(sorted(map(dtype_name, allowed))) or "nothing",
             )
 
 

@@ -128,11 +128,7 @@ class StandaloneHandler(registry.CustomModuleHandler):
         assert request.prepare_inside is not None
         assert request.standalone is not None
         if not request.standalone.example_inputs:
-            raise ConfigError(
-                f"the standalone module {request.path!r} has no example_inputs.",
-                hint="give the arguments the module itself is called with, as FX wants them, to "
-                "set_standalone_module_name or set_standalone_module_class.",
-            )
+            raise ConfigError.of("TQ910.standalone_without_example", path=request.path)
         prepared = request.prepare_inside(request)
         assert isinstance(prepared, QuantizationGraphModule)
         wrapped = PreparedStandalone.wrap(prepared, prepared.record, preserved_of(prepared))

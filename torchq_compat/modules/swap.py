@@ -14,6 +14,7 @@ from torch import nn
 
 from torchq_compat.capture.opaque_stub import StubRegistry
 from torchq_compat.capture.origins import computes_like, is_fx_leaf
+from torchq_compat.codes import said
 from torchq_compat.model.graph_module import record_of
 from torchq_compat.modules.registry import CustomModuleHandler, ObserveRequest, handlers
 from torchq_compat.modules.user_shapes import is_users_own
@@ -21,7 +22,6 @@ from torchq_compat.read.backend_configs import BackendTable
 from torchq_compat.read.custom_configs import PrepareSettings, StandaloneSettings
 from torchq_compat.read.qconfig_mappings import QConfigRules, Selection, select_for_module
 from torchq_compat.read.qspecs import OpSpecs
-from torchq_compat.support.codes import said
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.torch_ao import NoopObserver, QConfig, QuantType
 

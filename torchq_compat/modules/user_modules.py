@@ -73,19 +73,16 @@ def check_keys(settings: Any, labels: Iterable[str], path: str, setting: str) ->
         CustomModuleError: if they are not; names the key and the labels.
     """
     if not isinstance(settings, Mapping):
-        raise CustomModuleError(
-            f"{setting} of the module at {path!r} must be a dict, got {type(settings).__name__}.",
-            hint=f'write {setting} = {{"name": choice}}; a choice is None (floats), an integer dtype, or '
-            "an observer constructor.",
-            code="TQ942",
-        )
+        raise CustomModuleError.of("TQ942.settings_type", setting=setting, path=path, settings=settings)
     known = sorted(set(labels))
     for key in map(str, settings):
         if not any(label == key or label.startswith(f"{key}.") for label in known):
-            raise CustomModuleError(
-                f"{setting} of the module at {path!r} names {key!r}, which its calls do not have.",
-                hint="they have " + (", ".join(repr(k) for k in known) or "none") + ".",
-                code="TQ942",
+            raise CustomModuleError.of(
+                "TQ942.unknown_input",
+                setting=setting,
+                path=path,
+                key=key,
+                known=", ".join(repr(k) for k in known) or "none",
             )
 
 
@@ -97,11 +94,7 @@ def _spec(value: Any, specs: OpSpecs, named: str) -> QuantizationSpec | None:
     if value == specs.activation_dtype:
         return specs.activation
     if not is_integer(value):
-        raise CustomModuleError(
-            f"{named} is {dtype_name(value)}, which is no integer dtype.",
-            hint="None leaves a tensor in floats.",
-            code="TQ942",
-        )
+        raise CustomModuleError.of("TQ942.no_integer_dtype", named=named, dtype=dtype_name(value))
     low, high = dtype_range(value)
     if specs.activation_constructor.settings.is_fake_quantize:
         kind: Any = torch_ao.FakeQuantize.with_args(observer=torch_ao.MovingAverageMinMaxObserver)  # type: ignore[no-untyped-call]
@@ -169,12 +162,11 @@ class OpaqueUserModule(OpaqueModule):
         if self.opaque_takes_floats:
             return super().opaque_receive(q, qparams)
         if not _has_legacy_dtype(qparams):
-            raise CustomModuleError(
-                f"an input of {self.opaque_users_class.__qualname__} at {self.opaque_path!r} is "
-                f"{dtype_name(qparams.dtype)}, which torch.ao's quantized tensors cannot "
-                "hold.",
-                hint="set takes_floats = True on the quantized class: it then gets floats.",
-                code="TQ942",
+            raise CustomModuleError.of(
+                "TQ942.input_dtype",
+                kind=self.opaque_users_class.__qualname__,
+                path=self.opaque_path,
+                dtype=dtype_name(qparams.dtype),
             )
         return _legacy_tensor(q, qparams)
 
@@ -184,9 +176,14 @@ class OpaqueUserModule(OpaqueModule):
     def opaque_check_results(self, layout: CallLayout, results: Any) -> None:
         result, _ = Structure.take_apart(results)
         if result != layout.outputs:
-            raise CustomModuleError.other_results(
-                self.opaque_path, self.opaque_users_class, _shown(layout.outputs), _shown(result)
-            )
+            raise _other_results(self, self.opaque_path, _shown(layout.outputs), _shown(result))
+
+
+def _other_results(opaque: OpaqueUserModule, path: str, expected: str, result: str) -> CustomModuleError:
+    owner = opaque.opaque_users_class.__qualname__
+    return CustomModuleError.of(
+        "TQ942.other_results", owner=owner, path=path, result=result, expected=expected
+    )
 
 
 class HeldGraphModule(OpaqueUserModule):
@@ -332,7 +329,7 @@ class UserModuleHandler(registry.CustomModuleHandler):
             raise _call_raised(path, opaque.opaque_users_class, cause) from cause
         for required, result in zip(map(_shown_setting, expected), map(_shown_setting, results), strict=True):
             if required != result:
-                raise CustomModuleError.other_results(path, opaque.opaque_users_class, required, result)
+                raise _other_results(opaque, path, required, result)
 
     def convert(self, request: registry.ConvertRequest) -> OpaqueModule:
         opaque, path = request.observed, request.path
@@ -373,10 +370,8 @@ def made_by(owner: type[nn.Module], method: str, module: nn.Module, path: str) -
     except Exception as cause:
         raise _method_raised(path, owner, method, cause) from cause
     if not isinstance(result, nn.Module):
-        raise CustomModuleError(
-            f"{owner.__qualname__}.{method} for the module at {path!r} returned {type(result).__name__}.",
-            hint=f"{method} has to return the nn.Module to use instead.",
-            code="TQ942",
+        raise CustomModuleError.of(
+            "TQ942.result_type", owner=owner.__qualname__, method=method, path=path, result=result
         )
     return result
 
@@ -393,22 +388,16 @@ registry.register(UserModuleHandler())
 
 
 def _call_raised(path: str, owner: type, cause: BaseException) -> CustomModuleError:
-    first_line = str(cause).strip().split("\n", 1)[0]
-    return CustomModuleError(
-        f"{owner.__qualname__} at {path!r} cannot be called as the float module is: "
-        f"{type(cause).__name__}: {first_line}",
-        hint="its forward has to take the arguments of the float module's.",
-        code="TQ942",
-    )
+    return CustomModuleError.of("TQ942.call_raised", owner=owner.__qualname__, path=path, cause=cause)
 
 
 def _method_raised(path: str, owner: type, method: str, cause: BaseException) -> CustomModuleError:
-    first_line = str(cause).strip().split("\n", 1)[0]
-    return CustomModuleError(
-        f"{owner.__qualname__}.{method} failed for the module at {path!r}: "
-        f"{type(cause).__name__}: {first_line}",
-        hint=f"{method} gets the module to replace and has to return the nn.Module to use instead.",
-        code="TQ942",
+    return CustomModuleError.of(
+        "TQ942.method_raised",
+        owner=owner.__qualname__,
+        method=method,
+        path=path,
+        cause=cause,
     )
 
 

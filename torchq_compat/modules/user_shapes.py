@@ -148,21 +148,11 @@ def _size(pair: tuple[int, int], call: _Call, moves: Moves) -> Any:
 
 
 def _shapes_unknown(path: str, cls: type, cause: BaseException) -> CustomModuleError:
-    first_line = str(cause).strip().split("\n", 1)[0]
-    return CustomModuleError(
-        f"the shapes of the results of {cls.__name__} at {path!r} cannot be computed without data: "
-        f"{type(cause).__name__}: {first_line}",
-        hint="register a torchq_compat.custom_modules.UserModuleHandler whose fake_call computes them.",
-        code="TQ942",
-    )
+    return CustomModuleError.of("TQ942.shapes_unknown", kind=cls.__name__, path=path, cause=cause)
 
 
 def _shapes_depend_on_data(path: str, cls: type) -> CustomModuleError:
-    return CustomModuleError(
-        f"the shapes of the results of {cls.__name__} at {path!r} are no sizes of its inputs.",
-        hint="register a torchq_compat.custom_modules.UserModuleHandler whose fake_call computes them.",
-        code="TQ942",
-    )
+    return CustomModuleError.of("TQ942.shapes_depend_on_data", kind=cls.__name__, path=path)
 
 
 # Computes the shapes of a module's results by running it on fake tensors.
@@ -196,12 +186,7 @@ def fake_call_of(module: nn.Module, path: str) -> FakeCall:
             return probe(real, path, args, kwargs)
         for label, tensor, version in zip(input_labels(type(module), inputs), tensors, versions, strict=True):
             if tensor._version != version:
-                raise CustomModuleError(
-                    f"the module at {path!r} changes its input {label} in place; behind a quantized boundary "
-                    "nobody would see the change.",
-                    hint="write the result to a new tensor and return it.",
-                    code="TQ942",
-                )
+                raise CustomModuleError.of("TQ942.changes_input", path=path, label=label)
         return result
 
     return fake

@@ -7,14 +7,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torchq_compat.support.codes import REGISTER
+from torchq_compat.codes import REGISTER
 
 # A construct: one kind of legacy code, its code (TQ...), its replacement, and its section of the guide.
 
 
 GUIDE = "migration/README.md"
-#: The guide's page of the codes that are carried at run time.
-CODES_PAGE = "migration/guide/codes.md"
+GUIDE_PAGES = "migration/guide"
 
 
 class Construct(NamedTuple):

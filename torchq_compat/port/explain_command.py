@@ -11,10 +11,10 @@ import shutil
 import sys
 import textwrap
 
+from torchq_compat.codes import CODES, DIFFERENCES, RANGES, Code
 from torchq_compat.errors import ScriptError
-from torchq_compat.port.constructs import CODES_PAGE, CONSTRUCTS, RETIRED, Construct
+from torchq_compat.port.constructs import CONSTRUCTS, GUIDE_PAGES, RETIRED, Construct
 from torchq_compat.quantize.passes import PASSES
-from torchq_compat.support.codes import CODES, DIFFERENCES, RANGES, Code
 
 EXAMPLES = """\
 examples:
@@ -86,9 +86,7 @@ def explained(code: str, width: int) -> str:
         return "\n\n".join("\n".join(_wrapped(text.replace("`", ""), width)) for text in texts)
     construct = CONSTRUCTS.get(code.upper()) or RETIRED.get(code.upper())
     if construct is None:
-        raise ScriptError(
-            f"there is no code {code!r}.", hint="torchq-compat explain --list has all.", code="TQ982"
-        )
+        raise ScriptError.of("TQ982", code=code)
     lines = [f"{construct.code} {construct.title}", "", *_wrapped(_becomes(construct), width)]
     for index, passage in enumerate(BLOCK.split(construct.guide)):
         if index % 2:
@@ -102,8 +100,6 @@ def explained(code: str, width: int) -> str:
 def _registered(entry: Code, width: int) -> str:
     """Return what the register says of a code at run time, with an example of how to filter it."""
     what = f"{RANGES[entry.code[2]].capitalize()}, {entry.severity}."
-    if entry.text not in ("", "{reason}"):
-        what += f" It says: {entry.text.rstrip('.')}."
     if entry.severity == "error":
         example = f'try: ...\n    except TorchQCompatError as error: assert error.code == "{entry.code}"'
     else:
@@ -112,10 +108,13 @@ def _registered(entry: Code, width: int) -> str:
         f"{entry.code} {entry.title}",
         "",
         *_wrapped(f"{what} {entry.advice}", width),
-        "",
-        f"    {example}",
     ]
-    return "\n".join([*lines, "", f"{CODES_PAGE}#{entry.anchor}, tests/{entry.test}"])
+    for text, hint in entry.texts:
+        lines += ["", *_wrapped(f"It says: {text}", width)]
+        if hint != entry.hint:
+            lines += textwrap.wrap(f"Hint: {hint}", width, initial_indent="    ", subsequent_indent="    ")
+    page = f"{GUIDE_PAGES}/{entry.page}#{entry.anchor}"
+    return "\n".join([*lines, "", f"    {example}", "", f"{page}, tests/{entry.test}"])
 
 
 def _wrapped(text: str, width: int) -> list[str]:

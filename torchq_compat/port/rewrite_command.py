@@ -90,9 +90,7 @@ def rewrite_command(args: argparse.Namespace) -> int:
             print(f"{construct.name:<24}{construct.code}  {construct.summary}")
         return DONE
     if not args.paths:
-        raise ScriptError(
-            "there is no PATH to rewrite.", hint="name files or folders, or use --list.", code="TQ983"
-        )
+        raise ScriptError.of("TQ983")
     scan = scanner.scan_paths(args.paths, process.progress, jobs=args.jobs, seconds=args.timeout)
     problems = list(scan.problems)
     changes = list(_changes(scan, args, problems))

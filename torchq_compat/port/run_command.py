@@ -172,15 +172,11 @@ def check_script(script: str) -> None:
     """Raise a ScriptError unless ``script`` is a file that Python could run."""
     path = Path(script)
     if path.is_dir():
-        raise ScriptError(f"{script!r} is a directory.", hint="name the script in it that you would run.")
+        raise ScriptError.of("TQ980.directory", script=script)
     if not path.exists():
-        raise ScriptError(
-            f"there is no script {script!r}.", hint="the path is relative to the current directory."
-        )
+        raise ScriptError.of("TQ980.absent", script=script)
     if path.suffix not in PYTHON_SUFFIXES and not _compiles(path):
-        raise ScriptError(
-            f"{script!r} is not a Python script.", hint="give the file that you would run with python."
-        )
+        raise ScriptError.of("TQ980.not_python", script=script)
 
 
 def check_explain(path: str) -> None:
@@ -188,9 +184,9 @@ def check_explain(path: str) -> None:
     if not path:
         return
     if os.path.isdir(path):
-        raise ScriptError(f"--explain {path!r} is a directory.", hint="name a file in it.")
+        raise ScriptError.of("TQ980.explain_directory", path=path)
     if not os.path.isdir(os.path.dirname(os.path.abspath(path))):
-        raise ScriptError(f"the directory of --explain {path!r} is not there.", hint="create it first.")
+        raise ScriptError.of("TQ980.explain_folder", path=path)
 
 
 def _compiles(path: Path) -> bool:

@@ -70,19 +70,10 @@ def decide_switched_off(
         was, now = record.select(before), record.select(after)
         if now.qconfig is None and was.qconfig is not None:
             if node.op == "call_module":
-                raise ConfigError.not_supported(
-                    f"convert_fx: qconfig_mapping: None for the custom module at "
-                    f"{record.label!r} ({now.rule})",
-                    "an observed custom module has no float form to go back to",
-                    "set its qconfig to None in the mapping given to prepare_fx.",
-                )
+                raise ConfigError.of("TQ910.custom_module_none", label=record.label, rule=now.rule)
             switched_off[record.label] = now.rule
         elif now.qconfig is not None and not qconfig_mappings.same_qconfig(was.qconfig, now.qconfig):
-            raise ConfigError(
-                f"convert_fx: qconfig_mapping gives {record.label!r} another qconfig than prepare_fx did "
-                f"({now.rule}).",
-                hint="its observers were made for the one of prepare_fx; convert can only switch them off.",
-            )
+            raise ConfigError.of("TQ910.other_qconfig", label=record.label, rule=now.rule)
     return switched_off
 
 
@@ -295,16 +286,9 @@ def _wrap(state: _Converting) -> None:
 def _record_of_prepared(model: GraphModule) -> graph_module.ModelRecord:
     record = graph_module.record_of(model)
     if record is None:
-        raise ConvertError(
-            f"{type(model).__name__} was not made by torchq_compat.prepare_fx or prepare_qat_fx.",
-            hint="call prepared = prepare_fx(model, qconfig_mapping, example_inputs) first and convert "
-            "what it returns.",
-        )
+        raise ConvertError.of("TQ950.not_prepared_here", model=model)
     if record.stage is not graph_module.Stage.PREPARED:
-        raise ConvertError(
-            f"the model is {record.stage.value} already.",
-            hint="convert what prepare_fx returned; a prepared model may be converted any number of times.",
-        )
+        raise ConvertError.of("TQ950.stage", stage=record.stage.value)
     return record
 
 
@@ -319,11 +303,7 @@ def _decide_switched_off(
     if rules is None:
         return {}
     if record.rules is None:
-        raise ConfigError.not_supported(
-            "convert_fx: qconfig_mapping",
-            "the model was prepared with a torchao Quantizer, which has no QConfigs to compare it with",
-            "leave out of the Quantizer what shall stay float.",
-        )
+        raise ConfigError.of("TQ910.quantizer_at_convert")
     qconfig_mappings.check_convert_rules(record.rules, rules)
     return decide_switched_off(prepared, record.rules, rules)
 
@@ -421,19 +401,10 @@ def _check_observers(prepared: GraphModule) -> None:
             faults.extend((f"{path}.{name}", fault) for name, fault in handler.observer_faults(opaque))
     without_qparams = [where for where, fault in faults if fault is observed_graph.ObserverFault.NO_QPARAMS]
     if without_qparams:
-        raise ConvertError(
-            f"these observers compute no scale and zero point: {_shorten(without_qparams)}.",
-            hint="a RecordingObserver, NoopObserver or PlaceholderObserver cannot quantize to integers; "
-            "give the qconfig an observer with a range, like MinMaxObserver.",
-        )
+        raise ConvertError.of("TQ950.no_qparams", observers=_shorten(without_qparams))
     not_finite = [where for where, fault in faults if fault is observed_graph.ObserverFault.NOT_FINITE]
     if not_finite:
-        raise ConvertError(
-            "these observers have seen NaN or infinity, or hold such a state, and have no range: "
-            f"{_shorten(not_finite)}.",
-            hint="find the batch with torch.isfinite, prepare again, or load the state saved before it, "
-            "and calibrate without it.",
-        )
+        raise ConvertError.of("TQ950.not_finite", observers=_shorten(not_finite))
     left_out = observed_graph.observers_without_infinity(prepared)
     if left_out:
         warn_user("TQ406", observers=_shorten(left_out))

@@ -359,9 +359,8 @@ class WaitingModel(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         if name in OF_A_GRAPH:
-            raise ModuleAttributeError(
-                f"the model has no {name} yet: {self.problem.rstrip('.')}, and it was not called since.",
-                hint="call it once, with a batch of the calibration data, or give example_inputs that run.",
+            raise ModuleAttributeError.of(
+                "TQ970.before_first_call", name=name, problem=self.problem.rstrip(".")
             )
         try:
             return super().__getattr__(name)
@@ -372,12 +371,7 @@ class WaitingModel(nn.Module):
         return getattr(self.float_model, name)
 
     def _refuse(self, what: str) -> NoReturn:
-        raise InputError(
-            f"{what}: {self.problem.rstrip('.')}, and the model was not called since.",
-            hint="call the model once before, or give example_inputs that model(*example_inputs) takes; the "
-            "first batch of the calibration loader will do, without its targets.",
-            code="TQ902",
-        )
+        raise InputError.of("TQ902.not_called", what=what, problem=self.problem.rstrip("."))
 
     def __repr__(self) -> str:
         return f"{type(self.float_model).__name__}, captured at its first call: {self.problem}"

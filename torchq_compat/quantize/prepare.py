@@ -22,6 +22,7 @@ from torchq_compat.capture.origins import decide_leftovers, find_origin
 from torchq_compat.capture.signature import CallSignature
 from torchq_compat.capture.torch_export import NO_SIZE, copied_inputs, restore_source_functions
 from torchq_compat.capture.unseen_python import compute_weights, decide_parametrizations
+from torchq_compat.codes import error_line, said
 from torchq_compat.errors import CaptureError, TorchQCompatError
 from torchq_compat.model.graph_module import LAST_CALL, ModelRecord, QuantizationGraphModule, Stage
 from torchq_compat.model.quantized_interface import QuantizedInterface
@@ -49,7 +50,6 @@ from torchq_compat.quantize.request import (
     signature_of,
     with_rolled_loops,
 )
-from torchq_compat.support.codes import said
 from torchq_compat.support.decisions import Action, Decision, warn_of_decisions
 from torchq_compat.support.graph_nodes import (
     copied_model,
@@ -183,9 +183,8 @@ def _first_that_succeeds(model: nn.Module, request: PrepareRequest) -> Quantizat
 
 def _with_fixed_sizes(tried: PrepareRequest, cause: Exception) -> PrepareRequest:
     """Return ``tried`` with the sizes of the example: its Quantizer fails, or writes them into the graph."""
-    first_line = (str(cause).strip().splitlines() or [""])[0]
-    name, error = type(tried.quantizer).__name__, f"{type(cause).__name__}: {first_line}"
-    return replace(tried, dynamic_shapes=NO_SIZE, fixed_because=said("TQ329", quantizer=name, error=error))
+    because = said("TQ329", quantizer=tried.quantizer, error=cause)
+    return replace(tried, dynamic_shapes=NO_SIZE, fixed_because=because)
 
 
 def _other_ways(model: nn.Module, tried: PrepareRequest, error: CaptureError) -> Iterator[PrepareRequest]:
@@ -244,8 +243,7 @@ def _prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModu
     except Exception as cause:
         if not hasattr(state, "with_loops") or not state.with_loops.steps:
             raise
-        first_line = (str(cause).strip().splitlines() or [""])[0]
-        raise _RolledModelFailedError(f"{type(cause).__name__}: {first_line}") from cause
+        raise _RolledModelFailedError(error_line(cause)) from cause
     finally:
         stop_sharing_written(state.shared)
         give_back_freed()

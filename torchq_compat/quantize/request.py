@@ -122,15 +122,9 @@ def check_float_model(model: nn.Module) -> None:
             its submodules was prepared.
     """
     if isinstance(model, type) and issubclass(model, nn.Module):
-        raise InputError(
-            f"the model must be an nn.Module, got the class {model.__name__}.",
-            hint=f"make one: {model.__name__}(...).",
-        )
+        raise InputError.of("TQ901.class_for_model", model=model.__name__)
     if not isinstance(model, nn.Module):
-        raise InputError(
-            f"the model must be an nn.Module, got {type(model).__name__}.",
-            hint="pass the float model itself.",
-        )
+        raise InputError.of("TQ901.no_module", model=model)
     check_not_wrapped(model)
     converted: list[str] = []
     for path, module in model.named_modules():
@@ -176,10 +170,7 @@ def _stage_of(module: nn.Module) -> str | None:
 
 def _already_quantized(path: str, stage: str) -> InputError:
     where = f"the module at {path!r}" if path else "the model"
-    return InputError(
-        f"{where} is {stage} already; prepare takes a float model.",
-        hint="prepare the float model it was made from, and convert a prepared model once.",
-    )
+    return InputError.of("TQ901.quantized_already", where=where, stage=stage)
 
 
 # Rolls loops over time that the model writes in Python, before capture, or reports why it did not.

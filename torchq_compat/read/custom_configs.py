@@ -133,10 +133,7 @@ def read_convert_custom_config(
     if value is None:
         value = torch_ao.ConvertCustomConfig()
     if isinstance(value, torch_ao.QConfigMapping):
-        raise ConfigError(
-            "convert_custom_config is a QConfigMapping.",
-            hint="leave it out, or write qconfig_mapping=...; the second argument is convert_custom_config.",
-        )
+        raise ConfigError.of("TQ910.mapping_for_custom_config")
     if not isinstance(value, torch_ao.ConvertCustomConfig):
         raise ConfigError.wrong_type("convert_custom_config", "a ConvertCustomConfig", value)
     argument_checks.check_settings("convert_custom_config", ENTRIES, vars(value))
@@ -174,9 +171,8 @@ def _read_mapping(setting: str, mapping: ClassMapping, method: str) -> ClassMapp
 
 def _check_method(mapping: str, cls: type, method: str) -> None:
     if not callable(getattr(cls, method, None)):
-        raise CustomModuleError(
-            f"{cls.__module__}.{cls.__qualname__} in {mapping} has no classmethod {method!r}.",
-            hint=f"give it a classmethod {method}(cls, module) that returns the module to use instead.",
+        raise CustomModuleError.of(
+            "TQ940.no_method", module=cls.__module__, kind=cls.__qualname__, mapping=mapping, method=method
         )
 
 

@@ -84,11 +84,7 @@ class FastMinMaxObserver(MinMaxObserver):  # type: ignore[misc]
 # Dynamo runs it as it is, and lets the error out.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _refuse_export() -> None:
-    raise ExportError(
-        "torch.export: a prepared model cannot be exported: its HistogramObserver asks for values of "
-        "tensors.",
-        hint="export what convert_fx(prepared) returns.",
-    )
+    raise ExportError.of("TQ930.histogram")
 
 
 def _is_inside(values: Tensor, low: Tensor, high: Tensor) -> bool:

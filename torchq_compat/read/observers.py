@@ -298,18 +298,11 @@ def _of_legacy(adapter: nn.Module, name: str, own: Callable[[str], Any]) -> Any:
 
 
 def _not_a_constructor(setting: str, value: object) -> ConfigError:
-    return ConfigError(
-        f"{setting} is not an observer or fake-quantize constructor: {value!r}.",
-        hint="pass a class or Class.with_args(...), not an instance or its result.",
-    )
+    return ConfigError.of("TQ910.no_constructor", setting=setting, value=value)
 
 
 def _observer_cannot_be_made(setting: str, cause: BaseException) -> ConfigError:
-    first_line = str(cause).strip().split("\n", 1)[0]
-    return ConfigError(
-        f"{setting} cannot make its observer: {type(cause).__name__}: {first_line}",
-        hint="call it once on its own, as in qconfig.activation(), and see which argument it refuses.",
-    )
+    return ConfigError.of("TQ910.observer_cannot_be_made", setting=setting, cause=cause)
 
 
 # Weight observers that observe the weight once, at convert, as FX's do.
@@ -355,11 +348,7 @@ class WeightObserver(pt2e_observer.ObserverBase):  # type: ignore[misc]
         try:
             self.observe(weight)
         except Exception as cause:  # The observer may be a user's own.
-            raise ConfigError(
-                f"the weight observer of {path!r} cannot take it: {type(cause).__name__}: {cause}",
-                hint="its ch_axis has to be a dimension of the weight, and its dtype and range have to fit; "
-                "call the observer once on the weight and see.",
-            ) from cause
+            raise ConfigError.of("TQ910.weight_observer", path=path, cause=cause) from cause
 
     def calculate_qparams(self, **_: Any) -> tuple[Tensor, Tensor]:
         loaded = qparams.loaded_qparams(self)

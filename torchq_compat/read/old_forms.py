@@ -37,10 +37,7 @@ def read_dict_form(
     try:
         return config_class.from_dict(value)
     except Exception as cause:
-        raise ConfigError(
-            f"{setting} could not be read: {type(cause).__name__}: {cause}",
-            hint=f"compare it with the dict form that the torch.ao documentation of {setting} shows.",
-        ) from cause
+        raise ConfigError.of("TQ910.unreadable", setting=setting, cause=cause) from cause
 
 
 def check_keys(setting: str, value: dict[str, Any], known_keys: Iterable[str]) -> None:
@@ -52,9 +49,8 @@ def check_keys(setting: str, value: dict[str, Any], known_keys: Iterable[str]) -
     known = tuple(known_keys)
     for key in value:
         if key not in known:
-            raise ConfigError(
-                f"{setting} has the unknown key {key!r}.",
-                hint="the keys FX knows are: " + ", ".join(repr(k) for k in known) + ".",
+            raise ConfigError.of(
+                "TQ910.unknown_key", setting=setting, key=key, known=", ".join(repr(k) for k in known)
             )
 
 
@@ -117,7 +113,7 @@ def _renamed(function: str, parameters: Mapping[str, Any], kwargs: dict[str, Any
         if new != name:
             warn_user("TQ301", function=function, old=name, new=new)
         if new in matches or (new != name and new in kwargs):
-            raise ArgumentError(f"{function} got {new} twice, once as {name}.", hint=f"give {new}= alone.")
+            raise ArgumentError.of("TQ903.given_twice", function=function, new=new, name=name)
         matches[new] = value
     return matches
 

@@ -25,6 +25,13 @@ from torchq_compat.support.torch_ao import QConfig, QConfigMapping, qconfig_equa
 ObjectType = type | Callable[..., Any] | str
 
 SETTING = "qconfig_mapping"
+#: What is given in its place by mistake -> the text of TQ910 about it.
+MISTAKEN_FOR_MAPPINGS: dict[type | tuple[type, ...], str] = {
+    QConfig: "qconfig",
+    str: "name",
+    nn.Module: "model",
+    (tuple, list, torch.Tensor): "example",
+}
 DICT_KEYS = ("", "object_type", "module_name_regex", "module_name", "module_name_object_type_order")
 
 OBJECT_TYPE = argument_checks.Expected(
@@ -118,18 +125,10 @@ def read_qconfig_mapping(value: QConfigMapping | dict[str, Any]) -> QConfigRules
 
 def _no_mapping(value: object) -> ConfigError:
     """Return the error for a value given in place of a QConfigMapping, with a hint for common mistakes."""
-    result = ConfigError.wrong_type(SETTING, "a QConfigMapping", value)
-    if isinstance(value, QConfig):
-        hint = "this is one QConfig: give QConfigMapping().set_global(qconfig), which is for every module."
-    elif isinstance(value, str):
-        hint = f"this is a name: give get_default_qconfig_mapping({value!r}), of torch.ao.quantization."
-    elif isinstance(value, nn.Module):
-        hint = "the arguments are in another order: prepare_fx(model, qconfig_mapping, example_inputs)."
-    elif isinstance(value, (tuple, list, torch.Tensor)):
-        hint = "these look like example_inputs, which come third: prepare_fx(model, qconfig_mapping, (x,))."
-    else:
-        return result
-    return ConfigError(result.message, hint=hint)
+    for kinds, mistake in MISTAKEN_FOR_MAPPINGS.items():
+        if isinstance(value, kinds):
+            return ConfigError.of(f"TQ910.{mistake}_for_mapping", value=value)
+    return ConfigError.wrong_type(SETTING, "a QConfigMapping", value)
 
 
 def same_qconfig(a: QConfig | None, b: QConfig | None) -> bool:
@@ -167,10 +166,7 @@ def _compile(pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except re.error as cause:
-        raise ConfigError(
-            f"module_name_regex {pattern!r} does not compile: {cause}",
-            hint="it is matched with re.match against the module path, e.g. r'encoder\\.layers\\.\\d+'.",
-        ) from cause
+        raise ConfigError.of("TQ910.pattern", pattern=pattern, cause=cause) from cause
 
 
 def _check_values(rules: QConfigRules) -> None:
@@ -187,11 +183,7 @@ def _check_values(rules: QConfigRules) -> None:
 
 
 def _other_mapping_at_convert(difference: str) -> ConfigError:
-    return ConfigError(
-        f"convert_fx: qconfig_mapping is not the one given to prepare_fx: {difference}.",
-        hint="copy the mapping given to prepare_fx and set qconfigs in the copy to None; "
-        "convert can switch quantization off, and nothing else.",
-    )
+    return ConfigError.of("TQ910.other_mapping", difference=difference)
 
 
 # Select the QConfig that applies: FX's five levels, in FX's order of precedence.

@@ -42,15 +42,20 @@ def check_settings(settings: ObserverSettings, setting: str) -> None:
     given_low = low if settings.quant_min is None else settings.quant_min
     given_high = high if settings.quant_max is None else settings.quant_max
     if not low <= given_low < given_high <= high:
-        raise _range_beyond_dtype(setting, (given_low, given_high), dtype, (low, high))
+        raise ConfigError.of(
+            "TQ910.range_beyond_dtype",
+            setting=setting,
+            given=(given_low, given_high),
+            dtype=dtype,
+            held=(low, high),
+        )
     scale, zero_point = settings.limits.fixed_scale, settings.limits.fixed_zero_point
     if scale is not None and not (math.isfinite(scale) and scale > 0):
-        raise ConfigError(
-            f"{setting} has fixed qparams with scale {scale:g}.",
-            hint="a scale is the width of one quantization step: give a positive number.",
-        )
+        raise ConfigError.of("TQ910.fixed_scale", setting=setting, scale=scale)
     if zero_point is not None and not given_low <= zero_point <= given_high:
-        raise _fixed_zero_point_out_of_range(setting, zero_point, (given_low, given_high))
+        raise ConfigError.of(
+            "TQ910.fixed_zero_point", setting=setting, zero_point=zero_point, held=(given_low, given_high)
+        )
 
 
 def check_axis(settings: ObserverSettings, dimensions: int, place: str) -> None:
@@ -61,11 +66,7 @@ def check_axis(settings: ObserverSettings, dimensions: int, place: str) -> None:
     """
     axis = settings.ch_axis
     if axis is not None and not -dimensions <= axis < dimensions:
-        raise ConfigError(
-            f"{place}: the per-channel observer has ch_axis {axis}, the tensor {dimensions} dimensions.",
-            hint="give ch_axis the dimension of the channels: 0 for the weight of a Linear or Conv, 1 for "
-            "that of a transposed convolution.",
-        )
+        raise ConfigError.of("TQ910.axis", place=place, axis=axis, dimensions=dimensions)
 
 
 def _packed_range(settings: ObserverSettings) -> tuple[int, int] | None:
@@ -73,25 +74,6 @@ def _packed_range(settings: ObserverSettings) -> tuple[int, int] | None:
     if settings.declared_dtype not in PACKED_DTYPES:
         return None
     return (0, 15) if "4x2" in str(settings.declared_dtype) else (0, 3)
-
-
-def _range_beyond_dtype(
-    setting: str, given: tuple[int, int], dtype: str, held: tuple[int, int]
-) -> ConfigError:
-    return ConfigError(
-        f"{setting}: quant_min and quant_max are {given[0]} and {given[1]}, but its dtype {dtype} holds "
-        f"{held[0]} to {held[1]}.",
-        hint="give a range within the dtype, or the dtype that has the range: qint8 holds -128 to 127, "
-        "quint8 0 to 255, qint32 and int16 more.",
-    )
-
-
-def _fixed_zero_point_out_of_range(setting: str, zero_point: int, held: tuple[int, int]) -> ConfigError:
-    return ConfigError(
-        f"{setting} has fixed qparams with zero point {zero_point}, outside its quant_min and quant_max, "
-        f"{held[0]} and {held[1]}.",
-        hint="the zero point is the integer that stands for 0.0; give one within the range.",
-    )
 
 
 # Translate a QConfig to the torchao QuantizationSpecs of one op: activation and weight.
@@ -307,10 +289,7 @@ def make_observer(spec: QuantizationSpec) -> nn.Module:
     settings = {field.name: getattr(spec, field.name) for field in fields(spec)}
     constructor: Any = settings.pop(CONSTRUCTOR)
     if isinstance(constructor, nn.Module):
-        raise ConfigError(
-            f"the constructor of a spec is an observer: {type(constructor).__name__}(...).",
-            hint="pass a class or Class.with_args(...), not an instance or its result.",
-        )
+        raise ConfigError.of("TQ910.observer_for_constructor", constructor=constructor)
     cls = _torchao_class(constructor)
     if "PerChannel" not in getattr(cls, "__name__", ""):
         del settings["ch_axis"]

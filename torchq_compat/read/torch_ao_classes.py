@@ -148,11 +148,7 @@ def read_settings(module: nn.Module, legacy: nn.Module, setting: str = "qconfig"
     ch_axis = getattr(source, "ch_axis", None)
     qscheme = getattr(source, "qscheme", None) or torch.per_tensor_affine
     if qscheme in PER_CHANNEL and not (isinstance(ch_axis, int) and ch_axis >= 0):
-        raise ConfigError(
-            f"{setting}: the ch_axis of its per-channel observer must be an int from 0 on, got "
-            f"{shown(ch_axis)}.",
-            hint="give the dimension of the channels: 0 for the weight of a Linear or Conv.",
-        )
+        raise ConfigError.of("TQ910.axis_type", setting=setting, axis=shown(ch_axis))
     return ObserverSettings(
         dtype=plain_dtype(module.dtype),  # type: ignore[arg-type]
         declared_dtype=legacy.dtype,  # type: ignore[arg-type]

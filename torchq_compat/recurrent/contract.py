@@ -149,13 +149,7 @@ def _call_packed(
 # Dynamo runs it as it is, and lets the error out.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _refuse_packed(path: str) -> None:
-    raise CustomModuleError(
-        f"the recurrent module at {path!r} is called with a PackedSequence, which torch.export "
-        "cannot carry: its batch sizes are data.",
-        hint="torchq_compat.export writes packed sequences as padded ones, with the same bits; or call "
-        "the prepared or converted module itself with the PackedSequence.",
-        code="TQ941",
-    )
+    raise CustomModuleError.of("TQ941.packed", path=path)
 
 
 def _call_padded(

@@ -105,15 +105,12 @@ class RecurrentHandler(parts_handler.PartOwnerHandler):
             return result
         if self.family.legacy_observed is not None and isinstance(result, self.family.legacy_observed):
             if any(isinstance(m, GraphModule) for m in result.modules()):
-                raise CustomModuleError(
-                    f"the LSTM at {request.path!r} was observed by the FX engine.",
-                    hint="import get_lstm_with_individually_observed_parts from torchq_compat.lstm_utils, or "
-                    "start the script with 'torchq-compat run'.",
-                    code="TQ941",
-                )
+                raise CustomModuleError.of("TQ941.observed_by_fx", path=request.path)
             # The eager engine observed every part by the qconfig: the cells built here do the same.
             return self.family.observed.observe(request.module, specs, split_gates=_is_split(result))
-        raise CustomModuleError.unusable_result(request.path, "from_float", result)
+        raise CustomModuleError.of(
+            "TQ941.unusable_result", method="from_float", path=request.path, value=result
+        )
 
     def boundary(self, opaque: OpaqueModule, request: ObserveRequest, layout: CallLayout) -> OpaqueBoundary:
         """Return the base class's boundary, in which states that the parts keep in floats are not
@@ -148,7 +145,9 @@ class RecurrentHandler(parts_handler.PartOwnerHandler):
             lambda: self.family.converted.from_observed(request.observed),
         )
         if not isinstance(result, ConvertedRecurrent):
-            raise CustomModuleError.unusable_result(request.path, "from_observed", result)
+            raise CustomModuleError.of(
+                "TQ941.unusable_result", method="from_observed", path=request.path, value=result
+            )
         return result
 
     def lower(self, opaque: OpaqueModule) -> OpaqueModule | str:

@@ -62,25 +62,15 @@ def given_specs(
     kind = kind_of(float_module)
     qconfig = getattr(float_module, "qconfig", None)
     if qconfig is None:
-        raise ConfigError(
-            f"the float {kind.name} has no qconfig, so its parts without a constructor cannot be observed.",
-            hint="prepare_fx sets it before it calls from_float; on your own, set its qconfig first.",
-            code="TQ911",
-        )
+        raise ConfigError.of("TQ911.no_qconfig", kind=kind.name)
     allowed = {f"{group}{SUFFIX}" for group in kind.groups}
     for name in constructors:
         if name not in allowed:
-            raise ConfigError(
-                f"{name} is no constructor of the parts of {kind.name}.",
-                hint=f"it has {', '.join(sorted(allowed))}.",
-                code="TQ911",
+            raise ConfigError.of(
+                "TQ911.no_such_part", name=name, kind=kind.name, allowed=", ".join(sorted(allowed))
             )
     if split_gates and not kind.float_cell.gate_names:
-        raise ConfigError(
-            f"split_gates=True, but {kind.name} has no gates to split.",
-            hint="leave split_gates out.",
-            code="TQ911",
-        )
+        raise ConfigError.of("TQ911.no_gates", kind=kind.name)
     by_group = {name.removesuffix(SUFFIX): value for name, value in constructors.items()}
     specs = PartSpecs(OpSpecs(qconfig), PartConstructors.from_legacy(**by_group))
     if backend_config is not None:
@@ -469,7 +459,9 @@ class ConvertedRecurrent(RecurrentModule):
             CustomModuleError: ``other`` was not observed by this package.
         """
         if not isinstance(other, cls.observed):
-            raise CustomModuleError.unusable_result("the observed module", "from_float", other)
+            raise CustomModuleError.of(
+                "TQ941.unusable_result", method="from_float", path="the observed module", value=other
+            )
         converted = cls(other.contract, other.converted_layers())
         converted.take_over_from(other)
         return converted

@@ -163,7 +163,7 @@ class OpaqueRunner(TracedRunner):
         self, layers: Sequence[RecurrentLayer], given: Sequences, states: list[State], dropout: float
     ) -> tuple[Tensor, list[State]]:
         if given.mask is not None:
-            raise _no_lengths()
+            raise ExportError.of("TQ930.opaque_packed")
         directions = [direction for layer in layers for direction in layer.directions()]
         if self.bound is None:
             handed = [[_opaque(direction) for direction in layer.directions()] for layer in layers]
@@ -187,13 +187,6 @@ class OpaqueRunner(TracedRunner):
             return new
         ends = self.bound.run_exported(x, list(state), columns or ((x.shape[-1], None),), self.program)
         return tuple(map(q_dq, ends, cell.state_qparams()))
-
-
-def _no_lengths() -> ExportError:
-    return ExportError(
-        "export: a recurrent module is given packed sequences, and recurrent='opaque' has no lengths.",
-        hint="recurrent='rolled' exports packed sequences at any length.",
-    )
 
 
 def _opaque(direction: RecurrentDirection) -> OpaqueDirection:

@@ -63,7 +63,7 @@ class Streams:
         if state is None:
             state = self.initial[key] = first
         elif state[0].shape != first[0].shape:
-            raise _other_streams(state[0].shape[-2], first[0].shape[-2])
+            raise InputError.of("TQ901.other_streams", given=first[0].shape[-2], kept=state[0].shape[-2])
         result = run(state)
         last = result[1] if isinstance(result[1], tuple) else (result[1],)
         if self.buffers:
@@ -112,19 +112,8 @@ def _with_rows(state: Tensor, first: Tensor, rows: Tensor) -> Tensor:
     return changed
 
 
-def _other_streams(kept: int, given: int) -> InputError:
-    return InputError(
-        f"a chunk of {given} streams was given where states of {kept} are kept.",
-        hint="give chunks of the same batch, or call reset() before another one; reset(indices) begins "
-        "single streams again.",
-    )
-
-
 def _no_such_stream(given: object, count: int) -> InputError:
-    return InputError(
-        f"reset: the streams {given} were named where {count} are kept.",
-        hint=f"name streams by their place in the batch, 0 to {count - 1}, or give a mask of {count}.",
-    )
+    return InputError.of("TQ901.no_such_stream", given=given, count=count, last=count - 1)
 
 
 # Detects a calibration that has never seen a hidden state.

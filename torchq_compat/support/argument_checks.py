@@ -117,9 +117,8 @@ def checked_arguments(**expected: Expected) -> Callable[[Callable[P, R]], Callab
             try:
                 given = signature.bind(*args, **kwargs).arguments
             except TypeError as cause:
-                raise ArgumentError(
-                    f"{function.__name__} cannot be called like this: {cause!s}.",
-                    hint=f"it takes {signature}.",
+                raise ArgumentError.of(
+                    "TQ903.signature", function=function.__name__, cause=cause, signature=signature
                 ) from None
             check_arguments(function.__name__, expected, given)
             return function(*args, **kwargs)
@@ -148,22 +147,20 @@ def check_settings(setting: str, expected: Mapping[str, Expected], values: Mappi
     """
     for name, value in values.items():
         if name in expected and not expected[name].accepts(value):
-            raise ConfigError(
-                f"{setting}: {name} must be {expected[name].what}, got {shown(value)}.",
-                hint="set it with the methods of the torch.ao class, or see the documented dict form of "
-                f"{setting}.",
+            raise ConfigError.of(
+                "TQ910.setting_type",
+                setting=setting,
+                name=name,
+                expected=expected[name].what,
+                value=shown(value),
             )
 
 
 def wrong_argument(function: str, name: str, expected: Expected, value: object) -> ArgumentError:
     """Return the error for a ``value`` of the parameter ``name`` that ``expected`` does not accept."""
-    hint = f"give {name}= {expected.what}; help({function}) says what it is for."
-    if isinstance(value, type) and issubclass(value, expected.classes):
-        hint = f"this is the class itself; give an instance of it, as in {value.__name__}(...)."
-    return ArgumentError(
-        f"{function}: {name} must be {expected.what}, got {shown(value)}.",
-        hint=hint,
-    )
+    is_class = isinstance(value, type) and issubclass(value, expected.classes)
+    key = "TQ903.class_itself" if is_class else "TQ903.type"
+    return ArgumentError.of(key, function=function, name=name, expected=expected.what, value=shown(value))
 
 
 def shown(value: object) -> str:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal
 
+from torchq_compat.codes import said
 from torchq_compat.errors import ScriptError, install_extra
 from torchq_compat.support import report
 from torchq_compat.support.argument_checks import INDEX, Expected, checked_arguments, instance_of, optional
@@ -146,8 +147,8 @@ class Decision:
     code: str = ""
 
     def __post_init__(self) -> None:
-        if not self.code and (self.warn or self.unlike_fx):
-            object.__setattr__(self, "code", _CODES[self.action] if self.warn else "TQ599")
+        if self.warn and not self.code:
+            object.__setattr__(self, "code", _CODES[self.action])
 
 
 @dataclass(frozen=True, repr=False)
@@ -216,11 +217,7 @@ class Report:
             ScriptError: matplotlib is not installed, or nothing was calibrated.
         """
         if not self.ranges:
-            raise ScriptError(
-                "there are no ranges to plot: no observer of the model has seen data.",
-                hint="explain a model that prepare_fx returned, after calibration.",
-                code="TQ974",
-            )
+            raise ScriptError.of("TQ974.no_ranges")
         try:
             return report.range_plot(self.ranges)
         except ModuleNotFoundError as missing:
@@ -257,23 +254,26 @@ class Report:
 
 
 def warn_of_decisions(decisions: Iterable[Decision]) -> None:
-    """Warn of the decisions that could mislead, once for all places with the same reason, and once for each
-    code of other numbers than FX."""
+    """Warn of the decisions that could mislead, once for all places with the same reason, and once of other
+    numbers than FX."""
     alike: dict[tuple[Action, str, str], list[Decision]] = {}
-    unlike_fx: dict[str, dict[str, list[Decision]]] = {}
+    unlike_fx: dict[tuple[str, str], list[Decision]] = {}
     for decision in decisions:
         if decision.warn:
             alike.setdefault((decision.action, decision.reason, decision.code), []).append(decision)
         elif decision.unlike_fx:
-            unlike_fx.setdefault(decision.code, {}).setdefault(decision.unlike_fx, []).append(decision)
-    for code, sentences in unlike_fx.items():
-        warn_of(
-            code, "; ".join(f"{_places(there)}: {sentence}" for sentence, there in sentences.items()) + "."
-        )
+            unlike_fx.setdefault((decision.unlike_fx, decision.code), []).append(decision)
+    if len({code for _, code in unlike_fx}) > 1:
+        lines = [f"{_places(there)}: {sentence}. [{code}]" for (sentence, code), there in unlike_fx.items()]
+        count = sum(map(len, unlike_fx.values()))
+        warn_of("TQ599", "\n".join([said("TQ599", count=count), *lines]))
+    elif unlike_fx:
+        sentences = [f"{_places(there)}: {sentence}" for (sentence, _), there in unlike_fx.items()]
+        warn_of(next(iter(unlike_fx))[1], f"{'; '.join(sentences)}.")
     for (action, reason, code), there in alike.items():
         outcome = (("is", "are"), ("stays", "stay"))[action is Action.FLOAT][len(there) > 1]
-        said = reason if action in LOWERINGS else f"{outcome} {action.value}: {reason}"
-        warn_of(code, f"{_places(there)} {said.rstrip('.')}.")
+        what = reason if action in LOWERINGS else f"{outcome} {action.value}: {reason}"
+        warn_of(code, f"{_places(there)} {what.rstrip('.')}.")
 
 
 def _places(decisions: Sequence[Decision]) -> str:
@@ -301,11 +301,7 @@ def data_frame(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> pd.
 
 
 def _not_installed(what: str, package: str, extra: str) -> ScriptError:
-    return ScriptError(
-        f"{what} needs {package}, which is not installed.",
-        hint=f"{install_extra(extra)}; to_dict() needs nothing.",
-        code="TQ974",
-    )
+    return ScriptError.of("TQ974.package", what=what, package=package, install=install_extra(extra))
 
 
 def _rows(decisions: tuple[Decision, ...]) -> Iterator[report.Row]:

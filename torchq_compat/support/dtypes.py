@@ -47,10 +47,7 @@ def plain_dtype(dtype: torch.dtype) -> torch.dtype:
     try:
         plain: torch.dtype = to_underlying_dtype(dtype)
     except AssertionError as cause:
-        raise ConfigError(
-            f"qconfig: the dtype {dtype} is not supported: PT2E graphs do not quantize to it.",
-            hint="use quint8, qint8 or qint32 (or uint8, int8, int16, int32), or float16.",
-        ) from cause
+        raise ConfigError.of("TQ910.dtype", dtype=dtype) from cause
     return plain
 
 

@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torchq_compat.codes import CODES, said
 from torchq_compat.errors import QuantizationNote, QuantizationWarning
-from torchq_compat.support.codes import CODES, said
 
 PACKAGE = str(Path(__file__).parents[1])
 #: Frames of an import, which ``warnings`` does not count; frames of ``importlib.import_module`` are counted.
 IMPORTING = "<frozen importlib"
+#: Called with each warning, whatever the filters say: ``torchq-compat run`` reports them.
+LISTENERS: list[Callable[[QuantizationWarning], None]] = []
 NOT_THE_USERS = (PACKAGE, IMPORTING, str(importlib.__file__))
 
 
@@ -32,7 +34,10 @@ def warn_of(code: str, what: str) -> None:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(NOT_THE_USERS):
         level, frame = level + (not frame.f_code.co_filename.startswith(IMPORTING)), frame.f_back
     kind = QuantizationNote if CODES[code].severity == "note" else QuantizationWarning
-    warnings.warn(kind(f"{what}\nHint: {CODES[code].hint}", code=code), stacklevel=level)
+    warning = kind(f"{what}\nHint: {CODES[code].hint}", code=code)
+    for listener in LISTENERS:
+        listener(warning)
+    warnings.warn(warning, stacklevel=level)
 
 
 @dataclass(eq=False)

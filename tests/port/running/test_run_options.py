@@ -89,6 +89,8 @@ def test_explain_as_json(tmp_path: Path) -> None:
     assert by_path["head"]["action"] == "quantized"
     assert by_path["head"]["details"]["dtype"] == "torch.uint8"
     assert by_path["gru"]["action"] == "float"
+    severities = {warning["code"]: warning["severity"] for warning in model["warnings"]}
+    assert severities == {"TQ304": "note", "TQ401": "warning"}
 
 
 def test_explain_as_text(tmp_path: Path) -> None:
@@ -99,6 +101,8 @@ def test_explain_as_text(tmp_path: Path) -> None:
     assert re.match(r"\d+ quantized.*\d+ float", summary)
     assert header.split()[:5] == ["where", "what", "as", "scale", "zero"]
     assert any(re.match(r"head +Linear +uint8 +\d\.\d+ +\d+", row) for row in rows), text
+    assert rows[-2].startswith("keep_original_weights=True"), "a warning that is no decision"
+    assert rows[-2].endswith("[TQ304]")
 
 
 @pytest.mark.parametrize("place", [".", "missing/why.json"])

@@ -10,9 +10,9 @@ from importlib.metadata import version
 import pytest
 
 from torchq_compat.cli import main
+from torchq_compat.codes import CODES, DIFFERENCES
 from torchq_compat.port.constructs import CONSTRUCTS, RETIRED
 from torchq_compat.port.explain_command import explained
-from torchq_compat.support.codes import CODES, DIFFERENCES
 
 Capture = pytest.CaptureFixture[str]
 

@@ -198,28 +198,17 @@ class InputSizes:
         """
         for label, value in inputs.items():
             if isinstance(value, Tensor) and value.is_nested:
-                raise InputError(
-                    f"argument {label!r} is a nested tensor, whose rows have no common size.",
-                    hint="pass a dense tensor: torch.nested.to_padded_tensor makes one.",
-                )
+                raise InputError.of("TQ901.nested", label=label)
         for label, rank in self._ranks.items():
             value = inputs.get(label)
             if isinstance(value, Tensor) and value.dim() != rank and self.rules:
-                raise InputError(
-                    f"argument {label!r} has {value.dim()} dimensions, and {rank} in the example it was "
-                    "captured with.",
-                    hint="capture the model with an example of that rank.",
-                )
+                raise InputError.of("TQ901.rank", label=label, dimensions=value.dim(), rank=rank)
         for label, constant in self.constants.items():
             given = inputs.get(label, constant)
             if type(given) is not type(constant) or isinstance(constant, (int, float, str)):
                 if isinstance(given, SymInt) or is_same_value(given, constant):
                     continue
-                raise InputError(
-                    f"argument {label!r} is {shown(given)}, but the captured model is fixed to {constant!r}, "
-                    "its value in example_inputs.",
-                    hint="capture the model once for each value; only tensors stay free.",
-                )
+                raise InputError.of("TQ901.fixed_value", label=label, given=shown(given), constant=constant)
         if not self.rules or any(not isinstance(inputs.get(label), Tensor) for label in self._ranks):
             return
         rule = self.broken_rule(sizes_of(inputs))
@@ -253,11 +242,8 @@ def _fixed_size(
 ) -> InputError:
     where = f", because of {line}" if line else ""
     needs = f"is fixed to {expected} there" if expected.isdigit() else f"needs {expected}"
-    return InputError(
-        f"argument {name!r} has size {value} in dimension {dimension}, "
-        f"but the captured model {needs}{where}.",
-        hint="the model's own code depends on that size; capture it with the size you need, "
-        "or pass dynamic_shapes= to prepare_fx.",
+    return InputError.of(
+        "TQ901.fixed_size", name=name, value=value, dimension=dimension, needs=needs, where=where
     )
 
 

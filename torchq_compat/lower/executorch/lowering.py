@@ -65,12 +65,8 @@ class InputSpec:
             raise _other_inputs(f"input {index} is {value.dtype}", [str(self)])
         for dimension, (size, allowed) in enumerate(zip(value.shape, self.sizes, strict=True)):
             if size > allowed.high and allowed.low != allowed.high:
-                raise ExportError(
-                    f"input {index} has size {size} in dimension {dimension}, and the program was made for "
-                    f"at most {allowed.high}.",
-                    hint="call to_executorch with example_inputs as large as the largest input, or with "
-                    "dynamic_shapes= whose Dims have a larger max.",
-                    code="TQ932",
+                raise ExportError.of(
+                    "TQ932.size", index=index, size=size, dimension=dimension, highest=allowed.high
                 )
             if not allowed.low <= size <= allowed.high:
                 raise _other_inputs(f"input {index} has size {size} in dimension {dimension}", [str(self)])
@@ -128,13 +124,7 @@ def _range(placeholder: Node, dimension: int, size: int | torch.SymInt) -> SizeR
     assert isinstance(size, torch.SymInt)
     bounds = size.node.shape_env.bound_sympy(size.node.expr)
     if not bounds.upper.is_Integer:
-        raise ExportError(
-            f"dimension {dimension} of input {placeholder.name!r} has no upper bound; ExecuTorch "
-            "plans its memory before it runs.",
-            hint="give its Dim a max=, or leave dynamic_shapes out: then the sizes of example_inputs are "
-            "the largest.",
-            code="TQ932",
-        )
+        raise ExportError.of("TQ932.no_upper_bound", dimension=dimension, placeholder=placeholder.name)
     # torch.export assumes a free size to be at least 2, but such a program also runs with size 1.
     low = int(bounds.lower)
     return SizeRange(1 if low == 2 else low, int(bounds.upper))
@@ -301,12 +291,7 @@ class ExecutorchProgram:
         try:
             results = tuple(self._method.execute(leaves))
         except RuntimeError as cause:
-            raise ExportError(
-                f"ExecuTorch's runtime stopped: {cause}",
-                hint="the lines printed before this error name the instruction; sizes that the model fixes "
-                "must be those of example_inputs.",
-                code="TQ932",
-            ) from cause
+            raise ExportError.of("TQ932.stopped", cause=cause) from cause
         return results if self.structure is None else pytree.tree_unflatten(results, self.structure)
 
     @cached_property
@@ -320,19 +305,11 @@ class ExecutorchProgram:
 
 
 def _other_inputs(problem: str, expected: Iterable[str]) -> ExportError:
-    return ExportError(
-        f"the program cannot be called like this: {problem}.",
-        hint=f"its inputs, flat, are ({', '.join(expected)}).",
-        code="TQ932",
-    )
+    return ExportError.of("TQ932.other_inputs", problem=problem, expected=", ".join(expected))
 
 
 def _unreadable(name: str, cause: BaseException) -> ExportError:
-    return ExportError(
-        f"{name} is no ExecuTorch program this runtime can load: {cause}",
-        hint="write it with to_executorch(..., path=...) and the same version of executorch.",
-        code="TQ932",
-    )
+    return ExportError.of("TQ932.unreadable", name=name, cause=cause)
 
 
 # ``to_executorch``: lower a converted model to a ``.pte`` file.
@@ -396,19 +373,10 @@ def to_executorch(
         torch.Size([3, 2])
     """
     if backend not in BACKENDS:
-        raise ExportError(
-            f"backend {backend!r} is not known.",
-            hint=f"choose one of {', '.join(map(repr, BACKENDS))}; for another backend, give the program of "
-            "torch.export.export to its partitioner.",
-            code="TQ932",
-        )
+        raise ExportError.of("TQ932.backend", backend=backend, backends=", ".join(map(repr, BACKENDS)))
     passes.executorch_module("exir")
     if recurrent not in SHAPES:
-        raise ExportError(
-            f"recurrent={recurrent!r} is not known.",
-            hint=f"choose one of {', '.join(map(repr, SHAPES))}.",
-            code="TQ932",
-        )
+        raise ExportError.of("TQ932.recurrent", recurrent=recurrent, shapes=", ".join(map(repr, SHAPES)))
     if recurrent == "opaque":
         load_recurrent_kernel()
     args = read_example_inputs(example_inputs)
@@ -475,18 +443,9 @@ def _check_kernels(program: Any) -> None:
     known = passes.runtime().operator_registry.operator_names
     missing = {".".join(filter(None, item)) for item in needed} - known
     if missing:
-        raise ExportError(
-            f"ExecuTorch's runtime has no kernel for {', '.join(sorted(missing))}.",
-            hint="leave the part of the model that computes this outside, or write it with other operators.",
-            code="TQ932",
-        )
+        raise ExportError.of("TQ932.no_kernel", missing=", ".join(sorted(missing)))
 
 
 def _cannot_lower(stage: str, cause: BaseException) -> ExportError:
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
-    return ExportError(
-        f"ExecuTorch cannot take the model ({stage}): {type(cause).__name__}: {' '.join(lines[:2])}",
-        hint="its operators have to be in ExecuTorch's portable library; move the part that needs the "
-        "operator named here out of the model.",
-        code="TQ932",
-    )
+    return ExportError.of("TQ932.cannot_lower", stage=stage, cause=cause, lines=" ".join(lines[:2]))

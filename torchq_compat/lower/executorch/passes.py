@@ -220,10 +220,8 @@ def executorch_module(name: str) -> Any:
             import_module("executorch.kernels.quantized")
             return import_module(f"executorch.{name}")
     except ImportError as cause:
-        raise ExportError(
-            f"ExecuTorch cannot be imported: {cause}.",
-            hint=f"{install_extra('executorch')}.",
-            code="TQ932",
+        raise ExportError.of(
+            "TQ932.not_installed", cause=cause, install=install_extra("executorch")
         ) from cause
 
 

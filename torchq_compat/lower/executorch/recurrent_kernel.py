@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 
 import torchq_compat.recurrent.kernel.op  # noqa: F401 - has the operator
+from torchq_compat.codes import CODES
 from torchq_compat.errors import ExportError
 from torchq_compat.lower.executorch.passes import executorch_module, runtime
 from torchq_compat.recurrent.kernel import build
-from torchq_compat.support.codes import CODES
 from torchq_compat.support.process_state import once
 
 KERNEL = Path(__file__).with_name("recurrent_kernel.cpp")
@@ -44,10 +44,7 @@ def load_recurrent_kernel() -> None:
         _load_or_make(root)
     except Exception as cause:
         problem, code = build.explain_failed_build(cause)
-        raise ExportError(
-            f"ExecuTorch's kernel for recurrent modules could not be built: {problem}",
-            hint=f"{CODES[code].hint} recurrent='rolled' needs none.",
-        ) from cause
+        raise ExportError.of("TQ930.executorch_kernel", problem=problem, advice=CODES[code].hint) from cause
 
 
 def _load_or_make(root: Path) -> None:

@@ -18,6 +18,7 @@ from torch.fx.graph import PythonCode
 
 from torchq_compat.capture.opaque_calls import OpaqueModule
 from torchq_compat.capture.trial_runs import kept_buffers
+from torchq_compat.codes import said
 from torchq_compat.errors import ConfigError
 from torchq_compat.lower.integers import opaque_modules, side_by_side
 from torchq_compat.lower.integers.lowered_graph import MADE, Made, share_state, with_modules
@@ -35,7 +36,6 @@ from torchq_compat.model.quantized_interface import quantize_inputs, take_intege
 from torchq_compat.modules.standalone import ConvertedStandalone, standalone
 from torchq_compat.quantize.passes import LOWER, carries_out, run_passes
 from torchq_compat.read.qparams import QParams
-from torchq_compat.support.codes import said
 from torchq_compat.support.decisions import Action, Decision, warn_of_decisions
 from torchq_compat.support.graph_nodes import give_back_freed
 from torchq_compat.support.later_stages import is_captured_for_onnx
@@ -445,11 +445,7 @@ def lower_to_integers(
     """
     name = torch.backends.quantized.engine
     if name not in KNOWN_ENGINES:
-        raise ConfigError(
-            f"torch.backends.quantized.engine is {name!r}, an engine convert_fx does not know.",
-            hint=f"set it to one of {', '.join(KNOWN_ENGINES)}; or call convert_to_reference_fx, which "
-            "needs none.",
-        )
+        raise ConfigError.of("TQ910.engine", name=name, engines=", ".join(KNOWN_ENGINES))
     state = _LoweringModel(reference, trial_inputs)
     run_passes(LOWER, state)
     return state.lowered

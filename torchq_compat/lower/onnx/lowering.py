@@ -76,11 +76,7 @@ class OnnxModel:
         try:
             content: bytes = self.proto.SerializeToString()
         except Exception as cause:
-            raise ExportError(
-                f"the ONNX model cannot be written as one file: {cause}",
-                hint="a file has at most 2 GiB; save proto with onnx.save(..., save_as_external_data=True).",
-                code="TQ933",
-            ) from cause
+            raise ExportError.of("TQ933.one_file", cause=cause) from cause
         return content
 
 
@@ -97,12 +93,7 @@ def check_place(path: Path) -> None:
 
 
 def _not_written(path: Path, cause: OSError) -> PathError:
-    return PathError(
-        f"the ONNX model cannot be written to {path}: {cause.strerror or cause}.",
-        hint="give the path of a file in an existing folder with write permission; an existing file is left "
-        "unchanged.",
-        code="TQ934",
-    )
+    return PathError.of("TQ934", path=path, cause=cause.strerror or cause)
 
 
 def read_model(proto: Any, opset: int) -> OnnxModel:
@@ -248,11 +239,7 @@ def _fits(declared: Any, given: Tensor) -> bool:
 
 def _refused(reason: str) -> ExportError:
     first_line = next(iter(reason.strip().splitlines()), "")
-    return ExportError(
-        f"ONNX Runtime refuses what was written: {first_line}",
-        hint="what it names has no such form there; write that line of the model in another way.",
-        code="TQ707",
-    )
+    return ExportError.of("TQ707", reason=first_line)
 
 
 # Import the optional ONNX packages when they are needed.
@@ -269,11 +256,7 @@ def onnx_module(name: str) -> Any:
         import_module("onnxscript")
         return import_module(name)
     except ImportError as cause:
-        raise ExportError(
-            f"ONNX cannot be written: {cause}.",
-            hint=f"{install_extra('onnx')}.",
-            code="TQ933",
-        ) from cause
+        raise ExportError.of("TQ933.not_installed", cause=cause, install=install_extra("onnx")) from cause
 
 
 # ``to_onnx``: write a converted model as an ONNX file.
@@ -338,28 +321,16 @@ def to_onnx(
         ('input in dimension 0',)
     """
     if opset < OLDEST_OPSET:
-        raise ExportError(
-            f"to_onnx: opset {opset} is too old.",
-            hint=f"opset {OLDEST_OPSET} is the first whose quantize operators have all dtypes that models "
-            f"here "
-            "have; ONNX Runtime has it since 1.18.",
-            code="TQ933",
-        )
+        raise ExportError.of("TQ933.old_opset", opset=opset, oldest=OLDEST_OPSET)
     if dynamic_lstm not in list(DYNAMIC_LSTMS):
-        raise ExportError(
-            f"to_onnx: dynamic_lstm={dynamic_lstm!r} is not known.",
-            hint=f"choose one of {', '.join(map(repr, DYNAMIC_LSTMS))}.",
-            code="TQ933",
+        raise ExportError.of(
+            "TQ933.dynamic_lstm", dynamic_lstm=dynamic_lstm, choices=", ".join(map(repr, DYNAMIC_LSTMS))
         )
     if path is not None:
         check_place(Path(path))
     newest = onnx_module("onnx.defs").onnx_opset_version()
     if opset > newest:
-        raise ExportError(
-            f"to_onnx: opset {opset} is not known to the installed onnx.",
-            hint=f"its newest is {newest}; leave opset out for one that every ONNX Runtime since 1.18 has.",
-            code="TQ933",
-        )
+        raise ExportError.of("TQ933.new_opset", opset=opset, newest=newest)
     translations = onnx_module("torchq_compat.lower.onnx.translations").TRANSLATIONS
     args = read_example_inputs(example_inputs)
     # The loop shape for ONNX Runtime's own operator has no public name.
@@ -408,12 +379,7 @@ def _cannot_translate(opset: int, cause: BaseException) -> ExportError:
     innermost = next((item for item in reversed(causes) if str(item).strip()), cause)
     lines = [line.strip() for line in str(innermost).splitlines() if line.strip()]
     result = f"{type(innermost).__name__}: {' '.join(lines[:2])}"
-    return ExportError(
-        f"torch.onnx cannot write the model for opset {opset}: {result}",
-        hint="every operator of the model needs a form in that opset; move an operator without one out of "
-        "the model, or replace it by other operators.",
-        code="TQ933",
-    )
+    return ExportError.of("TQ933.cannot_translate", opset=opset, result=result)
 
 
 def _look_up_integers(program: ExportedProgram) -> None:

@@ -36,8 +36,6 @@ NAMES: dict[str, Any] = {"Dict": dict, "List": list, "Optional": Optional, "Tupl
 _FILES = itertools.count()
 #: Conditions about sizes that are valid in TorchScript too.
 PLAIN_CONDITION = re.compile(r"(?:[\w\s()+\-*%<>=!]|//)*")
-LEAVE_OUT = "use torchq_compat.export and torch.export.save, or leave this module out of what is scripted."
-CONVERT_FIRST = "give torch.jit what convert_fx returns: its recurrent modules run on integers there."
 
 
 @dataclass(frozen=True)
@@ -154,8 +152,7 @@ def _function_of_leaf(leaf: OpaqueModule, node: Node, model: QuantizationGraphMo
             captured = capture_freely(Called().train(leaf.training), examples)
     except Exception as cause:
         if model.is_prepared:
-            why = "torch.export cannot trace its observers, which are called at every step"
-            raise _refused(type(leaf).__name__, path, why, hint=CONVERT_FIRST) from cause
+            raise ExportError.of("TQ930.script_observers", leaf=leaf, path=path) from cause
         raise _refused(type(leaf).__name__, path, f"{type(cause).__name__}: {cause}") from cause
 
     return source_of_graph(captured, type(leaf).__name__, path)
@@ -264,10 +261,7 @@ def _scripted_text(text: str, name: str, called: tuple[tuple[str, Any], ...]) ->
         return torch.jit.script(compile_text(text, name, {**HELPERS, **dict(called)}))
     except RuntimeError as cause:
         first = next(line for line in str(cause).splitlines() if line.strip())
-        raise ExportError(
-            f"torch.jit cannot compile the graph: {first}",
-            hint="use torchq_compat.export and torch.export.save.",
-        ) from cause
+        raise ExportError.of("TQ930.script_graph", first=first) from cause
 
 
 def compile_text(text: str, name: str, known: dict[str, Any]) -> Callable[..., Any]:
@@ -375,11 +369,8 @@ def _rebuilt(spec: Any, leaves: Iterator[str]) -> str:
 
 
 def _structure_refused(spec: Any) -> ExportError:
-    return ExportError(
-        f"TorchScript has no {spec.type.__name__} of mixed values, which the model accepts or returns.",
-        hint="return a tuple, list or dict of tensors, or use torchq_compat.export and torch.export.save.",
-    )
+    return ExportError.of("TQ930.script_structure", kind=spec.type.__name__)
 
 
-def _refused(kind: str, path: str, why: str, *, hint: str = LEAVE_OUT) -> ExportError:
-    return ExportError(f"{kind} at {path!r} cannot become TorchScript: {why}.", hint=hint)
+def _refused(kind: str, path: str, why: str) -> ExportError:
+    return ExportError.of("TQ930.script_module", kind=kind, path=path, why=why)

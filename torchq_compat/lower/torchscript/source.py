@@ -311,10 +311,7 @@ def _type_of(value: Any) -> str:
         return "Tensor"
     if isinstance(value, torch.ScriptObject):
         return str(value._type())
-    raise ExportError(
-        f"TorchScript: a constant of type {type(value).__name__} cannot be written.",
-        hint="use torchq_compat.export and torch.export.save.",
-    )
+    raise ExportError.of("TQ930.script_constant", value=value)
 
 
 def _is_assertion(node: Node) -> bool:
@@ -326,10 +323,10 @@ def _expression(node: Node, names: Mapping[Node, str]) -> str:
     if target in TEMPLATES:
         return TEMPLATES[target].format(*(_literal(entry, "", names) for entry in node.args))
     if not isinstance(target, OpOverload):
-        raise ExportError(
-            f"TorchScript cannot express {getattr(target, '__name__', target)!s} at "
-            f"{module_path_of(node) or node.name!r}.",
-            hint="use torchq_compat.export and torch.export.save.",
+        raise ExportError.of(
+            "TQ930.script_op",
+            target=getattr(target, "__name__", target),
+            path=module_path_of(node) or node.name,
         )
     schema = target._schema
     arguments = {argument.name: str(argument.type) for argument in schema.arguments}

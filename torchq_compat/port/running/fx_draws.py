@@ -181,10 +181,7 @@ def _load(model: QuantizationGraphModule, state: Mapping[str, Any]) -> Any:
         return nn.Module().load_state_dict({})
     prepared, convert = metadata.PREPARED.of(model.reference), metadata.CONVERTED_FROM.of(model.reference)
     if prepared is None or convert is None:
-        raise CheckpointError(
-            "a state of FX cannot be loaded into a copy of a converted model.",
-            hint="load it into what convert_fx returned, or into the prepared model with load_fx_state.",
-        )
+        raise CheckpointError.of("TQ960.copy")
     load_fx_state(prepared, state)
     with warnings.catch_warnings():
         # These warnings were given when the script converted.

@@ -7,7 +7,7 @@ import inspect
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,12 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from torchq_compat.errors import ScriptError
+from torchq_compat.codes import CODES, said
+from torchq_compat.errors import QuantizationWarning, ScriptError
 from torchq_compat.model.graph_module import QuantizationGraphModule
 from torchq_compat.ops import preserves_values
 from torchq_compat.quantize.explain import explain
 from torchq_compat.support.atomic_files import write_whole
-from torchq_compat.support.codes import CODES, said
 from torchq_compat.support.decisions import Action, Decision, Report
 from torchq_compat.support.report import counted
 
@@ -103,6 +103,7 @@ class RecordedModel:
         is_trained: whether it was converted from a model of prepare_qat_fx.
         fx_converts_otherwise: whether FX converts other qparams or ranges than were trained.
         observer_qparams: whether it was converted to those.
+        warnings: what was warned about on the way, also where a filter of the script hides it.
     """
 
     names: tuple[str, ...]
@@ -113,6 +114,7 @@ class RecordedModel:
     is_trained: bool = False
     fx_converts_otherwise: bool = False
     observer_qparams: bool = False
+    warnings: tuple[QuantizationWarning, ...] = ()
 
     @property
     def title(self) -> str:
@@ -135,10 +137,17 @@ class Recorder:
         self._has_told_floats = False  # The ScriptError has named them.
         self._models: dict[tuple[tuple[str, str, str], ...], RecordedModel] = {}
         self._eager: list[str] = []
+        self._warnings: list[QuantizationWarning] = []
 
     @property
     def models(self) -> tuple[RecordedModel, ...]:
-        return tuple(self._models.values())
+        *others, last = self._models.values() or (None,)
+        of_calls = () if last is None else (replace(last, warnings=(*last.warnings, *self._warnings)),)
+        return (*others, *of_calls)
+
+    def hear(self, warning: QuantizationWarning) -> None:
+        """Add ``warning`` to the model that is recorded next, or to the last one."""
+        self._warnings.append(warning)
 
     def wrap(self, function: Function) -> Function:
         """Return ``function`` so that its models are recorded. It keeps its name, module and signature."""
@@ -199,7 +208,9 @@ class Recorder:
             is_trained,
             fx_converts_otherwise=bool(record and record.fx_converts_otherwise),
             observer_qparams=bool(record and record.observer_qparams),
+            warnings=(*(known.warnings if known else ()), *self._warnings),
         )
+        self._warnings.clear()
         if self._strict and is_prepared:
             self._has_told_floats = True
             _refuse_left_float(source, computing)
@@ -212,11 +223,7 @@ def _refuse_left_float(model: nn.Module, decisions: Iterable[Decision]) -> None:
     if left:
         shown = "; ".join(f"{d.kind} {d.path!r}: {d.reason}" for d in left[:MAX_PATHS])
         more = f"; and {len(left) - MAX_PATHS} more" if len(left) > MAX_PATHS else ""
-        raise ScriptError(
-            f"{counted(len(left), 'module')} of {type(model).__name__} left float: {shown}{more}.",
-            hint="quantize them through the configuration, or run without --strict.",
-            code="TQ971",
-        )
+        raise ScriptError.of("TQ971", count=counted(len(left), "module"), model=model, shown=shown, more=more)
 
 
 def _eager_line(source: nn.Module, result: nn.Module) -> str:
@@ -305,12 +312,23 @@ def write_explanation(models: Iterable[RecordedModel], path: Path) -> None:
 
 
 def _as_text(models: Iterable[RecordedModel]) -> str:
-    return "".join(f"{model.title}\n\n{model.report.to_text(WIDTH)}\n\n" for model in models)
+    return "".join(
+        "\n\n".join([model.title, model.report.to_text(WIDTH), *map(str, model.warnings), ""])
+        for model in models
+    )
 
 
 def _as_json(models: Iterable[RecordedModel]) -> str:
     data = [
-        {"model": list(model.names), "stage": model.stage, "decisions": model.report.as_dicts()}
+        {
+            "model": list(model.names),
+            "stage": model.stage,
+            "decisions": model.report.as_dicts(),
+            "warnings": [
+                {"code": told.code, "severity": CODES[told.code].severity, "text": str(told)}
+                for told in model.warnings
+            ],
+        }
         for model in models
     ]
     return json.dumps(data, indent=2, default=str) + "\n"

@@ -82,10 +82,12 @@ def _redirect(options: RunOptions) -> Callable[[str], str]:
             restore_removed_captures,
         )
         from torchq_compat.quantize.first_call import at_once, takes_waiting_models, waits_for_first_call
+        from torchq_compat.support.user_warnings import LISTENERS
 
         # The summary tells where FX gives other numbers.
         warnings.filterwarnings("ignore", message=r".*\[TQ5", category=QuantizationNote)
         recorder = Recorder(strict=options.strict)
+        LISTENERS.append(recorder.hear)
 
         def wrapped(function: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
             function = at_once(function)

@@ -108,9 +108,7 @@ def find_files(paths: Iterable[Path]) -> Iterator[Path | Problem]:
     roots = list(paths)
     for root in roots:
         if not os.path.lexists(root):
-            raise PathError(
-                f"there is no {str(root)!r}.", hint="paths are relative to the current directory."
-            )
+            raise PathError.of("TQ981.absent", path=str(root))
     seen: set[Path] = set()
     for root in roots:
         for result in _walk(root, ()) if root.is_dir() else [root]:
@@ -216,7 +214,7 @@ def replace_file(source: SourceFile, content: bytes, inside: Sequence[Path]) -> 
 
 
 def _left_as_it_is(path: Path, reason: str) -> PathError:
-    return PathError(f"{path} {reason}; it was left as it is.", hint=f"{Problem(path, reason).hint}.")
+    return PathError.of("TQ981.left_as_it_is", path=path, reason=reason, hint=Problem(path, reason).hint)
 
 
 def _copy_ownership(source: Path, target: str) -> None:

@@ -78,10 +78,7 @@ def merge_observers(
     """
     if states is not None:
         if group is not None:
-            raise ArgumentError(
-                "merge_observers: both group and states are given.",
-                hint="give states without group, or merge the states of each rank first.",
-            )
+            raise ArgumentError.of("TQ903.group_and_states")
         model = _prepared_model(prepared)
         _merge_given(model, states)
         return
@@ -135,32 +132,19 @@ def _prepared_model(prepared: Any) -> nn.Module:
     record = record_of(model)
     is_eager = record is None and isinstance(model, nn.Module) and observers_of(model)
     if not is_eager and (record is None or record.stage is not Stage.PREPARED):
-        raise ConvertError(
-            f"merge_observers: this {type(model).__name__} is not a prepared model.",
-            hint="call it before convert_fx, on what prepare_fx or prepare_qat_fx returned.",
-        )
+        raise ConvertError.of("TQ950.merge_not_prepared", model=model)
     prepared_model: nn.Module = model
     return prepared_model
 
 
 def _check_group(group: dist.ProcessGroup | None) -> None:
     if not dist.is_available() or not dist.is_initialized():
-        raise ArgumentError(
-            "merge_observers: there is no process group.",
-            hint="call torch.distributed.init_process_group() first, or give states of other processes as "
-            "merge_observers(prepared, states=[...]).",
-        )
+        raise ArgumentError.of("TQ903.no_group")
     outside: Any = dist.GroupMember.NON_GROUP_MEMBER
     if group is not None and group != outside and not isinstance(group, dist.ProcessGroup):
-        raise ArgumentError(
-            f"merge_observers: group must be a process group, got {shown(group)}.",
-            hint="give what torch.distributed.new_group returned, or nothing for all processes.",
-        )
+        raise ArgumentError.of("TQ903.group_type", group=shown(group))
     if dist.get_rank(group) < 0:
-        raise ArgumentError(
-            "merge_observers: this process is not a member of group.",
-            hint="call it on the ranks of the group only.",
-        )
+        raise ArgumentError.of("TQ903.not_a_member")
 
 
 def _merge_ranks(prepared: nn.Module, group: dist.ProcessGroup | None) -> None:
@@ -184,16 +168,12 @@ def _merge_ranks(prepared: nn.Module, group: dist.ProcessGroup | None) -> None:
     except TorchQCompatError as error:
         sent = error
     except Exception as error:  # A user's observer may fail, or keep what cannot be sent.
-        sent = ConvertError(
-            f"merge_observers: the state of the observers cannot be read or sent: {type(error).__name__}: "
-            f"{error}",
-            hint=f"give the class a state_dict() of tensors, or a method {merge_rules.METHOD} beside it.",
-        )
+        sent = ConvertError.of("TQ950.unsendable_state", error=error, method=merge_rules.METHOD)
     received: list[Any] = [None] * ranks
     dist.all_gather_object(received, sent, group=group)
     for rank, other in enumerate(received):
         if isinstance(other, TorchQCompatError):
-            raise ConvertError(f"rank {rank}: {other.message}", hint=other.hint, code=other.code)
+            raise ConvertError.of("TQ950.on_rank", rank=rank, message=other.message, hint=other.hint)
     reports = [pickle.loads(item) for item in received]
     _check_same_model(reports)
     differing = [name for name in tensors if len({digests[name] for _, _, digests in reports}) > 1]
@@ -223,29 +203,19 @@ def _check_same_model(reports: Sequence[Any]) -> None:
         if other:
             path, *settings = other[0] if isinstance(other[0], tuple) else (other[0],)
             what = f"{path} ({settings[0]})" if settings else path
-            raise ConvertError(
-                f"merge_observers: ranks 0 and {rank} have different models: {what} is on one of them.",
-                hint="prepare the same model with the same settings on every rank.",
-            )
+            raise ConvertError.of("TQ950.other_models", rank=rank, what=what)
 
 
 def _check_may_differ(model: nn.Module, names: Sequence[str]) -> None:
     parameters = [name for name in names if name in dict(model.named_parameters())]
     if parameters:
-        raise ConvertError(
-            f"merge_observers: the parameters of the ranks differ: {', '.join(parameters[:3])}.",
-            hint="load the same checkpoint on every rank, or train with DistributedDataParallel or "
-            "fully_shard; merge_observers merges what observers saw, not weights.",
-        )
+        raise ConvertError.of("TQ950.other_parameters", parameters=", ".join(parameters[:3]))
     users = [path for path, module in model.named_modules() if isinstance(module, OpaqueUserModule)]
     for name in names:
         owner = model.get_submodule(name.rpartition(".")[0])
         if any(name.startswith(f"{path}.") for path in users) and not isinstance(owner, BatchNormBase):
-            raise ConvertError(
-                f"merge_observers: the buffer {name!r} of your {type(owner).__qualname__} differs between "
-                "ranks.",
-                hint=f"give the class a method {merge_rules.METHOD}(self, states), called with its "
-                "state_dict() of every rank, that sets the merged state.",
+            raise ConvertError.of(
+                "TQ950.other_buffers", name=name, kind=type(owner).__qualname__, method=merge_rules.METHOD
             )
 
 
@@ -277,10 +247,7 @@ def _merge(units: Mapping[str, nn.Module], states: Mapping[str, Sequence[merge_r
 
 def _merge_given(model: nn.Module, given: Any) -> None:
     if isinstance(given, (Mapping, str, os.PathLike)) or not isinstance(given, Sequence) or not given:
-        raise InputError(
-            "merge_observers: states has to be a list of at least one state dict.",
-            hint="give what get_observer_state_dict(prepared) returned in each process, or paths of files.",
-        )
+        raise InputError.of("TQ901.no_states")
     units = observers_of(model)
     own = {path: merge_rules.state_of(unit) for path, unit in units.items()}
     names = {*model.state_dict(), *(f"{path}.{name}" for path in units for name in merge_rules.LOADED)}
@@ -318,21 +285,12 @@ def _read(given: Any, position: int, names: set[str]) -> Mapping[str, Any]:
         try:
             given = torch.load(Path(given), map_location="cpu", weights_only=True)
         except Exception as cause:
-            raise InputError(
-                f"merge_observers: states[{position}] cannot be read: {type(cause).__name__}: {cause}",
-                hint="give the path of what torch.save(get_observer_state_dict(prepared), path) wrote.",
-            ) from cause
+            raise InputError.of("TQ901.unreadable_state", position=position, cause=cause) from cause
     if not isinstance(given, Mapping):
-        raise InputError(
-            f"merge_observers: states[{position}] is a {type(given).__name__}, not a state dict.",
-            hint="give what get_observer_state_dict(prepared) returned.",
-        )
+        raise InputError.of("TQ901.no_state_dict", position=position, given=given)
     unknown = [str(name) for name in given if name not in names]
     if unknown:
-        raise InputError(
-            f"merge_observers: states[{position}] is of another model: this one has no {unknown[0]!r}.",
-            hint="prepare the same model with the same settings in every process.",
-        )
+        raise InputError.of("TQ901.other_state", position=position, unknown=unknown)
     return given
 
 
@@ -349,9 +307,5 @@ def _state_at(
             *merge_rules.LOADED,
             *merge_rules.ATTRIBUTES,
         }:
-            raise InputError(
-                f"merge_observers: states[{position}] has no {path}.{name}.",
-                hint="give what get_observer_state_dict(prepared) returned, or prepared.state_dict() if "
-                "observers have other names than activation_post_process.",
-            )
+            raise InputError.of("TQ901.state_lacks", position=position, path=path, name=name)
     return result

@@ -94,11 +94,7 @@ def _check_has_rule(module: nn.Module, path: str) -> None:
     if type(module).forward.__module__.partition(".")[0] in LIBRARIES and {*module._buffers} <= BUFFERS:
         return
     name = type(module).__qualname__
-    raise ConvertError(
-        f"merge_observers: the observer at {path!r} is a {name}, which only its author can merge.",
-        hint=f"give {name} a method, called on each rank with its state_dict() of every rank: "
-        f"def {METHOD}(self, states): self.min_val.copy_(min(state['min_val'] for state in states)) ...",
-    )
+    raise ConvertError.of("TQ950.no_rule", path=path, name=name, method=METHOD)
 
 
 def _merge_own(module: nn.Module, states: Sequence[State], path: str) -> None:
@@ -123,10 +119,7 @@ def _merge_own(module: nn.Module, states: Sequence[State], path: str) -> None:
 def _merge_ranges(module: Any, states: Sequence[State], path: str) -> None:
     if len({state["min_val"].shape for state in states}) > 1:
         shapes = sorted({tuple(state["min_val"].shape) for state in states})
-        raise ConvertError(
-            f"merge_observers: the observers at {path!r} saw other numbers of channels: {shapes}.",
-            hint="calibrate each part on tensors with the same number of channels.",
-        )
+        raise ConvertError.of("TQ950.channels", path=path, shapes=shapes)
     lows, highs = (torch.stack([state[name] for state in states]) for name in RANGE)
     if getattr(module, "averaging_constant", 1) != 1:
         # Sums of few float32 numbers are exact in float64: equal states keep their bits.
@@ -190,11 +183,7 @@ def _check_equal(module: nn.Module, states: Sequence[State], names: Sequence[str
 
 
 def _differ(path: str, what: str) -> ConvertError:
-    return ConvertError(
-        f"merge_observers: {what} of {path!r} is not the same in all processes.",
-        hint="switch observers and fake-quantizes, and load states, alike in all of them; learned qparams "
-        "are equal if DistributedDataParallel or fully_shard trained them.",
-    )
+    return ConvertError.of("TQ950.ranks_differ", what=what, path=path)
 
 
 def _write(module: nn.Module, name: str, value: Tensor) -> None:

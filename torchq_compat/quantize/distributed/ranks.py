@@ -119,10 +119,7 @@ def whole_weights(model: nn.Module) -> Iterator[dict[int, Any]]:
         yield {}
         return
     if not dist.is_initialized():
-        raise ConvertError(
-            "convert: the model is sharded, and there is no process group to gather its weights.",
-            hint="convert before destroy_process_group(), on every rank.",
-        )
+        raise ConvertError.of("TQ950.sharded_alone")
     from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():

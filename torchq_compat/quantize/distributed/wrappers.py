@@ -37,10 +37,7 @@ def check_not_wrapped(model: nn.Module) -> None:
         problem = f"sharded: each rank has parts of the parameters of this {type(model).__name__}"
     else:
         return
-    raise InputError(
-        f"the model to prepare is {problem}.",
-        hint="prepare the float model first, then wrap or shard what prepare_fx or prepare_qat_fx returned.",
-    )
+    raise InputError.of("TQ901.wrapped_model", problem=problem)
 
 
 def unwrapped(model: Any, function: str) -> Any:
@@ -56,9 +53,5 @@ def unwrapped(model: Any, function: str) -> Any:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     if isinstance(model, nn.Module) and any(isinstance(m, FullyShardedDataParallel) for m in model.modules()):
-        raise ConvertError(
-            f"{function}: FullyShardedDataParallel holds the model, each rank a part of its weights.",
-            hint="train with torch.distributed.fsdp.fully_shard(prepared) instead, whose models are taken as "
-            "they are; or load the full state dict into a model prepared alike, and convert that one.",
-        )
+        raise ConvertError.of("TQ950.fsdp1", function=function)
     return model

@@ -129,13 +129,7 @@ def refuse_packed(graph_module: GraphModule) -> None:
     """
     for node in graph_module.graph.nodes:
         if node.target in those("packed recurrent"):
-            raise AnnotationError(
-                f"node {node.name!r} is {node.target}, a recurrent operator of a PackedSequence: "
-                "its batch sizes are data, so its steps cannot be told apart.",
-                hint="export the model with padded sequences; outside an exported program a prepared module "
-                "of torchq_compat.nn.quantizable takes a PackedSequence.",
-                code="TQ944",
-            )
+            raise AnnotationError.of("TQ944.packed", node=node)
 
 
 def _directions(
@@ -158,20 +152,12 @@ def _directions(
 
 def _value(graph_module: GraphModule, node: Node) -> Tensor:
     if node.op != "get_attr":
-        raise AnnotationError(
-            f"parameter {node.name!r} is computed in the graph ({node.target}).",
-            hint="the parts own copies of the weights; remove parametrizations before torch.export.",
-            code="TQ944",
-        )
+        raise AnnotationError.of("TQ944.computed_parameter", node=node)
     path, _, name = str(node.target).rpartition(".")
     owner: nn.Module = graph_module.get_submodule(path)
     value: Tensor = getattr(owner, name)
     if value.dtype is not torch.float32:
-        raise AnnotationError(
-            f"parameter {node.name!r} is {value.dtype}.",
-            hint="quantize a float32 model: model.float() before torch.export.",
-            code="TQ944",
-        )
+        raise AnnotationError.of("TQ944.parameter_dtype", node=node, dtype=value.dtype)
     return value
 
 

@@ -116,9 +116,7 @@ def _decompose(
     program: ExportedProgram | GraphModule, shape: LoopShape | str, operators: Collection[Any]
 ) -> GraphModule:
     if shape not in list(WRITE):
-        raise AnnotationError(
-            f"shape {shape!r} is not known.", hint=f"the shapes are: {', '.join(WRITE)}.", code="TQ944"
-        )
+        raise AnnotationError.of("TQ944.shape", shape=shape, shapes=", ".join(WRITE))
     graph_module = _own_module(program)
     refuse_packed(graph_module)
     result = aten_recurrents(graph_module, operators)
@@ -146,14 +144,12 @@ def _nothing_to_decompose(graph_module: GraphModule, operators: Collection[Any])
         f"{target} x{count}" if count > 1 else target for target, count in counts.most_common(MOST_NAMED)
     ]
     has = ", ".join(named) + (" and others" if len(counts) > MOST_NAMED else "")
-    hint = "export the float model with torch.export.export and do not run_decompositions before."
     others = {str(aten_recurrent.node.target) for aten_recurrent in aten_recurrents(graph_module)}
-    if others:
-        hint = f"pt2e.decompose_recurrent decomposes {', '.join(sorted(others))}."
-    return AnnotationError(
-        f"the program has no {', '.join(map(str, operators))}; it has {has or 'no operators at all'}.",
-        hint=hint,
-        code="TQ944",
+    return AnnotationError.of(
+        "TQ944.other_recurrent_operators" if others else "TQ944.nothing_to_decompose",
+        operators=", ".join(map(str, operators)),
+        present=has or "no operators at all",
+        others=", ".join(sorted(others)),
     )
 
 
@@ -164,11 +160,7 @@ def _own_module(program: ExportedProgram | GraphModule) -> GraphModule:
         return module
     if isinstance(program, GraphModule):
         return copy.deepcopy(program)
-    raise AnnotationError(
-        f"an ExportedProgram or a GraphModule is needed, got {type(program).__name__}.",
-        hint="call torch.export.export(model, example_inputs) first.",
-        code="TQ944",
-    )
+    raise AnnotationError.of("TQ944.program_type", program=program)
 
 
 def _cell(graph_module: GraphModule, recurrent: AtenRecurrent, direction: Direction) -> GraphModule:
@@ -260,11 +252,7 @@ def convert_decomposed_lstm(prepared: GraphModule) -> GraphModule:
     for _, module in _opaque_modules(copied):
         for direction in module.directions():
             if not any(observer_nodes(direction.cell)):
-                raise AnnotationError(
-                    "a cell of the model has no observers.",
-                    hint="prepare it with prepare_decomposed_lstm; prepare_pt2e sees no module inside.",
-                    code="TQ944",
-                )
+                raise AnnotationError.of("TQ944.no_observers")
             direction.cell = CellGraphModule.wrap(convert_pt2e(direction.cell))
     converted: GraphModule = convert_pt2e(copied)
     shapes.hoist_weights(converted)

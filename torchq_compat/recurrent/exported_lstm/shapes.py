@@ -305,11 +305,7 @@ def write_unrolled(
     base = free_name(writer.graph_module, f"{recurrent.node.name}_decomposed")
     length = recurrent.x.meta["val"].shape[1 if recurrent.batch_first else 0]
     if isinstance(length, torch.SymInt):
-        raise AnnotationError(
-            f"the sequence length of {recurrent.node.name!r} is dynamic, so its steps cannot be written out.",
-            hint="use shape='rolled' or shape='opaque', or export with a fixed length.",
-            code="TQ944",
-        )
+        raise AnnotationError.of("TQ944.dynamic_length", node=recurrent.node.name)
     _assert_length(writer, recurrent, length)
 
     def write_direction(direction: Direction, x: Node, states: Sequence[Node]) -> tuple[Node, Sequence[Node]]:

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from torchq_compat.support.codes import CODES
+from torchq_compat.codes import CODES
 from torchq_compat.support.process_state import once
 from torchq_compat.support.user_warnings import warn_user
 

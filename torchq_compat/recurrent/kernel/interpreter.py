@@ -307,7 +307,4 @@ def _check_weight(name: str, value: Tensor | None, device: torch.device) -> None
 
 
 def _refused(name: str, expected: str, result: str) -> InputError:
-    return InputError(
-        f"the cell loop's argument {name} must be {expected}; got {result}.",
-        hint="call the lowered module, which makes these arguments, or build them with CellProgram.",
-    )
+    return InputError.of("TQ901.cell_loop", name=name, expected=expected, result=result)
