@@ -435,9 +435,9 @@ def _prepare(
         fuse_as_fx=fuse_as_fx,
     )
     prepared = prepare(model, request)
-    told = misfit(rules.qconfigs, is_qat=is_qat) if quantizer is None else ""
-    if told:
-        warn_user("TQ310", what=told)
+    problem = misfit(rules.qconfigs, is_qat=is_qat) if quantizer is None else ""
+    if problem:
+        warn_user("TQ310", what=problem)
     return prepared
 
 

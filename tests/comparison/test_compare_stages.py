@@ -15,11 +15,12 @@ from torch.ao.quantization import QConfigMapping
 from torchq_compat.comparison.cases import Case, read_case
 from torchq_compat.comparison.causes import judge
 from torchq_compat.comparison.collect import output_series
-from torchq_compat.comparison.comparison_process import _told_without_lines
+from torchq_compat.comparison.comparison_process import _warnings_without_lines
 from torchq_compat.comparison.measures import PlaceMeasures, state_bytes
 from torchq_compat.comparison.results import (
     Capture,
     Costs,
+    Explained,
     FxOutcome,
     FxRun,
     Kind,
@@ -28,7 +29,6 @@ from torchq_compat.comparison.results import (
     Side,
     Status,
     Steps,
-    Told,
 )
 from torchq_compat.comparison.sides import Reading, tap_nodes
 from torchq_compat.errors import QuantizationWarning, ScriptError
@@ -236,13 +236,13 @@ def test_what_is_left_at_the_outputs_is_rounding_or_not_explained() -> None:
 
 
 def test_modules_left_float_and_a_failed_lowering_are_findings() -> None:
-    left = (Told("gru", "GRU", "not mapped"),)
+    left = (Explained("gru", "GRU", "not mapped"),)
     found = links(left_float=left, fx=FxRun(FxOutcome.RAN, lowering_error="KeyError: 1"))
     assert found == {"gru": "known-differences-from-fx", "FX": ""}
 
 
 def test_what_explain_says_of_fx_is_a_finding_where_fx_ran() -> None:
-    told = (Told("sigmoid", "sigmoid.default", "FX cuts its input", "TQ504"),)
+    told = (Explained("sigmoid", "sigmoid.default", "FX cuts its input", "TQ504"),)
     assert links(unlike_fx=told, fx=FxRun(FxOutcome.RAN)) == {"sigmoid": "tq504"}
     assert links(unlike_fx=told, fx=FxRun(FxOutcome.NOT_ASKED)) == {}
 
@@ -269,7 +269,7 @@ def test_warnings_while_comparing_name_no_line_of_the_tool(
 ) -> None:
     with warnings.catch_warnings(record=True) as others:
         warnings.simplefilter("always")
-        with _told_without_lines(is_known=is_known):
+        with _warnings_without_lines(is_known=is_known):
             for _ in range(2):
                 warnings.warn("of ours", QuantizationWarning, stacklevel=1)
             warnings.warn("of others", stacklevel=1)

@@ -103,9 +103,9 @@ def annotate_outputs(
         >>> int8 = QuantizationSpec(torch.int8, MinMaxObserver, -128, 127, torch.per_tensor_affine)
         >>> annotate_outputs(chunk, {chunk.args[0]: int8}, [int8, SharedQuantizationSpec(Output(chunk, 0))])
     """
-    told = _told(node, input_specs, output_specs)
+    by_point = _specs_of(node, input_specs, output_specs)
     table = sharing.SpecTable(node.graph)
-    for point, spec in told.items():
+    for point, spec in by_point.items():
         table.tell(point, spec)
     table.check_circles()
     settled = table.settled()
@@ -115,7 +115,7 @@ def annotate_outputs(
     write_specs(node.graph, settled)
 
 
-def _told(
+def _specs_of(
     node: Node, input_specs: Mapping[Node | sharing.Output, Spec | None], output_specs: Sequence[Spec | None]
 ) -> dict[sharing.EdgeOrNode, Spec]:
     """Return the specs by point, each checked on its own."""
@@ -124,27 +124,27 @@ def _told(
         raise AnnotationError.of(
             "TQ943.count_of_specs", count=len(output_specs), node=node, outputs=len(values)
         )
-    told: dict[sharing.EdgeOrNode, Spec] = {}
+    by_point: dict[sharing.EdgeOrNode, Spec] = {}
     spelled: dict[sharing.EdgeOrNode, sharing.Source] = {}
     for source, spec in input_specs.items():
         edge = sharing.canonical((source, node))
         sharing.check_input(node, source)
         if spec is None:
             continue
-        if edge in told and told[edge] != _checked(edge, spec):
+        if edge in by_point and by_point[edge] != _checked(edge, spec):
             raise AnnotationError.of(
                 "TQ943.shares_two_ways",
                 first=sharing.shown_source(spelled[edge]),
                 second=sharing.shown_source(source),
                 node=node,
             )
-        told[edge] = _checked(edge, spec)
+        by_point[edge] = _checked(edge, spec)
         spelled[edge] = source
     for index, spec in enumerate(output_specs):
         if spec is not None:
             point = sharing.canonical(sharing.Output(node, index))
-            told[point] = _checked(point, spec)
-    return told
+            by_point[point] = _checked(point, spec)
+    return by_point
 
 
 def _checked(point: sharing.EdgeOrNode, spec: Spec) -> Spec:
@@ -210,10 +210,10 @@ def _check_annotation(node: Node) -> None:
         return
     if not isinstance(annotation, QuantizationAnnotation):
         raise AnnotationError.of("TQ943.annotation_type", node=node, annotation=annotation)
-    told = [source for source, spec in annotation.input_qspec_map.items() if spec is not None]
-    for source in told:
+    sources = [source for source, spec in annotation.input_qspec_map.items() if spec is not None]
+    for source in sources:
         sharing.check_input(node, source)
-    _check_keywords(node, is_annotated=bool(told) or annotation.output_qspec is not None)
+    _check_keywords(node, is_annotated=bool(sources) or annotation.output_qspec is not None)
     is_known = isinstance(node.meta.get("val"), Tensor) or sharing.has_several(node)
     if annotation.output_qspec is not None and not is_known:
         raise AnnotationError.of("TQ943.not_a_tensor", node=node)

@@ -332,7 +332,10 @@ class SpecTable:
         already = self.specs.setdefault(point, spec)
         if self._form(already) != self._form(spec):
             raise AnnotationError.of(
-                "TQ943.two_specs", place=shown(point), spec=self._told(spec), already=self._told(already)
+                "TQ943.two_specs",
+                place=shown(point),
+                spec=self._text_of(spec),
+                already=self._text_of(already),
             )
 
     def check_circles(self) -> None:
@@ -449,7 +452,7 @@ class SpecTable:
             return 0
         return 1 + max((self._depth(source) for source in references(spec)), default=0)
 
-    def _told(self, spec: Spec) -> str:
+    def _text_of(self, spec: Spec) -> str:
         if not isinstance(spec, SharedQuantizationSpec):
             return described(spec)
         (source,) = references(spec)

@@ -479,9 +479,11 @@ def _decide(case: CaptureCase, result: Attempt, dimension: Dimension, rules: lis
 
 def _conditions(result: Attempt, dimension: Dimension, rules: list[SizeRule]) -> str:
     # The limits of operators are those of the float model too, and are not reported.
-    told = [rule for rule in rules if rule.by_python or "==" in rule.expected]
-    words = [f"it is {rule.expected}" if rule.is_computed else rule.expected for rule in told]
-    texts = [f"{word} ({rule.line})" if rule.line else word for word, rule in zip(words, told, strict=True)]
+    of_python = [rule for rule in rules if rule.by_python or "==" in rule.expected]
+    words = [f"it is {rule.expected}" if rule.is_computed else rule.expected for rule in of_python]
+    texts = [
+        f"{word} ({rule.line})" if rule.line else word for word, rule in zip(words, of_python, strict=True)
+    ]
     texts = list(dict.fromkeys(texts))
     if group_of(dimension) in result.unknown:
         error = str(result.unknown[group_of(dimension)]).strip().split("\n", 1)[0]

@@ -45,7 +45,7 @@ class CallSignature:
         )
 
     def with_sizes(self, sizes: InputSizes) -> CallSignature:
-        return replace(self, sizes=sizes.made_ready())
+        return replace(self, sizes=sizes.prepared_for_calls())
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """Return ``args`` and ``kwargs`` as the positional arguments of the captured model.

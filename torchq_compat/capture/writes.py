@@ -376,11 +376,11 @@ class _Rewriting:
 
     def _is_left_in_place(self, node: Node, written: Node) -> bool:
         name = self.names[written]
-        is_made_here = name.memory.home.op not in ("placeholder", "get_attr")
+        is_local = name.memory.home.op not in ("placeholder", "get_attr")
         if self.keep_writes_into_views:
-            return not is_made_here or name.memory.home in self.written_in_parts
+            return not is_local or name.memory.home in self.written_in_parts
         value = node.meta.get("val")
-        return not is_made_here and not (isinstance(value, Tensor) and value.is_floating_point())
+        return not is_local and not (isinstance(value, Tensor) and value.is_floating_point())
 
     def _write(self, node: Node, written: Node, functional: OpOverload) -> None:
         """Make ``node`` return what it wrote, and record the old value with that part replaced as the value

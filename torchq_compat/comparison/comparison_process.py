@@ -35,7 +35,7 @@ def main() -> int:
         with import_noise_held_back():
             from torchq_compat.comparison.collect import compare_case
         cases = case_of_function(target) if target.is_function else _cases_of_script(target)
-        with _told_without_lines(is_known=not target.is_function):
+        with _warnings_without_lines(is_known=not target.is_function):
             outcome: object = tuple(compare_case(case, target.fx_setting) for case in cases)
     except TorchQCompatError as error:
         outcome = TorchQCompatError(error.message, hint=error.hint, code=error.code)
@@ -44,7 +44,7 @@ def main() -> int:
 
 
 @contextlib.contextmanager
-def _told_without_lines(*, is_known: bool) -> Iterator[None]:
+def _warnings_without_lines(*, is_known: bool) -> Iterator[None]:
     """Print our warnings without a line, which would be in this tool; none if a script gave them already."""
     with warnings.catch_warnings(record=True) as caught:
         yield

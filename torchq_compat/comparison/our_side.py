@@ -19,7 +19,7 @@ from torchq_compat.capture.opaque_calls import opaque_call_nodes, qparams_of_int
 from torchq_compat.checkpoints import load_fx_state
 from torchq_compat.comparison import sides
 from torchq_compat.comparison.cases import Case
-from torchq_compat.comparison.results import CellGraph, CellNode, Kind, Told
+from torchq_compat.comparison.results import CellGraph, CellNode, Explained, Kind
 from torchq_compat.modules.parts import PartKind, PartOwner, part_nodes, part_of
 from torchq_compat.port.running.recorder import computes_nothing
 from torchq_compat.quantize.explain import explain
@@ -102,8 +102,8 @@ class OurSide:
     quantized: sides.QuantizedModel
     places: Mapping[sides.Key, Place]
     cells: tuple[CellGraph, ...]
-    left_float: tuple[Told, ...]
-    unlike_fx: tuple[Told, ...]
+    left_float: tuple[Explained, ...]
+    unlike_fx: tuple[Explained, ...]
     quantized_count: int
 
 
@@ -150,11 +150,11 @@ def quantize_by_us(case: Case) -> OurSide:
         places,
         tuple(cell_graphs(converted)),
         tuple(
-            Told(d.path, d.kind, d.reason, d.code)
+            Explained(d.path, d.kind, d.reason, d.code)
             for d in decisions
             if d.action is Action.FLOAT and (d.warn or not d.node) and not computes_nothing(converted, d)
         ),
-        tuple(Told(d.path, d.kind, d.unlike_fx, d.code) for d in decisions if d.unlike_fx),
+        tuple(Explained(d.path, d.kind, d.unlike_fx, d.code) for d in decisions if d.unlike_fx),
         sum(d.action is Action.QUANTIZED for d in decisions),
     )
 

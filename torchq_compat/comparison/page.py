@@ -25,12 +25,12 @@ from torchq_compat.comparison.text import (
     as_data,
     as_text,
     cost_rows,
+    distinct_places,
     findings_by_reason,
     grade,
     point_row,
     step_text,
     summary_sentence,
-    told_places,
     worst_places,
 )
 from torchq_compat.errors import ScriptError, install_extra
@@ -87,7 +87,7 @@ def bars(capture: Capture, worst: Sequence[Place]) -> list[Bar]:
     """Return the bars: one for each side of each place; its length shows the noise."""
     marked = {place.point.name for place in worst}
     result = []
-    for place in noisiest(told_places((*capture.outputs, *capture.points)), MOST_BARS):
+    for place in noisiest(distinct_places((*capture.outputs, *capture.points)), MOST_BARS):
         point = place.point
         sides = [_bar_side(point.ours, is_fx=False)]
         if point.fx is not None:
@@ -114,7 +114,7 @@ def _bar_side(side: Side, *, is_fx: bool) -> BarSide:
 
 def page_table(points: Sequence[Point]) -> PageTable:
     """Return the table of ``points`` without the columns that would be empty."""
-    places = told_places(points)
+    places = distinct_places(points)
     kept = tuple(column for column in PAGE_COLUMNS if any(column.of(place) for place in places))
     name = Column("where", lambda place: "", is_number=False)
     rows = tuple(((name, place.names), *((column, column.of(place)) for column in kept)) for place in places)
@@ -133,13 +133,13 @@ def _qparams(read: Callable[[QParamsView], str], *, of_fx: bool) -> Callable[[Pl
             return ""
         if side.qparams is None:
             return "float" if read is _dtype else ""
-        told = read(side.qparams)
+        shown = read(side.qparams)
         if not of_fx or ours.qparams is None:
-            return told
+            return shown
         if ours.qparams.same_qparams(side.qparams):
             return "same" if read is _dtype else ""
         # Values that are the same here and in FX are shown once.
-        return "" if read is not _dtype and told == read(ours.qparams) else told
+        return "" if read is not _dtype and shown == read(ours.qparams) else shown
 
     return cell
 
@@ -272,7 +272,7 @@ def page(comparisons: Sequence[ComparedModel]) -> str:
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["grade"] = grade
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
-    return template.render(sections=list(map(_section, comparisons)), facts=_made_by())
+    return template.render(sections=list(map(_section, comparisons)), facts=_versions())
 
 
 def _section(comparison: ComparedModel) -> dict[str, Any]:
@@ -357,7 +357,7 @@ def _no_place(path: str, problem: str) -> ScriptError:
     return ScriptError.of("TQ974.page_path", path=path, problem=problem)
 
 
-def _made_by() -> dict[str, str]:
+def _versions() -> dict[str, str]:
     """Return label -> text, for the versions and machine of the report."""
     return {
         "versions": ", ".join(
@@ -449,14 +449,14 @@ def _side(side: Side | None, prefix: str) -> dict[str, Any]:
         return dict.fromkeys(f"{prefix}{name}" for name in OF_SIDE)
     qparams = side.qparams
     one = qparams if qparams is not None and len(qparams.scales) == 1 else None
-    told = {
+    shown = {
         "dtype": qparams.dtype if qparams else "float",
         "scale": one.scales[0] if one else None,
         "zero_point": one.zero_points[0] if one else None,
         "sqnr": side.sqnr,
         "saturated": side.saturated,
     }
-    return {f"{prefix}{name}": value for name, value in told.items()}
+    return {f"{prefix}{name}": value for name, value in shown.items()}
 
 
 # A compared model that shows itself as tables, as JSON and as a page. This module does not need torch.

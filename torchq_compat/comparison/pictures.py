@@ -60,7 +60,7 @@ def _places(cell: results.CellGraph) -> Places:
         columns.setdefault(depth[node.name], []).append(node)
     places: Places = {}
     for column, nodes in sorted(columns.items()):
-        expected = [_wanted_row(node, places) for node in nodes]
+        expected = [_ideal_row(node, places) for node in nodes]
         order = sorted(range(len(nodes)), key=lambda i: (-expected[i], i))
         top = (len(nodes) - 1) / 2 * ROW + sum(expected) / len(expected)
         for rank, index in enumerate(order):
@@ -81,7 +81,7 @@ def _depths(cell: results.CellGraph) -> dict[str, int]:
     return depth
 
 
-def _wanted_row(node: results.CellNode, places: Places) -> float:
+def _ideal_row(node: results.CellNode, places: Places) -> float:
     rows = [places[name][1] for name in node.inputs if name in places]
     return sum(rows) / len(rows) if rows else 0.0
 

@@ -155,7 +155,7 @@ class CellGraph:
 
 
 @dataclass(frozen=True)
-class Told:
+class Explained:
     """What ``explain`` says of a module or op: that it stays float, or what FX does otherwise."""
 
     path: str
@@ -221,8 +221,8 @@ class Capture:
     outputs: tuple[Point, ...]
     points: tuple[Point, ...]
     cells: tuple[CellGraph, ...]
-    left_float: tuple[Told, ...]
-    unlike_fx: tuple[Told, ...]
+    left_float: tuple[Explained, ...]
+    unlike_fx: tuple[Explained, ...]
     quantized_count: int
     series: tuple[Series, ...]
     costs: Costs

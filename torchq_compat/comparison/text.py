@@ -57,12 +57,12 @@ def summary_sentence(comparison: results.ComparedModel) -> str:
 def _numbers(sides: Sequence[results.Side], size: int, time: float, capture: results.Capture) -> str:
     costs = capture.costs
     lowest = min((side.sqnr for side in sides), default=math.inf)
-    told = ["equal to float" if grade(lowest) == "exact" else f"within {noise_text(lowest)} of float"]
+    texts = ["equal to float" if grade(lowest) == "exact" else f"within {noise_text(lowest)} of float"]
     if costs.float_bytes:
-        told.append(f"{size / costs.float_bytes:.2f} of the size")
+        texts.append(f"{size / costs.float_bytes:.2f} of the size")
     ratio = costs.float_ms / time
-    told.append(f"{ratio:.1f} times as fast" if ratio >= 1 else f"{1 / ratio:.1f} times as slow")
-    return "; ".join(told)
+    texts.append(f"{ratio:.1f} times as fast" if ratio >= 1 else f"{1 / ratio:.1f} times as slow")
+    return "; ".join(texts)
 
 
 def _bits(capture: results.Capture) -> str:
@@ -103,7 +103,7 @@ class Place:
         return same and other.kind is not results.Kind.PART and mine.kind is not results.Kind.PART
 
 
-def told_places(points: Sequence[results.Point]) -> list[Place]:
+def distinct_places(points: Sequence[results.Point]) -> list[Place]:
     """Return the places in order, each value once: a pooling that passes integers on is not a place of its
     own."""
     matches: list[Place] = []
@@ -117,7 +117,7 @@ def told_places(points: Sequence[results.Point]) -> list[Place]:
 
 def worst_places(capture: results.Capture, count: int = 3) -> list[tuple[Place, str]]:
     """Return the places farthest from float, with the reason for each."""
-    places = told_places(capture.points)
+    places = distinct_places(capture.points)
     noisy = [place for place in places if grade(place.point.ours.sqnr) != "exact"]
     worst = sorted(noisy, key=lambda place: place.point.ours.sqnr)[:count]
     return [(place, " ".join(_reasons(place.point, capture))) for place in worst]
@@ -232,13 +232,13 @@ def _one_of_several(qparams: str) -> str:
 def _beside(row: tuple[str, ...]) -> str:
     """Return the note that a narrow table has in place of columns: saturation, and FX."""
     fx, decibels, share, steps, here, there = row[3], row[5], row[6], row[7], row[8], row[9]
-    told = [f"FX {fx}" if fx else "", f"{decibels} dB" if decibels else ""]
+    texts = [f"FX {fx}" if fx else "", f"{decibels} dB" if decibels else ""]
     if share:
-        told.append(f"{share} differ, by {steps} steps at most")
+        texts.append(f"{share} differ, by {steps} steps at most")
     if there and there != UNSATURATED:
-        told.append(f"{there} saturated")
+        texts.append(f"{there} saturated")
     ours = f"{here} saturated" if here and here != UNSATURATED else ""
-    return "; ".join(filter(None, (ours, ", ".join(filter(None, told)))))
+    return "; ".join(filter(None, (ours, ", ".join(filter(None, texts)))))
 
 
 def point_row(point: results.Point) -> tuple[str, ...]:

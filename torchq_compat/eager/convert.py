@@ -123,7 +123,7 @@ def convert_module(module: nn.Module, settings: ConvertSettings, path: str) -> n
     if custom_class is not None or isinstance(module, OpaqueModule):
         result = _converted_custom(module, custom_class, settings, path)
     elif kind in settings.mapping:
-        result = _made_by(settings.mapping[kind], module, settings, path)
+        result = _converted_by(settings.mapping[kind], module, settings, path)
     else:
         result = module
     if result is not module:
@@ -181,7 +181,7 @@ def _converted_custom(
     return converted
 
 
-def _made_by(target: Any, module: nn.Module, settings: ConvertSettings, path: str) -> nn.Module:
+def _converted_by(target: Any, module: nn.Module, settings: ConvertSettings, path: str) -> nn.Module:
     """Return the module that ``target``, a class of the mapping, stands for."""
     if not str(getattr(target, "__module__", "")).startswith(LEGACY_QUANTIZED):
         if not hasattr(target, "from_float"):

@@ -160,7 +160,7 @@ def _fuse_chain(fused: GraphModule, chain: list[Node], fusion: _Fusion) -> None:
     for module in modules:
         if isinstance(module, nn.Module):
             module.training = modules[0].training
-    fused.set_submodule(str(first.target), _made_by(fusion, modules, str(first.target)))
+    fused.set_submodule(str(first.target), _fused_by(fusion, modules, str(first.target)))
     graph: Graph = fused.graph
     for node in reversed(others):
         node.replace_all_uses_with(first)
@@ -174,7 +174,7 @@ def _module_of(fused: GraphModule, node: Node) -> Any:
     return nn.ReLU() if node.target is F.relu else node.target
 
 
-def _made_by(fusion: _Fusion, modules: list[Any], path: str) -> nn.Module:
+def _fused_by(fusion: _Fusion, modules: list[Any], path: str) -> nn.Module:
     try:
         result = fusion.fuse(False, *modules)
     except Exception as cause:  # The fuser method may be the user's own.

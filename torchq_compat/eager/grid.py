@@ -67,7 +67,7 @@ FIXED = {
 JOINS = frozenset(["cat", "concat", "concatenate", "hstack", "stack", "vstack"])
 
 #: Functions that make quantized tensors.
-MADE_BY_HAND = ("quantize_per_tensor",)
+QUANTIZE_CALLS = ("quantize_per_tensor",)
 #: What a quantized tensor answered.
 ANSWERS: dict[str, Callable[[Tensor, PerTensorQParams], Any]] = {
     "dequantize": lambda value, grid: value.detach(),
@@ -105,7 +105,7 @@ class FollowGrid(TorchFunctionMode):
         """Call ``func``; round its results, or hand the qparams of its inputs on."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "").partition(".")[0]
-        if self.is_paused or (not self._grids and name not in MADE_BY_HAND):
+        if self.is_paused or (not self._grids and name not in QUANTIZE_CALLS):
             return func(*args, **kwargs)
         before = next(self._of(args, kwargs), None)
         if before is not None and name in ANSWERS:
@@ -253,7 +253,7 @@ def grid_of(value: Tensor) -> PerTensorQParams | None:
 # The class of a converted eager model: the user's own, whose calls follow the values on their grids.
 
 
-TOLD = "_torchq_compat_told"
+WARNED = "_torchq_compat_told"
 #: The attribute that has shapes and dtypes of the last call, also of the prepared model's.
 CALLED_WITH = "_torchq_compat_called_with"
 
@@ -265,8 +265,8 @@ class ConvertedEager(nn.Module):
         with following() as grid:
             result = super().__call__(*args, **kwargs)
         note_call(self, args, kwargs)
-        if not vars(self).get(TOLD) and not torch.compiler.is_exporting():
-            vars(self)[TOLD] = _tell(type(self).__name__, grid)
+        if not vars(self).get(WARNED) and not torch.compiler.is_exporting():
+            vars(self)[WARNED] = _tell(type(self).__name__, grid)
         return result
 
     def __prepare_scriptable__(self) -> nn.Module:

@@ -120,7 +120,7 @@ def propagated_qconfigs(
 # it.
 
 
-MADE = "_whole_range_call"
+BUILT_CALL = "_whole_range_call"
 WHOLE_RANGE = DynamicQParams(SMALLEST_SCALE, 255, 0, 255, torch.uint8)
 
 
@@ -132,9 +132,9 @@ class WholeRangeLinear(quantized.dynamic.Linear):
         if not x.numel():
             return x.new_empty(*x.shape[:-1], self.out_features)
         packed = self._packed_params._packed_params
-        built: tuple[Any, LinearCall] | None = vars(self).get(MADE)
+        built: tuple[Any, LinearCall] | None = vars(self).get(BUILT_CALL)
         if built is None or built[0] is not packed:
-            built = vars(self)[MADE] = (packed, self._call())
+            built = vars(self)[BUILT_CALL] = (packed, self._call())
         rows = x.reshape(-1, self.in_features).float()
         (result,) = LINEAR_OPERATOR(rows, *built[1].behind_x())
         assert isinstance(result, Tensor)
@@ -153,7 +153,7 @@ class WholeRangeLinear(quantized.dynamic.Linear):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copies and pickles, without the prepared call, which they make anew."""
-        return {name: value for name, value in vars(self).items() if name != MADE}
+        return {name: value for name, value in vars(self).items() if name != BUILT_CALL}
 
     def _get_name(self) -> str:
         return "DynamicQuantizedLinear"

@@ -31,9 +31,9 @@ from torchq_compat.fx_state.numbered import (
     FoldedBatchNorm,
     Number,
     Place,
-    Wanted,
-    WantedObserver,
-    WantedTensor,
+    Required,
+    RequiredObserver,
+    RequiredTensor,
     laid_beside,
 )
 from torchq_compat.fx_state.states import SCALE_NAME, FxState
@@ -50,9 +50,9 @@ ATEN = torch.ops.aten
 PARAMETRIZATIONS = ".parametrizations."
 
 
-def wanted_by_graph(
+def required_by_graph(
     graph_module: GraphModule, state: FxState, rules: QConfigRules | None, prefix: str = ""
-) -> Wanted:
+) -> Required:
     """Return what ``graph_module`` wants, apart from the custom modules it calls.
 
     Args:
@@ -61,7 +61,9 @@ def wanted_by_graph(
     """
     reader = _Reader(graph_module, rules, prefix)
     observers, more, problems = reader.observers(state)
-    return Wanted(tuple(reader.tensors()), observers, tuple(reader.folded()), unused=more, problems=problems)
+    return Required(
+        tuple(reader.tensors()), observers, tuple(reader.folded()), unused=more, problems=problems
+    )
 
 
 def in_sequential(name: str) -> str:
@@ -106,7 +108,7 @@ class _Reader:
         self.sites = list(self._sites())
         self.names = self._names_of_parameters()
 
-    def tensors(self) -> Iterator[WantedTensor]:
+    def tensors(self) -> Iterator[RequiredTensor]:
         outside = [
             f"{path}." for path, module in self.graph_module.named_modules() if _is_apart(path, module)
         ]
@@ -121,7 +123,7 @@ class _Reader:
                 continue
             sites = observers.get(name, [])
             paths = tuple(dict.fromkeys(site.path for site in sites))
-            yield WantedTensor(
+            yield RequiredTensor(
                 name,
                 tuple(f"{self.prefix}{item}" for item in self.names.get(name, (name, in_sequential(name)))),
                 observer=paths[0] if paths else None,
@@ -133,7 +135,7 @@ class _Reader:
 
     def observers(
         self, state: FxState
-    ) -> tuple[tuple[WantedObserver, ...], tuple[str, ...], tuple[str, ...]]:
+    ) -> tuple[tuple[RequiredObserver, ...], tuple[str, ...], tuple[str, ...]]:
         """Return the observers, FX's names that have no observer here, and the problems that keep names from
         being known."""
         numbered = [site for site in self.sites if not site.is_module_weight and site.observer.state_dict()]
@@ -154,7 +156,7 @@ class _Reader:
         for site in self.sites:
             by_path.setdefault(site.path, []).append(site)
         expected = tuple(
-            WantedObserver(
+            RequiredObserver(
                 path,
                 tuple(name for site in sites for name in self._prefixes(site, prefix_of)),
                 tuple(name for site in sites for name in self._scales(site, scale_of)),
@@ -269,7 +271,7 @@ class _Reader:
             given.setdefault(match["prefix"], {})[int(match["index"])] = name
         groups: dict[str, list[_Site]] = {}
         ordered = self._in_graph_order(sites)
-        new = _first_of_each(ordered)
+        new = _first_calls(ordered)
         for site in ordered:
             groups.setdefault(f"{self.prefix}{self._scale_prefix(site, state, given)}", []).append(site)
         repeated = _repeated(theirs, state, [name for name in state.scales() if name not in theirs])
@@ -454,7 +456,7 @@ def _kernel_qparams(site: _Site) -> tuple[float, int] | None:
     return float(scale), int(zero_point)
 
 
-def _first_of_each(sites: list[_Site]) -> set[Node]:
+def _first_calls(sites: list[_Site]) -> set[Node]:
     """Return the node of the first site of each observer."""
     first: dict[str, Node] = {}
     return {site.node for site in sites if first.setdefault(site.path, site.node) is site.node}
@@ -512,7 +514,7 @@ def _aligned(
     where = prefix.removesuffix(".") or "the model itself"
     problem = f"it has {len(theirs)} observers in {where} where this model has {len(sites)}"
     prints = [state.fingerprint(name) for name in theirs]
-    new, repeated = _first_of_each(sites), _repeated(theirs, state)
+    new, repeated = _first_calls(sites), _repeated(theirs, state)
     places = [
         Place(site.node, is_new=site.node in new, as_before=before is not None and before.path == site.path)
         for before, site in pairwise((None, *sites))

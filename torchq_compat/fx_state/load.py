@@ -15,8 +15,8 @@ from torch.fx import GraphModule, Node
 
 from torchq_compat.capture.opaque_calls import OpaqueModule, opaque_call_nodes
 from torchq_compat.errors import CheckpointError
-from torchq_compat.fx_state.graph_names import PARAMETRIZATIONS, wanted_by_graph
-from torchq_compat.fx_state.numbered import FoldedBatchNorm, Wanted, WantedObserver, WantedTensor
+from torchq_compat.fx_state.graph_names import PARAMETRIZATIONS, required_by_graph
+from torchq_compat.fx_state.numbered import FoldedBatchNorm, Required, RequiredObserver, RequiredTensor
 from torchq_compat.fx_state.states import SCALE_NAME, Entry, FxState, FxWeight
 from torchq_compat.model.graph_module import QuantizationGraphModule, record_of
 from torchq_compat.read.observers import WeightObserver
@@ -46,7 +46,7 @@ def load_state(
     """
     _refuse_wrapped(prepared, given)
     state = FxState.read(given)
-    expected = wanted_by_model(prepared, state, prepared.record.rules, handler_of=handler_of)
+    expected = required_by_model(prepared, state, prepared.record.rules, handler_of=handler_of)
     plan = _Planner(prepared, state, expected).plan()
     _carry_out(prepared, plan)
     if plan.dropped:
@@ -68,7 +68,7 @@ def load_module_state(
     """
     _refuse_wrapped(prepared, given)
     state = FxState.read(given)
-    planner = _Planner(prepared, state, wanted_by_modules(prepared, state, handler_of))
+    planner = _Planner(prepared, state, required_by_modules(prepared, state, handler_of))
     _carry_out(prepared, planner.plan())
     for path, module in prepared.named_modules():
         vars(module).pop(WEIGHT_QPARAMS, None)
@@ -77,9 +77,9 @@ def load_module_state(
             vars(module)[WEIGHT_QPARAMS] = weight.scale, weight.zero_point
 
 
-def wanted_by_modules(model: nn.Module, state: FxState, handler_of: Callable[[nn.Module], Any]) -> Wanted:
+def required_by_modules(model: nn.Module, state: FxState, handler_of: Callable[[nn.Module], Any]) -> Required:
     """Return what a prepared model of modules wants: torch.ao has the same names, but for custom modules."""
-    expected, read = Wanted(), set[str]()
+    expected, read = Required(), set[str]()
     for path, module in model.named_modules():
         if any(path.startswith(f"{above}.") for above in read):
             continue
@@ -87,12 +87,12 @@ def wanted_by_modules(model: nn.Module, state: FxState, handler_of: Callable[[nn
         handler = handler_of(module)
         if handler is not None and isinstance(module, OpaqueModule):
             read.add(path)
-            expected += handler.wanted_of_fx(module, state, path, wanted_by_model).below(path)
+            expected += handler.required_of_fx(module, state, path, required_by_model).below(path)
         elif isinstance(module, (ObserverBase, FakeQuantizeBase)):
             read.add(path)
             is_weight = name == "weight_fake_quant"
             scales = () if is_weight else (f"{owner}.scale",)
-            expected += Wanted(observers=(WantedObserver(path, (path,), scales, is_weight=is_weight),))
+            expected += Required(observers=(RequiredObserver(path, (path,), scales, is_weight=is_weight),))
         elif isinstance(norm := getattr(module, "bn", None), nn.modules.batchnorm._BatchNorm):
             gamma, beta, mean, variance = (
                 f"{path}.bn.{part}" for part in ("weight", "bias", "running_mean", "running_var")
@@ -100,12 +100,12 @@ def wanted_by_modules(model: nn.Module, state: FxState, handler_of: Callable[[nn
             bias = f"{path}.bias"
             own_bias = bias if getattr(module, "bias", None) is not None else None
             folded = FoldedBatchNorm(gamma, beta, mean, variance, norm.eps, (bias,), own_bias)
-            expected += Wanted(folded=(folded,))
+            expected += Required(folded=(folded,))
     names = (name for name in model.state_dict() if not any(name.startswith(f"{above}.") for above in read))
-    return expected + Wanted(tuple(_wanted_of_module(model, name) for name in names))
+    return expected + Required(tuple(_required_of_module(model, name) for name in names))
 
 
-def _wanted_of_module(model: nn.Module, name: str) -> WantedTensor:
+def _required_of_module(model: nn.Module, name: str) -> RequiredTensor:
     path, _, last = name.rpartition(".")
     above, _, child = path.rpartition(".")
     # A fused module is converted to one at its own path.
@@ -115,7 +115,7 @@ def _wanted_of_module(model: nn.Module, name: str) -> WantedTensor:
     trained = hasattr(model.get_submodule(path), "weight_fake_quant")
     observer = f"{place}.{'weight_fake_quant' if trained else WEIGHT_QPARAMS}"
     is_counter = last == "num_batches_tracked"
-    return WantedTensor(name, names, observer if last == "weight" else None, is_optional=is_counter)
+    return RequiredTensor(name, names, observer if last == "weight" else None, is_optional=is_counter)
 
 
 def translated_state(module: nn.Module, given: Mapping[str, Any], handler: Any) -> dict[str, Tensor]:
@@ -126,7 +126,7 @@ def translated_state(module: nn.Module, given: Mapping[str, Any], handler: Any) 
     """
     at = "module"
     state = FxState.read({f"{at}.{name}": value for name, value in given.items()})
-    plan = _Planner(module, state, handler.wanted_of_fx(module, state, at, wanted_by_model)).plan()
+    plan = _Planner(module, state, handler.required_of_fx(module, state, at, required_by_model)).plan()
     if state.is_converted:
         raise CheckpointError.of("TQ960.converted_state")
     observers = ((f"{path}.{key}", value) for path, of in plan.observers.items() for key, value in of.items())
@@ -148,22 +148,22 @@ def _has_tensors(state: Mapping[Any, Any]) -> bool:
     return any(isinstance(value, Tensor) for value in state.values())
 
 
-def wanted_by_model(
+def required_by_model(
     graph_module: GraphModule,
     state: FxState,
     rules: QConfigRules | None,
     prefix: str = "",
     *,
     handler_of: Callable[[nn.Module], Any],
-) -> Wanted:
+) -> Required:
     """Return what a prepared model wants, with its custom modules, whose handler ``handler_of`` returns."""
-    expected = wanted_by_graph(graph_module, state, rules, prefix)
+    expected = required_by_graph(graph_module, state, rules, prefix)
     for path in dict.fromkeys(str(node.target) for node in opaque_call_nodes(graph_module)):
         leaf = graph_module.get_submodule(path)
         handler = handler_of(leaf)
         if handler is not None and isinstance(leaf, OpaqueModule):
-            inside = handler.wanted_of_fx(
-                leaf, state, f"{prefix}{path}", partial(wanted_by_model, handler_of=handler_of)
+            inside = handler.required_of_fx(
+                leaf, state, f"{prefix}{path}", partial(required_by_model, handler_of=handler_of)
             )
             expected += inside.below(path)
     return expected
@@ -182,17 +182,17 @@ class _Plan:
 
 
 class _Planner:
-    def __init__(self, prepared: nn.Module, state: FxState, expected: Wanted) -> None:
+    def __init__(self, prepared: nn.Module, state: FxState, expected: Required) -> None:
         self.prepared = prepared
         self.state = state
-        self.wanted = expected
+        self.required = expected
         self.own = prepared.state_dict()
-        self.made = _Plan()
+        self.assigned = _Plan()
         self.missing: list[str] = []
         self.weights: dict[str, FxWeight] = {}
         #: Our name of a function's weight -> FX's name of its packed weight.
         self.packed: dict[str, str] = {}
-        self.without_qparams: list[WantedObserver] = []
+        self.without_qparams: list[RequiredObserver] = []
         #: FX's name of a scale -> the paths of our observers that it is loaded into.
         self.given_by: dict[str, list[str]] = {}
 
@@ -204,54 +204,50 @@ class _Planner:
         """
         functional = iter(list(self.state.functional_weights.items()))
         # Weights come first: the bias of a function is packed with its weight.
-        for tensor in sorted(self.wanted.tensors, key=lambda tensor: tensor.packed_with is not None):
+        for tensor in sorted(self.required.tensors, key=lambda tensor: tensor.packed_with is not None):
             self._plan_tensor(tensor, functional)
-        for batch_norm in self.wanted.folded if self.state.is_converted else ():
+        for batch_norm in self.required.folded if self.state.is_converted else ():
             self._dissolve(batch_norm)
-        for observer in self.wanted.observers:
+        for observer in self.required.observers:
             self._plan_observer(observer)
         lacks_weights = bool(self.missing)
         self._match_in_order()
         self._drop_known()
-        self._refuse_rest(lacks_weights)
-        self.made.of_several_calls = [
+        self._refuse_remaining(lacks_weights)
+        self.assigned.of_several_calls = [
             name for name, paths in self.given_by.items() if name.endswith(".scale") and len(paths) > 1
         ]
-        return self.made
+        return self.assigned
 
-    def _plan_tensor(self, wanted_tensor: WantedTensor, functional: Iterator[tuple[str, Entry]]) -> None:
-        result = self._take_tied(wanted_tensor)
-        if (
-            result is None
-            and wanted_tensor.is_functional
-            and (packed := _next_weight(functional)) is not None
-        ):
+    def _plan_tensor(self, required: RequiredTensor, functional: Iterator[tuple[str, Entry]]) -> None:
+        result = self._take_tied(required)
+        if result is None and required.is_functional and (packed := _next_weight(functional)) is not None:
             self.state.forgive(packed[0])
-            self.packed[wanted_tensor.name] = packed[0]
+            self.packed[required.name] = packed[0]
             result = packed
-        if result is None and wanted_tensor.packed_with in self.packed:
-            name = f"{self.packed[wanted_tensor.packed_with]}:bias"
+        if result is None and required.packed_with in self.packed:
+            name = f"{self.packed[required.packed_with]}:bias"
             entry = self.state.functional_weights.get(name)
             self.state.forgive(name)
             result = None if entry is None else (name, entry)
         if result is None:
-            if not wanted_tensor.is_optional:
-                self.missing.append(wanted_tensor.names[0])
+            if not required.is_optional:
+                self.missing.append(required.names[0])
             return
         name, entry = result
         value = entry.value
         if isinstance(value, FxWeight):
-            self.weights |= dict.fromkeys(wanted_tensor.observers, value)
+            self.weights |= dict.fromkeys(required.observers, value)
             value = value.values
-            if wanted_tensor.is_functional and value.dim() == self.own[wanted_tensor.name].dim() + 1:
+            if required.is_functional and value.dim() == self.own[required.name].dim() + 1:
                 # FX packs a convolution over one dimension as one over two.
                 value = value.squeeze(2)
-        self._set(wanted_tensor.name, value, name)
+        self._set(required.name, value, name)
 
-    def _take_tied(self, wanted_tensor: WantedTensor) -> tuple[str, Entry] | None:
+    def _take_tied(self, required: RequiredTensor) -> tuple[str, Entry] | None:
         """Take every entry of the state for one tensor, and return one of them: each of FX's modules that
         shares the tensor saves its own, quantized or not."""
-        result = [taken for name in wanted_tensor.names if (taken := self.state.take((name,))) is not None]
+        result = [taken for name in required.names if (taken := self.state.take((name,))) is not None]
         # A float entry is preferred: it is the value before quantization.
         result.sort(key=lambda taken: isinstance(taken[1].value, FxWeight))
         for name, entry in result[1:]:
@@ -260,7 +256,7 @@ class _Planner:
                 a, b = (item.values if isinstance(item, FxWeight) else item for item in (first, other))
                 if a.shape != b.shape or not torch.equal(a.to(b.dtype), b):
                     raise CheckpointError.other_model(
-                        f"{result[0][0]} and {name} differ, and are one tensor, {wanted_tensor.name}, in "
+                        f"{result[0][0]} and {name} differ, and are one tensor, {required.name}, in "
                         "this model."
                     )
         return result[0] if result else None
@@ -277,62 +273,56 @@ class _Planner:
             raise CheckpointError.bad_value(fx_name, "holds NaN or infinity")
         if not torch.can_cast(value.dtype, expected.dtype):
             raise CheckpointError.bad_value(fx_name, f"is {value.dtype} where the model has {expected.dtype}")
-        self.made.tensors[name] = value
+        self.assigned.tensors[name] = value
 
     def _dissolve(self, batch_norm: FoldedBatchNorm) -> None:
         """Make the batch norm an identity plus the loaded bias: a converted state has it in the weight."""
         for name in (batch_norm.gamma, batch_norm.beta, batch_norm.mean, batch_norm.variance):
-            result = {tensor.name: tensor for tensor in self.wanted.tensors}[name].names
+            result = {tensor.name: tensor for tensor in self.required.tensors}[name].names
             self.missing = [item for item in self.missing if item != result[0]]
         bias = self.state.take(batch_norm.biases)
         variance = torch.ones_like(self.own[batch_norm.variance])
-        self.made.tensors[batch_norm.variance] = variance
+        self.assigned.tensors[batch_norm.variance] = variance
         # The weight is scaled by gamma / sqrt(variance + eps), which is 1, bit for bit.
-        self.made.tensors[batch_norm.gamma] = torch.sqrt(variance + batch_norm.eps)
-        self.made.tensors[batch_norm.mean] = torch.zeros_like(variance)
+        self.assigned.tensors[batch_norm.gamma] = torch.sqrt(variance + batch_norm.eps)
+        self.assigned.tensors[batch_norm.mean] = torch.zeros_like(variance)
         shift = torch.zeros_like(variance)
         if batch_norm.own_bias is None and bias is not None and isinstance(bias[1].value, Tensor):
             shift = bias[1].value
-        self.made.tensors[batch_norm.beta] = shift
+        self.assigned.tensors[batch_norm.beta] = shift
 
-    def _plan_observer(self, wanted_observer: WantedObserver) -> None:
-        observer = self.prepared.get_submodule(wanted_observer.path)
+    def _plan_observer(self, required: RequiredObserver) -> None:
+        observer = self.prepared.get_submodule(required.path)
         if self.state.is_converted:
-            self._plan_qparams(wanted_observer, observer)
+            self._plan_qparams(required, observer)
             return
         result = {
-            prefix: under
-            for prefix in wanted_observer.prefixes
-            if (under := self.state.take_under((prefix,)))
+            prefix: under for prefix in required.prefixes if (under := self.state.take_under((prefix,)))
         }
         own = _names_of(observer)
-        if wanted_observer.is_weight and isinstance(observer, WeightObserver):
+        if required.is_weight and isinstance(observer, WeightObserver):
             return  # It observes the weight at convert, as FX does.
         if not own:
             return
         if not result:
-            if wanted_observer.trained_float:
-                self.made.trained_float[wanted_observer.path] = wanted_observer.prefixes[0]
+            if required.trained_float:
+                self.assigned.trained_float[required.path] = required.prefixes[0]
             elif not _has_fixed_qparams(observer):
-                self.missing.append(
-                    wanted_observer.prefixes[0] if wanted_observer.prefixes else wanted_observer.path
-                )
+                self.missing.append(required.prefixes[0] if required.prefixes else required.path)
             return
         prefix = self._most_common(list(result))
-        self.made.observers[wanted_observer.path] = self._checked(
-            prefix, wanted_observer, observer, result[prefix]
-        )
+        self.assigned.observers[required.path] = self._checked(prefix, required, observer, result[prefix])
 
     def _most_common(self, names: list[str]) -> str:
         """Return the observer or scale whose content most of ``names`` have; record those that differ as
         dropped. ``names`` belong to ops that share one observer here."""
         prints = {name: self.state.fingerprint(name) for name in names}
         common = Counter(prints.values()).most_common(1)[0][0]
-        self.made.dropped += [name for name in names if prints[name] != common]
+        self.assigned.dropped += [name for name in names if prints[name] != common]
         return next(name for name in names if prints[name] == common)
 
     def _checked(
-        self, name: str, wanted_observer: WantedObserver, observer: nn.Module, given: dict[str, Tensor]
+        self, name: str, required: RequiredObserver, observer: nn.Module, given: dict[str, Tensor]
     ) -> dict[str, Tensor]:
         own = _names_of(observer)
         given = _current_observer(given, own, observer)
@@ -344,7 +334,7 @@ class _Planner:
         if lacking or unknown:
             raise CheckpointError.other_model(
                 f"{name} is of another class of observer than {type(observer).__name__} at "
-                f"{wanted_observer.path}: it has {', '.join(unknown) or 'nothing more'} and lacks "
+                f"{required.path}: it has {', '.join(unknown) or 'nothing more'} and lacks "
                 f"{', '.join(lacking) or 'nothing'}."
             )
         for key, value in given.items():
@@ -365,32 +355,28 @@ class _Planner:
                 )
         return given
 
-    def _plan_qparams(self, wanted_observer: WantedObserver, observer: nn.Module) -> None:
-        weight = self.weights.get(wanted_observer.path)
+    def _plan_qparams(self, required: RequiredObserver, observer: nn.Module) -> None:
+        weight = self.weights.get(required.path)
         if weight is not None:
             if weight.scale is not None and weight.zero_point is not None:
-                self.made.qparams[wanted_observer.path] = weight.scale, weight.zero_point
+                self.assigned.qparams[required.path] = weight.scale, weight.zero_point
             return
-        result = self._qparams_of(wanted_observer.scales)
-        if (
-            not result
-            and self.state.is_lowered
-            and (handed_on := self._qparams_of(wanted_observer.handed_on))
-        ):
+        result = self._qparams_of(required.scales)
+        if not result and self.state.is_lowered and (handed_on := self._qparams_of(required.handed_on)):
             name, values = next(iter(handed_on.items()))
-            self._set_qparams(wanted_observer, observer, name, *values)
+            self._set_qparams(required, observer, name, *values)
             return
         if not result:
-            if wanted_observer.kernel is not None and self.state.is_lowered:
-                fixed_scale, fixed_zero_point = wanted_observer.kernel
+            if required.kernel is not None and self.state.is_lowered:
+                fixed_scale, fixed_zero_point = required.kernel
                 qparams = torch.tensor([fixed_scale]), torch.tensor([fixed_zero_point])
-                self.made.qparams[wanted_observer.path] = qparams
-            elif not _needs_no_qparams(observer, wanted_observer):
-                self.without_qparams.append(wanted_observer)
+                self.assigned.qparams[required.path] = qparams
+            elif not _needs_no_qparams(observer, required):
+                self.without_qparams.append(required)
             return
-        name = next(iter(result)) if wanted_observer.is_weight else self._most_common(list(result))
-        self.given_by.setdefault(name, []).append(wanted_observer.path)
-        self._set_qparams(wanted_observer, observer, name, *result[name])
+        name = next(iter(result)) if required.is_weight else self._most_common(list(result))
+        self.given_by.setdefault(name, []).append(required.path)
+        self._set_qparams(required, observer, name, *result[name])
 
     def _qparams_of(self, scale_names: Iterable[str]) -> dict[str, tuple[Any, Any]]:
         result = {}
@@ -402,7 +388,7 @@ class _Planner:
 
     def _set_qparams(
         self,
-        wanted_observer: WantedObserver,
+        required: RequiredObserver,
         observer: Any,
         name: str,
         scale_value: Any,
@@ -410,35 +396,34 @@ class _Planner:
     ) -> None:
         if scale_value.numel() > 1 and not hasattr(observer, "ch_axis"):
             raise CheckpointError.other_model(
-                f"{name} is of {scale_value.numel()} channels, and {wanted_observer.path} of this model has "
-                "none."
+                f"{name} is of {scale_value.numel()} channels, and {required.path} of this model has none."
             )
         if not bool((scale_value.isfinite() & (scale_value > 0)).all()):
             raise CheckpointError.bad_value(name, "holds a scale that is no positive number")
-        self.made.qparams[wanted_observer.path] = scale_value, zero_point_value
-        if wanted_observer.is_weight:
-            self._quantize_weight(wanted_observer, observer, scale_value, zero_point_value)
+        self.assigned.qparams[required.path] = scale_value, zero_point_value
+        if required.is_weight:
+            self._quantize_weight(required, observer, scale_value, zero_point_value)
 
     def _quantize_weight(
-        self, wanted_observer: WantedObserver, observer: Any, scale: Tensor, zero_point: Tensor
+        self, required: RequiredObserver, observer: Any, scale: Tensor, zero_point: Tensor
     ) -> None:
         """Quantize a function's weight, which a reference model has as floats in front of a quantize node."""
-        name = next(tensor.name for tensor in self.wanted.tensors if wanted_observer.path in tensor.observers)
-        weight = self.made.tensors.get(name)
+        name = next(tensor.name for tensor in self.required.tensors if required.path in tensor.observers)
+        weight = self.assigned.tensors.get(name)
         if weight is None:
             return
         axis = int(getattr(observer, "ch_axis", 0))
         shape = [-1 if d == axis and scale.numel() > 1 else 1 for d in range(weight.dim())]
         s, z = scale.reshape(shape), zero_point.reshape(shape)
         low, high = int(observer.quant_min), int(observer.quant_max)
-        self.made.tensors[name] = ((torch.round(weight / s) + z).clamp(low, high) - z) * s
+        self.assigned.tensors[name] = ((torch.round(weight / s) + z).clamp(low, high) - z) * s
 
     def _match_in_order(self) -> None:
         """Match the remaining observers with the remaining scales in order. FX names a scale after the first
         reader it finds, so names may differ while the order is the same."""
         names = [name for name in self.state.scales_at("") if name in dict(self.state.untaken())]
         known = {
-            SCALE_NAME.sub(r"\g<prefix>", name) for item in self.wanted.observers for name in item.scales
+            SCALE_NAME.sub(r"\g<prefix>", name) for item in self.required.observers for name in item.scales
         }
         # A known name with another number means that a scale in between is missing: the order is unreliable.
         is_renamed = all(SCALE_NAME.sub(r"\g<prefix>", name) not in known for name in names)
@@ -456,13 +441,13 @@ class _Planner:
             self._set_qparams(without_qparam, observer, scale_name, scale[1].value, zero_point[1].value)
 
     def _drop_known(self) -> None:
-        for prefix in (*self.wanted.only_fx, *self.wanted.unused):
+        for prefix in (*self.required.only_fx, *self.required.unused):
             if self.state.is_converted:
                 taken = [name for name in self.state.qparams(prefix) if self.state.take((name,))]
             else:
                 taken = [f"{prefix}.{name}" for name in self.state.take_under((prefix,))]
-            if taken and prefix in self.wanted.only_fx:
-                self.made.dropped.append(prefix)
+            if taken and prefix in self.required.only_fx:
+                self.assigned.dropped.append(prefix)
         left = dict(self.state.untaken())
         for name, entry in left.items():
             path, _, last = name.rpartition(".")
@@ -483,9 +468,9 @@ class _Planner:
         """Return whether this model quantizes the weight of ``name``, an entry of one of FX's weight
         fake-quantizes."""
         weight = name.partition("weight_fake_quant.")[0] + "weight"
-        return any(weight in tensor.names and tensor.observers for tensor in self.wanted.tensors)
+        return any(weight in tensor.names and tensor.observers for tensor in self.required.tensors)
 
-    def _refuse_rest(self, lacks_weights: bool) -> None:
+    def _refuse_remaining(self, lacks_weights: bool) -> None:
         parametrized = _parametrized([*self.missing, *self.state.left()])
         if parametrized:
             raise _incomplete(f"{parametrized}.", [], "TQ960.computed_weights")
@@ -496,11 +481,11 @@ class _Planner:
         if self.missing:
             if self.state.is_lowered and not lacks_weights:
                 why = "FX's lowered ELU, PReLU, Sigmoid and Softmax keep their qparams outside of the state"
-                self.wanted = replace(self.wanted, problems=(*self.wanted.problems, why))
-            problems = "".join(f"; {problem}" for problem in self.wanted.problems)
+                self.required = replace(self.required, problems=(*self.required.problems, why))
+            problems = "".join(f"; {problem}" for problem in self.required.problems)
             raise _incomplete(f"it lacks {_shorten(self.missing)}{problems}.", left, key)
-        if self.wanted.problems:
-            raise _incomplete(f"{'; '.join(self.wanted.problems)}.", left, key)
+        if self.required.problems:
+            raise _incomplete(f"{'; '.join(self.required.problems)}.", left, key)
         if left:
             raise _incomplete(f"this model has no place for {_shorten(left)}.", [], key)
 
@@ -553,10 +538,10 @@ def _names_of(observer: nn.Module) -> set[str]:
     }
 
 
-def _needs_no_qparams(observer: Any, wanted_observer: WantedObserver) -> bool:
+def _needs_no_qparams(observer: Any, required: RequiredObserver) -> bool:
     """Return whether a converted state may lack the qparams of ``observer``: FX's kernels know fixed qparams,
     and dynamic activations and float weights have none."""
-    return _has_fixed_qparams(observer) or not observer.state_dict() or wanted_observer.is_weight
+    return _has_fixed_qparams(observer) or not observer.state_dict() or required.is_weight
 
 
 def _has_fixed_qparams(observer: nn.Module) -> bool:

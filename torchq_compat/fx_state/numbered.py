@@ -165,7 +165,7 @@ def _steps(
 
 
 @dataclass(frozen=True)
-class WantedTensor:
+class RequiredTensor:
     """A parameter or buffer.
 
     Attributes:
@@ -193,7 +193,7 @@ class WantedTensor:
 
 
 @dataclass(frozen=True)
-class WantedObserver:
+class RequiredObserver:
     """An observer or fake-quantize.
 
     Attributes:
@@ -237,7 +237,7 @@ class FoldedBatchNorm:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Required:
     """The values that a model, or a module of it, needs.
 
     Attributes:
@@ -246,15 +246,15 @@ class Wanted:
         problems: the reasons why names of FX are ambiguous, for an error.
     """
 
-    tensors: tuple[WantedTensor, ...] = ()
-    observers: tuple[WantedObserver, ...] = ()
+    tensors: tuple[RequiredTensor, ...] = ()
+    observers: tuple[RequiredObserver, ...] = ()
     folded: tuple[FoldedBatchNorm, ...] = ()
     only_fx: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
 
-    def __add__(self, other: Wanted) -> Wanted:
-        return Wanted(
+    def __add__(self, other: Required) -> Required:
+        return Required(
             self.tensors + other.tensors,
             self.observers + other.observers,
             self.folded + other.folded,

@@ -164,7 +164,7 @@ class QuantizationGraphModule(GraphModule):
         record = record_of(self)
         if record is not None:
             other_tools.refuse_torchao_prepare(record.stage.value)
-            other_tools.told_of_layers(record.stage.value)
+            other_tools.tell_of_layers(record.stage.value)
         return GraphModule.graph.fget(self)  # type: ignore[attr-defined, no-any-return]
 
     @graph.setter

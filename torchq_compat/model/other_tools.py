@@ -34,7 +34,7 @@ def tell_graph_readers() -> None:
     _TELLS[:] = [True]
 
 
-def told_of_layers(stage: str) -> None:
+def tell_of_layers(stage: str) -> None:
     """Warn the code that reads the graph of a model, unless it is a library's, or only prints it.
     It is called in the property ``graph`` of our models."""
     if not _TELLS:

@@ -308,13 +308,13 @@ def _spread(edge: Node) -> tuple[int, int] | None:
 
 
 def _of_observer(observer: Any, source: Node) -> dict[str, Any]:
-    told: dict[str, Any] = {"dtype": getattr(observer, "dtype", None)}
+    settings: dict[str, Any] = {"dtype": getattr(observer, "dtype", None)}
     if getattr(observer, "is_dynamic", False):
-        told["dynamic"] = True
+        settings["dynamic"] = True
     # A derived observer has None as ch_axis.
     axis, value = getattr(observer, "ch_axis", None), source.meta.get("val")
     if axis is not None and axis >= 0 and "channel" in str(getattr(observer, "qscheme", "")):
         scale = getattr(observer, "scale", None)
         known = scale.numel() if isinstance(scale, Tensor) and scale.numel() > 1 else None
-        told |= {"channels": int(value.shape[axis]) if isinstance(value, Tensor) else known, "axis": axis}
-    return told
+        settings |= {"channels": int(value.shape[axis]) if isinstance(value, Tensor) else known, "axis": axis}
+    return settings

@@ -79,10 +79,10 @@ def calling_hooks(model: GraphModule, views: dict[str, nn.Module]) -> Iterator[N
 
 
 def _forward_with_hooks(model: GraphModule, views: dict[str, nn.Module]) -> Callable[..., Any]:
-    made_of = (model._graph, model._code, tuple(views.items()))
+    parts = (model._graph, model._code, tuple(views.items()))
     known = vars(model).get(WITH_HOOKS)
-    if known is None or known[0] != made_of:
-        known = vars(model)[WITH_HOOKS] = (made_of, _compile(model, views))
+    if known is None or known[0] != parts:
+        known = vars(model)[WITH_HOOKS] = (parts, _compile(model, views))
     forward: Callable[..., Any] = known[1]
     return forward
 

@@ -19,7 +19,7 @@ from torchq_compat.capture.opaque_calls import OpaqueBoundary, OpaqueModule
 from torchq_compat.capture.opaque_stub import FakeCall
 from torchq_compat.capture.torch_export import capture_flat
 from torchq_compat.errors import CustomModuleError
-from torchq_compat.fx_state.numbered import Wanted
+from torchq_compat.fx_state.numbered import Required
 from torchq_compat.fx_state.states import FxState
 from torchq_compat.modules import parts_handler
 from torchq_compat.modules.parts import (
@@ -36,7 +36,7 @@ from torchq_compat.modules.parts import (
     own_parameter,
     prepare_parts,
 )
-from torchq_compat.modules.registry import ConvertRequest, ObserveRequest, WantedByModel, register
+from torchq_compat.modules.registry import ConvertRequest, ObserveRequest, RequiredByModel, register
 from torchq_compat.read.qparams import QParams
 from torchq_compat.read.qspecs import OpSpecs
 from torchq_compat.support.argument_checks import checked_arguments, instance_of
@@ -513,18 +513,18 @@ class AttentionHandler(parts_handler.PartOwnerHandler):
             raise CustomModuleError.of("TQ940.not_observed_here", result=result)
         return result
 
-    def wanted_of_fx(
-        self, opaque: OpaqueModule, state: FxState, prefix: str, wanted_by_model: WantedByModel
-    ) -> Wanted:
+    def required_of_fx(
+        self, opaque: OpaqueModule, state: FxState, prefix: str, required_by_model: RequiredByModel
+    ) -> Required:
         """Return the base class's; the observer of the scaled query is torch.ao's alone."""
         assert isinstance(opaque, AttentionModule)
         for name in ("in_proj_weight", "in_proj_bias"):
             state.forgive(
                 f"{prefix}.{name}"
             )  # torch.ao's observed module has them still, beside linear_Q, K and V.
-        expected = Wanted(only_fx=(f"{prefix}.q_scaling_product.activation_post_process",))
+        expected = Required(only_fx=(f"{prefix}.q_scaling_product.activation_post_process",))
         for path, graph in opaque.graphs():
-            expected += parts_handler.wanted_by_parts(graph, prefix).below(path)
+            expected += parts_handler.required_by_parts(graph, prefix).below(path)
         return expected
 
     def mapping_hint(self, module: nn.Module) -> str | None:

@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 from torchq_compat.annotate.observed_graph import ObserverFault, observer_faults, observer_nodes
 from torchq_compat.capture.call_layouts import CallLayout
 from torchq_compat.capture.opaque_calls import OpaqueBoundary, OpaqueModule
-from torchq_compat.fx_state.numbered import Wanted, WantedObserver, WantedTensor
+from torchq_compat.fx_state.numbered import Required, RequiredObserver, RequiredTensor
 from torchq_compat.model.quantized_interface import quantized_values, result_details
 from torchq_compat.modules.parts import Part, PartOwner, measured_parts, part_nodes, part_of, saturated_parts
 from torchq_compat.modules.registry import ConvertRequest, CustomModuleHandler, ExplainModel, ObserveRequest
@@ -173,13 +173,13 @@ def _observation(graph: GraphModule, node: Node) -> dict[str, Any]:
 # The names that torch.ao gives the parameters and observers of parts: an observer has the name of its part.
 
 
-def wanted_by_parts(graph: GraphModule, at: str) -> Wanted:
+def required_by_parts(graph: GraphModule, at: str) -> Required:
     """Return what a graph of parts needs from a state dict of torch.ao, in which its module is at ``at``."""
     observers = [
-        WantedObserver(observer, (f"{at}.{part}.activation_post_process",), (f"{at}.{part}.scale",))
+        RequiredObserver(observer, (f"{at}.{part}.activation_post_process",), (f"{at}.{part}.scale",))
         for part, observer in part_observers(graph)
     ]
-    return Wanted(weights_wanted(graph, at), (*observers, *weight_observers_wanted(graph, at)))
+    return Required(required_weights(graph, at), (*observers, *required_weight_observers(graph, at)))
 
 
 def part_observers(graph: GraphModule) -> Iterator[tuple[str, str]]:
@@ -200,13 +200,13 @@ def weights_of_parts(graph: GraphModule) -> Iterator[tuple[str, str | None]]:
             yield str(node.target), observer_of.get(node)
 
 
-def weights_wanted(graph: GraphModule, at: str) -> tuple[WantedTensor, ...]:
+def required_weights(graph: GraphModule, at: str) -> tuple[RequiredTensor, ...]:
     weights = weights_of_parts(graph)
-    return tuple(WantedTensor(name, (f"{at}.{name}",), observer) for name, observer in weights)
+    return tuple(RequiredTensor(name, (f"{at}.{name}",), observer) for name, observer in weights)
 
 
-def weight_observers_wanted(graph: GraphModule, at: str) -> Iterator[WantedObserver]:
+def required_weight_observers(graph: GraphModule, at: str) -> Iterator[RequiredObserver]:
     for name, observer in weights_of_parts(graph):
         if observer is not None:
             path = name.rpartition(".")[0]
-            yield WantedObserver(observer, (f"{at}.{path}.weight_fake_quant",), is_weight=True)
+            yield RequiredObserver(observer, (f"{at}.{path}.weight_fake_quant",), is_weight=True)

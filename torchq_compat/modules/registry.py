@@ -16,7 +16,7 @@ from torchq_compat.annotate.observed_graph import ObserverFault
 from torchq_compat.capture.call_layouts import CallLayout
 from torchq_compat.capture.opaque_calls import OpaqueBoundary, OpaqueModule
 from torchq_compat.capture.opaque_stub import FakeCall
-from torchq_compat.fx_state.numbered import Wanted, WantedTensor
+from torchq_compat.fx_state.numbered import Required, RequiredTensor
 from torchq_compat.fx_state.states import FxState
 from torchq_compat.model.graph_module import ROOT
 from torchq_compat.read.backend_configs import BackendTable
@@ -35,7 +35,7 @@ from torchq_compat.support.torch_ao import QConfig
 #: before the call; None if this call cannot be written.
 WriteOps = Callable[[GraphModule, Node, str, tuple[Any, ...], dict[str, Any]], list[Node] | None]
 #: (model, state, the model's QConfigMapping, its path in FX's names with a final dot) -> what it needs.
-WantedByModel = Callable[..., Wanted]
+RequiredByModel = Callable[..., Required]
 #: Prepared or converted model -> the decisions about it.
 ExplainModel = Callable[[nn.Module], Iterable[Decision]]
 
@@ -231,15 +231,15 @@ class CustomModuleHandler(ABC):
         """Return (path inside ``opaque``, fault) of every observer that cannot be converted."""
         return []
 
-    def wanted_of_fx(
-        self, opaque: OpaqueModule, state: FxState, prefix: str, wanted_by_model: WantedByModel
-    ) -> Wanted:
+    def required_of_fx(
+        self, opaque: OpaqueModule, state: FxState, prefix: str, required_by_model: RequiredByModel
+    ) -> Required:
         """Return what the observed ``opaque`` needs from a state dict of FX, in which its path is ``prefix``.
 
-        ``wanted_by_model`` returns what a model inside ``opaque`` needs. Default: the entries have the same
+        ``required_by_model`` returns what a model inside ``opaque`` needs. Default: the entries have the same
         names in both state dicts.
         """
-        return Wanted(tuple(WantedTensor(name, (f"{prefix}.{name}",)) for name in opaque.state_dict()))
+        return Required(tuple(RequiredTensor(name, (f"{prefix}.{name}",)) for name in opaque.state_dict()))
 
     def explain(self, opaque: OpaqueModule, path: str, explain_model: ExplainModel) -> Iterator[Decision]:
         """Yield the decisions inside an observed or converted module; ``explain_model`` returns those about a

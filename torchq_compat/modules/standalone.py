@@ -17,7 +17,7 @@ from torchq_compat.capture.call_layouts import CallLayout
 from torchq_compat.capture.opaque_calls import OpaqueBoundary, OpaqueModule
 from torchq_compat.capture.opaque_stub import FakeCall
 from torchq_compat.errors import ConfigError
-from torchq_compat.fx_state.numbered import Wanted
+from torchq_compat.fx_state.numbered import Required
 from torchq_compat.fx_state.states import FxState
 from torchq_compat.model.graph_module import ConvertedGraphModule, QuantizationGraphModule, preserved_of
 from torchq_compat.model.other_tools import unguard
@@ -161,11 +161,11 @@ class StandaloneHandler(registry.CustomModuleHandler):
         wrapped.opaque_layouts = list(opaque.opaque_layouts)
         return wrapped
 
-    def wanted_of_fx(
-        self, opaque: OpaqueModule, state: FxState, prefix: str, wanted_by_model: registry.WantedByModel
-    ) -> Wanted:
+    def required_of_fx(
+        self, opaque: OpaqueModule, state: FxState, prefix: str, required_by_model: registry.RequiredByModel
+    ) -> Required:
         assert isinstance(opaque, PreparedStandalone)
-        return wanted_by_model(opaque, state, opaque.record.rules, f"{prefix}.")
+        return required_by_model(opaque, state, opaque.record.rules, f"{prefix}.")
 
     def explain(
         self, opaque: OpaqueModule, path: str, explain_model: registry.ExplainModel

@@ -283,7 +283,7 @@ class UserModuleHandler(registry.CustomModuleHandler):
         for module in request.module.modules():
             # FX sets it there. Submodules have it too, for from_float of custom modules inside.
             module.qconfig = request.qconfig  # type: ignore[assignment]
-        observed = made_by(request.observed_class, "from_float", request.module, request.path)
+        observed = call_class_method(request.observed_class, "from_float", request.module, request.path)
         if isinstance(observed, OpaqueModule) and registry.handler_of(observed) is not None:
             return observed
         if getattr(observed, "qconfig", None) is None:
@@ -346,7 +346,7 @@ class UserModuleHandler(registry.CustomModuleHandler):
                 observer_of_all_calls(output_observer) for output_observer in request.output_observers
             )
             observed.activation_post_process = nn.ModuleList([first, *more]) if more else first
-        quantized = made_by(request.quantized_class, "from_observed", observed, path)
+        quantized = call_class_method(request.quantized_class, "from_observed", observed, path)
         if isinstance(quantized, OpaqueModule) and registry.handler_of(quantized) is not None:
             converted: OpaqueModule = quantized
         else:
@@ -357,7 +357,7 @@ class UserModuleHandler(registry.CustomModuleHandler):
         return converted
 
 
-def made_by(owner: type[nn.Module], method: str, module: nn.Module, path: str) -> nn.Module:
+def call_class_method(owner: type[nn.Module], method: str, module: nn.Module, path: str) -> nn.Module:
     """Call ``from_float`` or ``from_observed`` of the user's ``owner`` on ``module``.
 
     Raises:
@@ -458,7 +458,7 @@ def convert_float_calls(
             warn_user("TQ407", kind=type(module).__name__, path=path, stays="stays float", lack=lack)
             continue
         quantized_class = mappings[kind][type(module)]
-        quantized = made_by(quantized_class, "from_observed", module, path)
+        quantized = call_class_method(quantized_class, "from_observed", module, path)
         # As in FX, a module with a dynamic or weight-only QConfig is called with floats.
         takes_floats = kind is not torch_ao.QuantType.STATIC or getattr(quantized, "takes_floats", False)
         converted.set_submodule(path, QuantizedCall(quantized, None if takes_floats else _qparams(node)))

@@ -101,7 +101,7 @@ def _uri(path: Path) -> str:
 # file that could not be read.
 
 
-NOTHING_FOUND, FOUND, PROBLEM = 0, 1, 2
+CLEAN, FINDINGS, PROBLEM = 0, 1, 2
 FORMAT_VERSION = 1
 
 
@@ -148,7 +148,7 @@ def scan_command(args: argparse.Namespace) -> int:
 def exit_code(scan: Scan) -> int:
     if scan.problems:
         return PROBLEM
-    return FOUND if scan.findings else NOTHING_FOUND
+    return FINDINGS if scan.findings else CLEAN
 
 
 def as_data(scan: Scan) -> dict[str, Any]:

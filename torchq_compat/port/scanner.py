@@ -83,7 +83,7 @@ class Origin:
 
 def find_sites(source: ParsedSource, rewrites: Iterable[Finder] = REWRITES) -> list[Site]:
     """Return all sites in text order, including those for manual review."""
-    sites = [site for rewrite in rewrites for site in _found(source, rewrite)]
+    sites = [site for rewrite in rewrites for site in _sites_of(source, rewrite)]
     sites += [site for review in MANUAL_REVIEWS for site in review.find(source)]
     return sorted(dict.fromkeys(sites), key=lambda site: (site.offset, site.code))
 
@@ -109,14 +109,14 @@ def rewrite_text(text: str, rewrites: Iterable[Finder] = REWRITES, origin: Origi
 
 def _settle(source: ParsedSource, rewrite: Finder, origin: Origin) -> ParsedSource:
     for _ in range(MAX_ROUNDS):
-        sites = list(_compatible(site for site in _found(source, rewrite) if site.edits))
+        sites = list(_compatible(site for site in _sites_of(source, rewrite) if site.edits))
         if not sites:
             break
         source = _apply(source, sites, origin)
     return source
 
 
-def _found(source: ParsedSource, rewrite: Finder) -> Iterator[Site]:
+def _sites_of(source: ParsedSource, rewrite: Finder) -> Iterator[Site]:
     """Yield the sites of ``rewrite``; those whose imports the installed packages do not have are refused."""
     stays = stays_with_fx(source) if rewrite.code in MOVING else ""
     for site in rewrite.find(source):
@@ -275,10 +275,10 @@ class Finding:
     def line(self) -> str:
         """The finding as one line: place, code, the replacement, and the reason for manual review."""
         construct = self.construct
-        told = f"{self.path}:{self.place}: {construct.code} {self.site.what} -> {construct.becomes}"
+        described = f"{self.path}:{self.place}: {construct.code} {self.site.what} -> {construct.becomes}"
         if self.site.refusal:
-            return f"{told} [by hand: {self.site.refusal}]"
-        return f"{told} [{self.remark}]" if self.remark else told
+            return f"{described} [by hand: {self.site.refusal}]"
+        return f"{described} [{self.remark}]" if self.remark else described
 
 
 #: Seconds that one file may take.

@@ -69,7 +69,7 @@ class CapturedModel:
     """
 
     case: CaptureCase
-    found: Attempt
+    attempt: Attempt
 
     @property
     def stubs(self) -> StubRegistry:
@@ -166,7 +166,7 @@ def place_modules(
 ) -> list[Decision]:
     """Put ``modules`` behind the opaque calls, in place, or write them as ops; return a decision about each
     of their parameters that the graph has a copy of."""
-    graph_module = captured.found.graph_module
+    graph_module = captured.attempt.graph_module
     copied = opaque_calls.insert_calls(graph_module, captured.stubs, modules, writers)
     classes = {swap.paths[0]: type(swap.module) for swap in swaps}
     write_op_records(
@@ -265,7 +265,7 @@ def share_modules(
     candidates = {} if quantizer is None else _candidates(captured, swaps)
     if quantizer is None or not candidates:
         return {}, list(decisions)
-    expected, why_not = _wanted(captured, modules, candidates, quantizer, is_fixed=is_fixed)
+    expected, why_not = _expected(captured, modules, candidates, quantizer, is_fixed=is_fixed)
     kept = []
     for decision in decisions:
         if decision.path in expected:
@@ -285,7 +285,7 @@ def _candidates(captured: CapturedModel, swaps: Sequence[Swap]) -> dict[str, Wri
     return result
 
 
-def _wanted(
+def _expected(
     captured: CapturedModel,
     modules: dict[str, nn.Module],
     candidates: Mapping[str, WriteOps],
@@ -297,7 +297,7 @@ def _wanted(
     name = type(quantizer).__name__
 
     def asked(*, is_fixed: bool) -> tuple[GraphModule, set[str]]:
-        trial = copy.deepcopy(captured.found.graph_module)
+        trial = copy.deepcopy(captured.attempt.graph_module)
         opaque_calls.insert_calls(trial, captured.stubs, modules, candidates)
         written = _module_paths(trial) & candidates.keys()
         return UserQuantizer(own_copy(quantizer), {}, trial, is_fixed=is_fixed).ask(trial), written

@@ -129,10 +129,10 @@ def with_observer_qparams(
         changed: the paths of ops whose qparams or ranges differ from those they trained with.
         owners: the paths of trained custom modules with parts.
     """
-    return tuple(_told(decision, changed, owners) for decision in decisions)
+    return tuple(_with_reason(decision, changed, owners) for decision in decisions)
 
 
-def _told(decision: Decision, changed: Collection[str], owners: Collection[str]) -> Decision:
+def _with_reason(decision: Decision, changed: Collection[str], owners: Collection[str]) -> Decision:
     if decision.action not in (Action.QUANTIZED, Action.SHARED):
         return decision
     if decision.path in owners and not decision.node:

@@ -70,7 +70,7 @@ def explain(model: nn.Module) -> Report:
     }
     on_integers = {entry.node for entry in lowering if entry.action is Action.LOWERED and entry.node}
     places = _Places(model)
-    told: list[tuple[int, list[Decision]]] = []
+    placed: list[tuple[int, list[Decision]]] = []
     before = 0
     own = {item.path: item for item in record.decisions if item.action is Action.FOLDED}
     folded = _folded(model, record.batch_norms, own)
@@ -93,9 +93,9 @@ def explain(model: nn.Module) -> Report:
             # The node of this op was replaced: place the op behind the op of the previous decision.
             place = before
         before = place if decision.node else before
-        told.append((place, [decision, *folded.pop(decision.path, ()), *_inside(modules, decision)]))
-    told.extend((places.of(decision), [decision]) for decision in itertools.chain(*folded.values()))
-    in_order = sorted(told, key=lambda pair: pair[0])
+        placed.append((place, [decision, *folded.pop(decision.path, ()), *_inside(modules, decision)]))
+    placed.extend((places.of(decision), [decision]) for decision in itertools.chain(*folded.values()))
+    in_order = sorted(placed, key=lambda pair: pair[0])
     decisions = itertools.chain(*(decisions for _, decisions in in_order))
     return Report((*decisions, *lowering), tuple(_ranges(model)))
 

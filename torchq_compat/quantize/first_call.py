@@ -45,7 +45,7 @@ SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 #: Attributes that only the captured model has, and that the float model must not answer for.
 OF_A_GRAPH = ("graph", "code", "recompile", "print_readable", "reference", "record", "lowering")
 #: Attribute for the object that a waiting model took the attributes of.
-MADE = "_torchq_compat_made"
+BUILT = "_torchq_compat_made"
 OWN_HOOKS = (*HOOK_STATE, "_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook")
 
 P = ParamSpec("P")
@@ -240,18 +240,18 @@ class WaitingModel(nn.Module):
         with TURNS:
             if type(self) is not WaitingModel:  # Another thread's call was first.
                 return self(*args, **kwargs)
-            built = self._made(args, kwargs)
+            built = self._build(args, kwargs)
             own = {name: vars(self)[name] for name in OWN_HOOKS}
             object.__setattr__(self, "__dict__", built.__dict__)
             self.__class__ = type(built)  # type: ignore[assignment]
-            vars(self)[MADE] = built  # Finalizers forget its packed weights with it.
+            vars(self)[BUILT] = built  # Finalizers forget its packed weights with it.
             hand_over_views(built, self)
             result = self(*args, **kwargs)
         # Give it the hooks only now: torch calls those of this first call around this method.
         self.__dict__.update(own)
         return result
 
-    def _made(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
+    def _build(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
         bound = inspect.signature(self.float_model.forward).bind(*args, **kwargs)
         if len(bound.args) < len(args) + len(kwargs):
             bound.apply_defaults()

@@ -288,7 +288,7 @@ def _capture(state: _Preparing) -> None:
     )
     state.tried = try_model(state.working, state.swaps, request, state.with_loops)
     state.captured = capture_model(working, state.model, state.tried, state.signature, state.swaps, request)
-    graph_module = state.captured.found.graph_module
+    graph_module = state.captured.attempt.graph_module
     checked.mark_infinite_values(graph_module, state.captured.case, request.first_inputs)
     training.fix_modes(graph_module, working, state.in_evaluation, is_qat=state.is_qat)
 
@@ -296,7 +296,7 @@ def _capture(state: _Preparing) -> None:
 @carries_out(PREPARE, "observe custom modules")
 def _observe_modules(state: _Preparing) -> None:
     request, captured, swaps = state.request, state.captured, state.swaps
-    graph_module = captured.found.graph_module
+    graph_module = captured.attempt.graph_module
     modules = observe_modules(captured, swaps, lambda inner: prepare(inner.module, request.inside(inner)))
     restore_source_functions(graph_module, state.with_loops.model)
     writers, state.decisions = share_modules(
@@ -313,8 +313,8 @@ def _observe_modules(state: _Preparing) -> None:
 
 @carries_out(PREPARE, "insert observers")
 def _observe(state: _Preparing) -> None:
-    graph_module = state.captured.found.graph_module
-    growing = checked.growing_values(state.captured.case, state.captured.found)
+    graph_module = state.captured.attempt.graph_module
+    growing = checked.growing_values(state.captured.case, state.captured.attempt)
     reads_growing = dict(growing)
     for node in graph_module.graph.nodes if growing else ():  # An op quantizes what it reads, too.
         known = next(
@@ -352,8 +352,8 @@ def _wrap(state: _Preparing) -> None:
     if state.is_qat and not request.is_step:
         state.decisions[:0] = training.decide_training_flags(state.model, is_qat=True, fused=_fused(state))
     state.decisions.extend(training.decide_evaluation(state.model, state.in_evaluation))
-    state.decisions.extend(checked.decide_blocks(captured.found, is_qat=state.is_qat))
-    state.decisions.extend(checked.decide_sizes(captured.case, captured.found))
+    state.decisions.extend(checked.decide_blocks(captured.attempt, is_qat=state.is_qat))
+    state.decisions.extend(checked.decide_sizes(captured.case, captured.attempt))
     state.decisions.extend(state.with_loops.decisions)
     if request.fixed_because:
         state.decisions.append(
@@ -361,7 +361,7 @@ def _wrap(state: _Preparing) -> None:
         )
     record = ModelRecord(
         Stage.PREPARED,
-        state.signature.with_sizes(captured.found.sizes),
+        state.signature.with_sizes(captured.attempt.sizes),
         (*state.leftovers, *state.decisions),
         state.is_qat,
         request.rules if request.quantizer is None else None,
@@ -372,7 +372,7 @@ def _wrap(state: _Preparing) -> None:
         batch_norms=state.batch_norms,
         steps=state.with_loops.steps,
         observed=tuple(observed_graph.observed_places(state.observed)),
-        trial_inputs=copied_inputs(checked.short_run(captured.case, captured.found).args),
+        trial_inputs=copied_inputs(checked.short_run(captured.case, captured.attempt).args),
     )
     names = request.settings.preserved_attributes
     preserved = {name: getattr(state.working, name) for name in names if hasattr(state.working, name)}
@@ -384,7 +384,7 @@ def _check(state: _Preparing) -> None:
     users_own = tuple(swap.paths[0] for swap in state.swaps if maps_to_users_class(swap))
     lost = tuple(swap.paths[0] for swap in state.swaps if loses_forward(swap))
     captured = state.captured
-    differing = checked.check_prepared(state.prepared, captured.case, captured.found, users_own, lost)
+    differing = checked.check_prepared(state.prepared, captured.case, captured.attempt, users_own, lost)
     state.prepared.add_decisions(differing)
     vars(state.prepared).pop(LAST_CALL, None)  # a trial, and no calibration
     if state.is_qat:
@@ -421,7 +421,7 @@ def _read_interface(captured: CapturedModel, request: PrepareRequest) -> Quantiz
         settings.input_quantized_indexes,
         settings.output_quantized_indexes,
         request.example_inputs,
-        captured.found.graph_module,
+        captured.attempt.graph_module,
         whole_result=captured.stubs.results.returns_whole_result,
     )
 

@@ -236,8 +236,8 @@ def _as_written(working: nn.Module, looped: LoopedSizes, reason: str) -> WithLoo
     where = ", ".join(f"{label}.size({index})" for group in looped.groups for label, index in group[:1])
     at = f" at {', '.join(looped.lines[:NAMED_LINES])}" if looped.lines else ""
     first_line = (reason.strip().splitlines() or [""])[0]
-    told = f"the loop over {where}{at} is written out for the length of the example: {first_line}"
-    return WithLoops(working, decisions=(Decision("", "loop over time", Action.FIXED, told),))
+    decided = f"the loop over {where}{at} is written out for the length of the example: {first_line}"
+    return WithLoops(working, decisions=(Decision("", "loop over time", Action.FIXED, decided),))
 
 
 # The QConfigs of custom modules beside a user's Quantizer, which annotates everything else.

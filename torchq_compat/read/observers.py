@@ -49,7 +49,7 @@ REPLACED: dict[str, Callable[..., nn.Module]] = {
 #: (id of a legacy constructor, setting) -> its translation, which keeps it alive: every op asks anew.
 _TRANSLATED: Kept[ObserverConstructor] = Kept(64)
 #: The warnings that were already passed on.
-_TOLD: set[str] = set()
+_SHOWN: set[str] = set()
 
 
 class ObserverConstructor:
@@ -69,9 +69,9 @@ class ObserverConstructor:
     def __init__(self, legacy: LegacyConstructor, setting: str = "qconfig") -> None:
         self.legacy = legacy
         self.setting = setting
-        with silenced(_was_told):
-            legacy_made = self._make_legacy()
-        self.settings = torch_ao_classes.read_settings(self(), legacy_made, setting)
+        with silenced(_was_shown):
+            observer = self._make_legacy()
+        self.settings = torch_ao_classes.read_settings(self(), observer, setting)
         self.__name__ = "PerChannelObserver" if self.settings.ch_axis is not None else "Observer"
 
     def with_args(self, **_spec: Any) -> ObserverConstructor:
@@ -92,17 +92,17 @@ class ObserverConstructor:
         except TypeError as cause:
             raise _not_a_constructor(self.setting, self.legacy) from cause
         except Exception as cause:
-            raise _observer_cannot_be_made(self.setting, cause) from cause
+            raise _cannot_instantiate(self.setting, cause) from cause
         if not isinstance(result, (*PT2E_BASES, *LEGACY_BASES)):
             raise _not_a_constructor(self.setting, self.legacy)
         return result
 
 
-def _was_told(text: str) -> bool:
+def _was_shown(text: str) -> bool:
     """Return whether a library warned with ``text`` before: every rule makes observers anew."""
-    if text in _TOLD:
+    if text in _SHOWN:
         return True
-    _TOLD.add(text)
+    _SHOWN.add(text)
     return False
 
 
@@ -301,7 +301,7 @@ def _not_a_constructor(setting: str, value: object) -> ConfigError:
     return ConfigError.of("TQ910.no_constructor", setting=setting, value=value)
 
 
-def _observer_cannot_be_made(setting: str, cause: BaseException) -> ConfigError:
+def _cannot_instantiate(setting: str, cause: BaseException) -> ConfigError:
     return ConfigError.of("TQ910.observer_cannot_be_made", setting=setting, cause=cause)
 
 

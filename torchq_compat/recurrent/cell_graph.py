@@ -44,7 +44,7 @@ class SplitGraph(NamedTuple):
     ``first`` does not have."""
 
     first: Graph
-    rest: Graph
+    outside: Graph
 
 
 def split_off_projection(cell: Graph) -> SplitGraph:
@@ -103,8 +103,8 @@ class CellFunctions:
     def of(cls, owner: Owner, cell: Graph) -> Self:
         """Return the functions of ``cell``, whose attributes are those of ``owner``."""
         graphs = split_off_projection(cell)
-        stored = {node for node in graphs.rest.nodes if node.op == "get_attr"}
-        splits = (graphs, split_off_constants(graphs.rest), _split(graphs.rest, stored, set()))
+        stored = {node for node in graphs.outside.nodes if node.op == "get_attr"}
+        splits = (graphs, split_off_constants(graphs.outside), _split(graphs.outside, stored, set()))
         return cls(graphs, *(call_on(owner, graph) for split in splits for graph in split))
 
 
@@ -125,13 +125,13 @@ def _split(graph: Graph, moved: set[Node], shared: set[Node]) -> SplitGraph:
     for node in _with_what_they_read(moved, shared, graph):
         in_first[node] = first.node_copy(node, in_first.__getitem__)
     first.output(tuple(in_first[node] for node in handed_over))
-    remaining, in_rest = Graph(), dict[Node, Node]()
+    remaining, in_outside = Graph(), dict[Node, Node]()
     for node in handed_over:
-        in_rest[node] = remaining.placeholder(node.name)
-        in_rest[node].meta = dict(node.meta)
+        in_outside[node] = remaining.placeholder(node.name)
+        in_outside[node].meta = dict(node.meta)
     others = [node for node in graph.nodes if node not in moved and node not in shared]
     for node in _with_what_they_read(others, shared, graph):
-        in_rest[node] = remaining.node_copy(node, in_rest.__getitem__)
+        in_outside[node] = remaining.node_copy(node, in_outside.__getitem__)
     return SplitGraph(first, remaining)
 
 
@@ -254,7 +254,7 @@ class ConvertedCellGraphModule(parts.ConvertedPartGraphModule, CellGraphModule):
 
     def step_graph(self) -> Graph:
         """Return the graph (*projected, *states) -> the new states. Its attributes are those of the cell."""
-        return self._functions.graphs.rest
+        return self._functions.graphs.outside
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return the inputs of ``step`` that depend on ``x`` (..., I), for all steps at once; (..., width)

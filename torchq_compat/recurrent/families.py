@@ -217,7 +217,7 @@ class DynamicRecurrent(recurrent_module.RecurrentModule):
 
     can_be_lowered = True
     #: The float module it was made from, if it is part of an eager model.
-    made_from: MadeFrom | None = None
+    source: MadeFrom | None = None
     is_dynamic = True
 
     def result_dtypes(self, count: int) -> tuple[torch.dtype | None, ...]:
@@ -234,7 +234,7 @@ class DynamicRecurrent(recurrent_module.RecurrentModule):
         return f"DynamicQuantized{self.contract.kind.name}"
 
     def __repr__(self) -> str:
-        shown = dict(self.made_from.arguments) if self.made_from else self.contract.attributes()
+        shown = dict(self.source.arguments) if self.source else self.contract.attributes()
         sizes = [str(shown.pop(name)) for name in ("input_size", "hidden_size") if name in shown]
         others = [f"{name}={shown[name]}" for name in SHOWN if shown.get(name, SHOWN[name]) != SHOWN[name]]
         return f"{self._get_name()}({', '.join([*sizes, *others])})"
@@ -248,9 +248,9 @@ class DynamicRecurrent(recurrent_module.RecurrentModule):
     def __reduce__(self) -> Any:
         """Pickle the float module's class, arguments and QConfig: a captured cell cannot be pickled, so the
         module of an eager model is made again."""
-        if self.made_from is None:
+        if self.source is None:
             return super().__reduce__()
-        return _made_again, (self.made_from, self.module_path, self.is_lowered, self.state_dict())
+        return _rebuild, (self.source, self.module_path, self.is_lowered, self.state_dict())
 
 
 @dataclass(frozen=True)
@@ -278,14 +278,14 @@ def quantize_recurrent(module: nn.Module, qconfig: QConfig, path: str) -> Dynami
     prepared = prepare_dynamic(module, DynamicPartSpecs(OpSpecs(qconfig)))
     prepared.module_path = path
     converted = convert_dynamic(prepared).eval()
-    converted.made_from = MadeFrom.of(module, qconfig)
+    converted.source = MadeFrom.of(module, qconfig)
     return converted
 
 
-def _made_again(made_from: MadeFrom, path: str, is_lowered: bool, state: dict[str, Any]) -> DynamicRecurrent:
+def _rebuild(source: MadeFrom, path: str, is_lowered: bool, state: dict[str, Any]) -> DynamicRecurrent:
     with draws_kept():
-        module = made_from.float_class(**made_from.arguments)
-    result = quantize_recurrent(module, made_from.qconfig, path)
+        module = source.float_class(**source.arguments)
+    result = quantize_recurrent(module, source.qconfig, path)
     result.load_state_dict(state)
     return result.lowered() if is_lowered else result
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.fx import GraphModule
 
-from torchq_compat.fx_state.numbered import Wanted, WantedObserver, WantedTensor
+from torchq_compat.fx_state.numbered import Required, RequiredObserver, RequiredTensor
 from torchq_compat.fx_state.states import FxState
 from torchq_compat.modules import parts_handler
 from torchq_compat.read.torch_ao_classes import FIXED_QPARAMS
@@ -27,24 +27,24 @@ GATE_PARTS = {"input": "input_gate", "forget": "forget_gate", "cell": "cell_gate
 LAST_PARTS = ("fgate_cx", "igate_cgate", "fgate_cx_igate_cgate", "tanh_cy", "ogate_cy")
 
 
-def wanted_by_observed(module: RecurrentModule, state: FxState, prefix: str) -> Wanted:
+def required_by_observed(module: RecurrentModule, state: FxState, prefix: str) -> Required:
     """Return what a module whose parts are observed one by one needs from ``state``, a state dict of FX.
 
     ``prefix`` is the module's path in FX's names.
     """
-    expected = Wanted()
+    expected = Required()
     for path, cell in module.cells():
         at = f"{prefix}.{path}"
         if state.observers_at(f"{at}.") or state.scales_at(f"{at}."):
             expected += _numbered_parts(module, cell, state, at).below(path)
         else:
-            expected += parts_handler.wanted_by_parts(cell, at).below(path)
+            expected += parts_handler.required_by_parts(cell, at).below(path)
     return expected
 
 
-def wanted_by_dynamic(module: DynamicRecurrent, prefix: str) -> Wanted:
+def required_by_dynamic(module: DynamicRecurrent, prefix: str) -> Required:
     """Return what a dynamically quantized module needs from a state dict of FX."""
-    expected = Wanted()
+    expected = Required()
     index = 0
     for layer, item in enumerate(module.contract.layers(module)):
         for direction, suffix in zip(item.directions(), ("", "_reverse"), strict=False):
@@ -55,7 +55,7 @@ def wanted_by_dynamic(module: DynamicRecurrent, prefix: str) -> Wanted:
     return expected
 
 
-def _dynamic_graph(graph: GraphModule, prefix: str, layer: int, suffix: str, index: int) -> Wanted:
+def _dynamic_graph(graph: GraphModule, prefix: str, layer: int, suffix: str, index: int) -> Required:
     tensors, observers = [], []
     for name, observer in parts_handler.weights_of_parts(graph):
         role, _, kind = name.rpartition(".")
@@ -65,10 +65,10 @@ def _dynamic_graph(graph: GraphModule, prefix: str, layer: int, suffix: str, ind
             f"{prefix}._all_weight_values.{index}.{fx}",
             f"{prefix}.{fx}",
         )
-        tensors.append(WantedTensor(name, names, observer))
+        tensors.append(RequiredTensor(name, names, observer))
         if observer is not None:
-            observers.append(WantedObserver(observer, (), is_weight=True))
-    return Wanted(tuple(tensors), tuple(observers))
+            observers.append(RequiredObserver(observer, (), is_weight=True))
+    return Required(tuple(tensors), tuple(observers))
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class _Numbers:
     functions: list[str | None]
 
 
-def _numbered_parts(module: RecurrentModule, cell: CellGraphModule, state: FxState, at: str) -> Wanted:
+def _numbered_parts(module: RecurrentModule, cell: CellGraphModule, state: FxState, at: str) -> Required:
     requantized = _requantized_gates(module, cell)
     numbers = _numbers(module.split_gates, requantized)
     observer_of = dict(parts_handler.part_observers(cell))
@@ -96,17 +96,17 @@ def _numbered_parts(module: RecurrentModule, cell: CellGraphModule, state: FxSta
     if len(theirs) != len(expected):
         problems = (f"it has {len(theirs)} observers in {at} where FX makes {len(expected)}",)
     name_of = {part: name for part, name in zip(expected, theirs, strict=False) if part is not None}
-    observers: list[WantedObserver] = []
+    observers: list[RequiredObserver] = []
     only_fx: list[str] = []
     for part, observer in observer_of.items():
         name = name_of.get(part)
         if state.is_converted:
             scales = (name,) if name else (f"{at}.{part.replace('.', '_')}_scale_0",)
-            observers.append(WantedObserver(observer, (), scales))
+            observers.append(RequiredObserver(observer, (), scales))
         elif name is not None and _differ_in_kind(cell.get_submodule(observer), name, state):
             only_fx.append(name)
         elif name is not None:
-            observers.append(WantedObserver(observer, (name,)))
+            observers.append(RequiredObserver(observer, (name,)))
     unused: list[str] = []
     requantizing: list[str] = []
     for index, (own, name) in enumerate(zip(expected, theirs, strict=False)):
@@ -115,9 +115,9 @@ def _numbered_parts(module: RecurrentModule, cell: CellGraphModule, state: FxSta
     if state.is_converted:
         first = "igates_input_input_scale_0" if module.split_gates else "igates_input_scale_0"
         unused.append(f"{at}.{first}")
-    return Wanted(
-        parts_handler.weights_wanted(cell, at),
-        (*observers, *parts_handler.weight_observers_wanted(cell, at)),
+    return Required(
+        parts_handler.required_weights(cell, at),
+        (*observers, *parts_handler.required_weight_observers(cell, at)),
         only_fx=(*only_fx, *requantizing),
         unused=tuple(unused),
         problems=problems,

@@ -13,11 +13,11 @@ from torchq_compat.capture.call_layouts import CallLayout
 from torchq_compat.capture.opaque_calls import OpaqueBoundary, OpaqueModule
 from torchq_compat.capture.opaque_stub import FakeCall
 from torchq_compat.errors import CustomModuleError
-from torchq_compat.fx_state.numbered import Wanted
+from torchq_compat.fx_state.numbered import Required
 from torchq_compat.fx_state.states import FxState
 from torchq_compat.modules import parts_handler
 from torchq_compat.modules.parts import DynamicPartSpecs, Part, PartSpecs
-from torchq_compat.modules.registry import ConvertRequest, ObserveRequest, WantedByModel, WriteOps, register
+from torchq_compat.modules.registry import ConvertRequest, ObserveRequest, RequiredByModel, WriteOps, register
 from torchq_compat.read.backend_configs import BackendTable
 from torchq_compat.read.qspecs import OpSpecs
 from torchq_compat.recurrent.contracts import SequenceContract
@@ -31,7 +31,7 @@ from torchq_compat.recurrent.families import (
     family_of,
     prepare_dynamic,
 )
-from torchq_compat.recurrent.fx_names import wanted_by_dynamic, wanted_by_observed
+from torchq_compat.recurrent.fx_names import required_by_dynamic, required_by_observed
 from torchq_compat.recurrent.kernel.build import kernel_build
 from torchq_compat.recurrent.recurrent_module import ConvertedRecurrent, ObservedRecurrent, RecurrentModule
 from torchq_compat.recurrent.states import give_initial_states, has_seen_no_hidden_state
@@ -153,11 +153,11 @@ class RecurrentHandler(parts_handler.PartOwnerHandler):
     def lower(self, opaque: OpaqueModule) -> OpaqueModule | str:
         return _lower(opaque)
 
-    def wanted_of_fx(
-        self, opaque: OpaqueModule, state: FxState, prefix: str, wanted_by_model: WantedByModel
-    ) -> Wanted:
+    def required_of_fx(
+        self, opaque: OpaqueModule, state: FxState, prefix: str, required_by_model: RequiredByModel
+    ) -> Required:
         assert isinstance(opaque, RecurrentModule)
-        return wanted_by_observed(opaque, state, prefix)
+        return required_by_observed(opaque, state, prefix)
 
     def mending_profile(self, part: Part) -> str:
         profile = "int8_with_int16_cell" if part.group == "cell_state" else "int16_parts"
@@ -242,11 +242,11 @@ class DynamicRecurrentHandler(parts_handler.PartOwnerHandler):
     def lower(self, opaque: OpaqueModule) -> OpaqueModule | str:
         return _lower(opaque)
 
-    def wanted_of_fx(
-        self, opaque: OpaqueModule, state: FxState, prefix: str, wanted_by_model: WantedByModel
-    ) -> Wanted:
+    def required_of_fx(
+        self, opaque: OpaqueModule, state: FxState, prefix: str, required_by_model: RequiredByModel
+    ) -> Required:
         assert isinstance(opaque, DynamicRecurrent)
-        return wanted_by_dynamic(opaque, prefix)
+        return required_by_dynamic(opaque, prefix)
 
 
 for family in FAMILIES:

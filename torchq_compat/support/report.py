@@ -112,8 +112,8 @@ def _cells(cells: Sequence[str], widths: Sequence[int], note: str) -> list[str]:
     wrapped = [_wrapped(cell, width) for cell, width in zip(cells, widths, strict=True)]
     lines = []
     for index in range(max(map(len, wrapped))):
-        told = [item[index] if index < len(item) else "" for item in wrapped]
-        line = GAP.join(cell.ljust(width) for cell, width in zip(told, widths, strict=True))
+        texts = [item[index] if index < len(item) else "" for item in wrapped]
+        line = GAP.join(cell.ljust(width) for cell, width in zip(texts, widths, strict=True))
         lines.append(f"{line}{GAP}{note}" if note and not index else line)
     return lines
 
@@ -231,20 +231,20 @@ def headline(rows: Sequence[Row]) -> str:
     parts = sum(row.role == "part" for row in rows)
     folded = sum(row.role == "batch norm" for row in rows)
     in_floats = sum(row.on_integers is False for row in rows if row.role in OPS)
-    told = [f"{ops['quantized']} quantized"]
+    texts = [f"{ops['quantized']} quantized"]
     if parts:
-        told[0] += f" ({counted(parts, 'part')} inside)"
+        texts[0] += f" ({counted(parts, 'part')} inside)"
     if ops["shared"]:
-        told.append(f"{ops['shared']} on {'its' if ops['shared'] == 1 else 'their'} input's qparams")
-    told.append(f"{ops['float']} float")
+        texts.append(f"{ops['shared']} on {'its' if ops['shared'] == 1 else 'their'} input's qparams")
+    texts.append(f"{ops['float']} float")
     if folded:
-        told.append(f"{counted(folded, 'batch norm')} folded")
+        texts.append(f"{counted(folded, 'batch norm')} folded")
     dropped = sum(row.role == "setting" for row in rows)
     if dropped:
-        told.append(f"{counted(dropped, 'setting')} without effect")
+        texts.append(f"{counted(dropped, 'setting')} without effect")
     if in_floats:
-        told.append(f"{in_floats} between q-dq without an integer kernel")
-    return ", ".join(told)
+        texts.append(f"{in_floats} between q-dq without an integer kernel")
+    return ", ".join(texts)
 
 
 def default_reason(rows: Iterable[Row]) -> str:

@@ -146,7 +146,7 @@ class _Search:
                 needed = fewer
         root = next((element for element in needed if element in free), needed[0])
         own = (member for member in needed if member not in free)
-        return {each.place: each if each is root else replace(each, root=root.place) for each in own}
+        return {bound.place: bound if bound is root else replace(bound, root=root.place) for bound in own}
 
     def _sets(self, anchor: Dimension, members: Sequence[Dimension]) -> Iterator[list[Dimension]]:
         """Yield sets of ``members`` that may be one size, ``anchor`` among them: those that guards say are
@@ -162,7 +162,7 @@ class _Search:
             list(members),
             [element for element in members if element.index == anchor.index],
             *(
-                [each for each in members if each.index != index]
+                [bound for bound in members if bound.index != index]
                 for index in indices
                 if index != anchor.index
             ),

@@ -167,7 +167,7 @@ class InputSizes:
     def _plain_rules(self) -> tuple[SizeRule, ...]:
         return tuple(plain for rule in self.rules if (plain := rule.as_plain()) is not None)
 
-    def made_ready(self) -> InputSizes:
+    def prepared_for_calls(self) -> InputSizes:
         """Return the sizes after computing what is kept: Dynamo enters no lock of a cached property."""
         _ = self._ranks, [rule._test for rule in (*self.rules, *self._plain_rules)]
         return self
@@ -262,7 +262,7 @@ def accepted_range(sizes: InputSizes, example: Mapping[Place, int]) -> InputSize
     """Return ``sizes`` with each rule about computed sizes told of the dimension that may break it; rules
     that no size breaks are dropped."""
     tries = _Tries(sizes, dict(example))
-    told: dict[str, SizeRule] = {}
+    by_condition: dict[str, SizeRule] = {}
     for dimension in (item for item in sizes.dimensions if item.root is None):
         broken = tries.broken_by(dimension)
         if not broken:
@@ -272,13 +272,15 @@ def accepted_range(sizes: InputSizes, example: Mapping[Place, int]) -> InputSize
         for rule in broken:
             of_one = replace(rule, dimension=dimension, expected=words)
             plain = replace(of_one, condition=alone, places={own: dimension.place})
-            told.setdefault(rule.condition, replace(of_one, alone=plain))
+            by_condition.setdefault(rule.condition, replace(of_one, alone=plain))
     # What a line of the model fixes is told with that line, not once more as an operator's rule.
-    fixed = {rule.dimension.place for rule in told.values() if rule.expected == str(rule.dimension.example)}
+    fixed = {
+        rule.dimension.place for rule in by_condition.values() if rule.expected == str(rule.dimension.example)
+    }
     rules = tuple(
-        told.get(rule.condition, replace(rule, expected=AS_IN_EXAMPLE)) if rule.is_computed else rule
+        by_condition.get(rule.condition, replace(rule, expected=AS_IN_EXAMPLE)) if rule.is_computed else rule
         for rule in sizes.rules
-        if rule.condition in told
+        if rule.condition in by_condition
         or (tries.may_break(rule) if rule.is_computed else rule.line or rule.dimension.place not in fixed)
     )
     needs_program = any(rule.is_computed for rule in rules)

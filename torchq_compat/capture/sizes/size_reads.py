@@ -174,7 +174,7 @@ class SizeReads(TorchFunctionMode):
         self.guards: dict[Any, Guard] = {}
         self.read = ReadSizes()
         self._known: dict[int, tuple[Tensor, tuple[Any, ...]]] = {}
-        self._made: dict[Any, Node] = {}
+        self._nodes_of: dict[Any, Node] = {}
         self._results: dict[int, Any] = {}
         #: Node of a tensor of the model -> its value, and what stands for its memory.
         self._values: dict[Node, tuple[Tensor, Any]] = {}
@@ -240,7 +240,7 @@ class SizeReads(TorchFunctionMode):
         if mode is None:
             yield
             return
-        states = (self.guards, self._known, self._made, self._inside, self._results, self._decided)
+        states = (self.guards, self._known, self._nodes_of, self._inside, self._results, self._decided)
         for state in (*states, self._values, self._asked, self._written):
             state.clear()
         self._tracer = mode.tracer
@@ -285,7 +285,7 @@ class SizeReads(TorchFunctionMode):
         nodes = {traced: by_number[number] for number, traced in enumerate(self._nodes_returned())}
         output = captured.graph.output_node()
         results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
-        self._made = {}
+        self._nodes_of = {}
         with captured.graph.inserting_before(output):
             for index, expression in self._results.items():
                 results[index] = self._node_of(in_terms_of(expression, nodes), output)
@@ -582,8 +582,8 @@ class SizeReads(TorchFunctionMode):
 
     def _node_of(self, expression: Any, like: Node) -> Any:
         """Return the node that computes ``expression``, made in front of ``like`` if it is new."""
-        if expression in self._made:
-            return self._made[expression]
+        if expression in self._nodes_of:
+            return self._nodes_of[expression]
         if isinstance(expression, Size):
             result = like.graph.call_function(ATEN.sym_size.int, (expression.node, expression.dim))
             value: Any = int(expression.node.meta["val"].shape[expression.dim])
@@ -597,7 +597,7 @@ class SizeReads(TorchFunctionMode):
             return expression
         kept = ("nn_module_stack", "stack_trace", "torch_fn")
         result.meta.update({key: like.meta[key] for key in kept if key in like.meta}, val=value)
-        self._made[expression] = result
+        self._nodes_of[expression] = result
         return result
 
 

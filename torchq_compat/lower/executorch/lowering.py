@@ -417,7 +417,7 @@ def _lower(exported: ExportedProgram, backend: str) -> tuple[bytes, DelegationRe
     partitioners = []
     if backend == "xnnpack":
         passes.shift_to_int8(exported)
-        passes.dequantize_for_each_reader(exported)
+        passes.dequantize_per_reader(exported)
         partitioners.append(passes.xnnpack_partitioner(refused))
     edge = exir.to_edge_transform_and_lower(
         exported,

@@ -107,7 +107,7 @@ def shift_to_int8(program: ExportedProgram) -> None:
         graph_module.recompile()
 
 
-def dequantize_for_each_reader(program: ExportedProgram) -> None:
+def dequantize_per_reader(program: ExportedProgram) -> None:
     """Give every reader of a dequantize its own copy, in place."""
     graph = program.graph
     for dequantize in graph.find_nodes(op="call_function", target=qdq.DEQUANTIZE):

@@ -74,7 +74,7 @@ def _written(spec: pytree.TreeSpec, leaves: Iterator[str]) -> str:
 
 
 #: The attribute of a lowered module that holds what its graph reads beside the state of the reference.
-MADE = "lowered"
+CONSTANTS = "lowered"
 #: The metadata of a node that point to the user's code.
 ORIGIN_KEYS = ("stack_trace", "nn_module_stack", "torch_fn", "source_fn_stack", "from_node")
 STATE = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules")
@@ -90,7 +90,7 @@ class LoweredGraph:
 
     Attributes:
         graph: a copy of the graph of ``reference``, whose state it reads.
-        constants: name -> tensor, read as attributes of ``MADE``.
+        constants: name -> tensor, read as attributes of ``CONSTANTS``.
     """
 
     def __init__(self, reference: GraphModule) -> None:
@@ -122,7 +122,7 @@ class LoweredGraph:
         name = f"constant_{len(self.constants)}"
         self.constants[name] = value.detach()
         # Not graph.get_attr, which looks for the attribute on a module that does not have it yet.
-        return self.graph.create_node("get_attr", f"{MADE}.{name}")
+        return self.graph.create_node("get_attr", f"{CONSTANTS}.{name}")
 
     def quantize(self, floats: Any, qparams: PerTensorQParams) -> Node:
         """Write the quantize of ``floats``."""
@@ -143,7 +143,7 @@ def numbers_of(qparams: PerTensorQParams) -> tuple[float, int, int, int]:
     return qparams.scale, qparams.zero_point, qparams.quant_min, qparams.quant_max
 
 
-class Made(nn.Module):
+class Constants(nn.Module):
     """The constants of a lowered graph, as buffers that are in no state_dict."""
 
     def __init__(self, constants: Mapping[str, Tensor]) -> None:

@@ -21,7 +21,7 @@ from torchq_compat.capture.trial_runs import kept_buffers
 from torchq_compat.codes import said
 from torchq_compat.errors import ConfigError
 from torchq_compat.lower.integers import opaque_modules, side_by_side
-from torchq_compat.lower.integers.lowered_graph import MADE, Made, share_state, with_modules
+from torchq_compat.lower.integers.lowered_graph import CONSTANTS, Constants, share_state, with_modules
 from torchq_compat.lower.integers.operators import forget_weights
 from torchq_compat.lower.integers.qdq_graph import hand_on_through_dropout
 from torchq_compat.lower.integers.rewrite import Rewriter
@@ -259,7 +259,7 @@ class LoweredGraphModule(ConvertedModel):
         opaque_modules.hand_over_floats(graph, modules, rewriter.stands_for)
         graph.eliminate_dead_code(lambda node: node.op == "call_module" or node.is_impure())
         result = with_modules(reference, modules)
-        state["_modules"] = {**result, MADE: Made(rewriter.lowered.constants)}
+        state["_modules"] = {**result, CONSTANTS: Constants(rewriter.lowered.constants)}
         lowering = _Lowering(
             reference,
             is_stale=False,

@@ -104,7 +104,7 @@ def _with_lowered_graphs(opaque: PartOwner, path: str) -> tuple[PartOwner, tuple
         lowered_graph.share_state(module, graph)
         vars(module)["_modules"] = {
             **module._modules,
-            lowered_graph.MADE: lowered_graph.Made(rewriter.lowered.constants),
+            lowered_graph.CONSTANTS: lowered_graph.Constants(rewriter.lowered.constants),
         }
         module.graph = rewriter.lowered.graph
         result[name] = module

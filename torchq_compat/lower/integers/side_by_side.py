@@ -117,7 +117,7 @@ class _Judge:
                 values[node] = next(given)
             elif node.op != "output":
                 read, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
-                expected = self._wanted(node)
+                expected = self._expected(node)
                 try:
                     with torch.no_grad():
                         result = getattr(self.interpreter, node.op)(node.target, read, kwargs)
@@ -147,7 +147,7 @@ class _Judge:
             again = self.interpreter.call_function(node.target, plain, named)
         return _fault(again, self.expected[place.node], node) is not None
 
-    def _wanted(self, node: Node) -> Any:
+    def _expected(self, node: Node) -> Any:
         """Return the value that ``node`` should have; None if it is not known."""
         if node not in self.stands_for or self.stands_for[node].node not in self.expected:
             return None

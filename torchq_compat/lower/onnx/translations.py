@@ -317,7 +317,7 @@ def convert_element_type(input: TensorType, dtype: int) -> TensorType:
 
 def linear(input: TensorType, weight: TensorType, bias: TensorType | None = None) -> TensorType:
     rank = len(input.shape)
-    is_integer, has_integers = (_made_by(item, "DequantizeLinear") for item in (input, weight))
+    is_integer, has_integers = (_is_result_of(item, "DequantizeLinear") for item in (input, weight))
     if rank == 2 and (bias is None or not (is_integer and has_integers)):
         return (
             op.Gemm(input, weight, bias, transB=1) if bias is not None else op.Gemm(input, weight, transB=1)
@@ -330,7 +330,7 @@ def linear(input: TensorType, weight: TensorType, bias: TensorType | None = None
     return op.Reshape(result, op.Concat(op.Shape(input, end=rank - 1), _shape(-1), axis=0))
 
 
-def _made_by(value: Any, op_type: str) -> bool:
+def _is_result_of(value: Any, op_type: str) -> bool:
     producer = value.producer()
     return producer is not None and producer.op_type == op_type
 

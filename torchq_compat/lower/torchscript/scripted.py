@@ -319,8 +319,8 @@ def _checks(model: QuantizationGraphModule, inputs: dict[str, str]) -> Iterator[
             if name not in written:
                 written.add(name)
                 yield f"{name} = {inputs[label]}.size({index})"
-        told = f"{rule.dimension.name} is not as captured: {rule.expected}"
-        yield f"assert {condition}, {told!r}"
+        message = f"{rule.dimension.name} is not as captured: {rule.expected}"
+        yield f"assert {condition}, {message!r}"
 
 
 def _out_spec(model: QuantizationGraphModule) -> Any:

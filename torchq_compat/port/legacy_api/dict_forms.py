@@ -152,7 +152,7 @@ def whole_value(method: str) -> Setter:
     return convert
 
 
-def each_tuple(method: str, arity: int) -> Setter:
+def of_tuples(method: str, arity: int) -> Setter:
     """Return a converter for a value that is a list of tuples, each the arguments of one call."""
 
     def convert(source: ParsedSource, value: cst.BaseExpression) -> Iterator[Converted]:

@@ -96,7 +96,7 @@ def find(source: ParsedSource) -> Iterator[Site]:
 def _in_prepared(source: ParsedSource) -> Iterator[Site]:
     for attribute in source.nodes(cst.Attribute):
         graph_of = _graph_of(attribute)
-        if graph_of is not None and _is_made_by(source, graph_of, PREPARING):
+        if graph_of is not None and _is_result_of(source, graph_of, PREPARING):
             yield Site(CODE, source.start(attribute), source.code(attribute), refusal=LAYERS)
         elif OBSERVER.fullmatch(attribute.attr.value) and not uses_pt2e(source):
             yield Site(CODE, source.start(attribute), source.code(attribute), refusal=OBSERVERS)
@@ -123,10 +123,10 @@ def _reads_inside(source: ParsedSource, attribute: cst.Attribute) -> bool:
 
 def _is_converted(source: ParsedSource, node: cst.BaseExpression) -> bool:
     """Return whether ``node`` is a variable that holds a converted model at this point."""
-    return _is_made_by(source, node, CONVERTING)
+    return _is_result_of(source, node, CONVERTING)
 
 
-def _is_made_by(source: ParsedSource, node: cst.BaseExpression, functions: tuple[str, ...]) -> bool:
+def _is_result_of(source: ParsedSource, node: cst.BaseExpression, functions: tuple[str, ...]) -> bool:
     if not isinstance(node, cst.Name):
         return False
     value = last_value(source, node, node)

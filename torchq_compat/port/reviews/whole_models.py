@@ -22,7 +22,7 @@ def find_saved(source: ParsedSource) -> Iterator[Site]:
             continue
         saved = call.args[0].value
         values = [e.value for e in saved.elements] if isinstance(saved, cst.Dict) else [saved]
-        if any(_is_made(source, value, call) for value in values):
+        if any(_is_result(source, value, call) for value in values):
             refusal = "a quantized model cannot be pickled; where it is loaded has to change with it"
             yield Site("TQ205", source.start(call), source.code(call), refusal=refusal)
 
@@ -31,7 +31,7 @@ def find_exported(source: ParsedSource) -> Iterator[Site]:
     for call in source.nodes(cst.Call):
         names = source.names(call.func)
         is_exporter = bool(names) and names <= EXPORTERS and bool(call.args) and _is_old(call, names)
-        if is_exporter and _is_made(source, call.args[0].value, call):
+        if is_exporter and _is_result(source, call.args[0].value, call):
             refusal = (
                 "the exporter on TorchScript has no ops for it; give dynamo=True and the reference conversion"
             )
@@ -49,7 +49,7 @@ def _is_old(call: cst.Call, names: frozenset[str]) -> bool:
     )
 
 
-def _is_made(source: ParsedSource, model: cst.BaseExpression, at: cst.CSTNode) -> bool:
+def _is_result(source: ParsedSource, model: cst.BaseExpression, at: cst.CSTNode) -> bool:
     result = fx_call(source, last_value(source, model, at) if isinstance(model, cst.Name) else model)
     return result is not None and result.function != "fuse_fx"
 

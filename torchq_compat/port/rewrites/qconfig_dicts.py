@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torchq_compat.port.finders import Finder
-from torchq_compat.port.legacy_api.dict_forms import DictForm, each_tuple, whole_value
+from torchq_compat.port.legacy_api.dict_forms import DictForm, of_tuples, whole_value
 
 QCONFIG_DICT = DictForm(
     code="TQ105",
@@ -12,10 +12,10 @@ QCONFIG_DICT = DictForm(
     parameter="qconfig_mapping",
     setters={
         "": whole_value("set_global"),
-        "object_type": each_tuple("set_object_type", 2),
-        "module_name_regex": each_tuple("set_module_name_regex", 2),
-        "module_name": each_tuple("set_module_name", 2),
-        "module_name_object_type_order": each_tuple("set_module_name_object_type_order", 4),
+        "object_type": of_tuples("set_object_type", 2),
+        "module_name_regex": of_tuples("set_module_name_regex", 2),
+        "module_name": of_tuples("set_module_name", 2),
+        "module_name_object_type_order": of_tuples("set_module_name_object_type_order", 4),
     },
 )
 

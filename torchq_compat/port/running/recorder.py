@@ -134,7 +134,7 @@ class Recorder:
 
     def __init__(self, *, strict: bool = False) -> None:
         self._strict = strict
-        self._has_told_floats = False  # The ScriptError has named them.
+        self._has_named_floats = False  # The ScriptError has named them.
         self._models: dict[tuple[tuple[str, str, str], ...], RecordedModel] = {}
         self._eager: list[str] = []
         self._warnings: list[QuantizationWarning] = []
@@ -172,8 +172,8 @@ class Recorder:
             return f"torchq-compat: {script} prepared no model with FX graph mode or eager mode quantization."
         lines = [f"torchq-compat: {script} on torch.export and torchao (PT2E)"]
         for model in self._models.values():
-            told, *floats = _lines(model)
-            lines += [told, *([] if self._has_told_floats else floats)]
+            heading, *floats = _lines(model)
+            lines += [heading, *([] if self._has_named_floats else floats)]
         lines += dict.fromkeys(self._eager)
         if len(lines) > MAX_LINES:
             hidden = len(lines) - MAX_LINES + 1
@@ -212,9 +212,9 @@ class Recorder:
         )
         self._warnings.clear()
         if self._strict and is_prepared:
-            self._has_told_floats = True
+            self._has_named_floats = True
             _refuse_left_float(source, computing)
-            self._has_told_floats = False
+            self._has_named_floats = False
 
 
 def _refuse_left_float(model: nn.Module, decisions: Iterable[Decision]) -> None:
@@ -325,8 +325,8 @@ def _as_json(models: Iterable[RecordedModel]) -> str:
             "stage": model.stage,
             "decisions": model.report.as_dicts(),
             "warnings": [
-                {"code": told.code, "severity": CODES[told.code].severity, "text": str(told)}
-                for told in model.warnings
+                {"code": heading.code, "severity": CODES[heading.code].severity, "text": str(heading)}
+                for heading in model.warnings
             ],
         }
         for model in models

@@ -104,7 +104,7 @@ def replace_everywhere(replacements: dict[int, Function]) -> None:
                 setattr(module, name, replacements[id(value)])
 
 
-def redirect_pt2e(told: Callable[[str], None]) -> None:
+def redirect_pt2e(tell: Callable[[str], None]) -> None:
     """Put ``torchq_compat.pt2e`` in the place of torchao's prepare and convert, by their first names too.
 
     Args:
@@ -113,13 +113,13 @@ def redirect_pt2e(told: Callable[[str], None]) -> None:
     flow, replacements = importlib.import_module(names.MOVED_PT2E[0].legacy), dict[int, Function]()
     for name, new in names.PT2E_FUNCTIONS.items():
         original = getattr(flow, new)
-        ours = replacements.setdefault(id(original), _of_mappings(getattr(pt2e, new), original, told))
+        ours = replacements.setdefault(id(original), _of_mappings(getattr(pt2e, new), original, tell))
         if name != new:
             setattr(flow, name, ours)
     replace_everywhere(replacements)
 
 
-def _of_mappings(function: Function, original: Function, told: Callable[[str], None]) -> Function:
+def _of_mappings(function: Function, original: Function, tell: Callable[[str], None]) -> Function:
     """Return ``function`` of PT2E; a QConfigMapping, as the first one took, becomes a Quantizer."""
 
     @functools.wraps(function)
@@ -132,7 +132,7 @@ def _of_mappings(function: Function, original: Function, told: Callable[[str], N
             args, kwargs = (pt2e.quantizer_from(quantizer, backend),), {}
         result = function(model, *args, **kwargs)
         done = "converted" if function.__name__.startswith("convert") else "prepared"
-        told(f"  {type(model).__name__}, {done} by torchq_compat.pt2e.{function.__name__}")
+        tell(f"  {type(model).__name__}, {done} by torchq_compat.pt2e.{function.__name__}")
         return result
 
     return of_mappings
