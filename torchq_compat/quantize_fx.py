@@ -90,9 +90,9 @@ def prepare_fx(
             size that can.
         fuse_as_fx: whether only the batch norms that FX folds are folded: behind modules of torch.nn's own
             classes. By default also those behind functions and subclasses, and in subclasses.
-        custom_module_qconfig: beside a Quantizer, the QConfig of custom modules, or a QConfigMapping for
-            them; default: the ``qconfig`` of the module or of one around it, or what the Quantizer annotates
-            a linear layer in its place with.
+        custom_module_qconfig: beside a Quantizer, the QConfig, or a QConfigMapping, of custom modules that
+            have no ``qconfig`` themselves or from a module around them; default: what the Quantizer annotates
+            a linear layer in their place with.
 
     Returns:
         The observed model, called with the arguments of ``model``: tensors of the same dtypes and any free

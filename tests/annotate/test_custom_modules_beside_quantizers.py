@@ -197,9 +197,12 @@ def test_the_qconfig_of_a_module_is_honoured() -> None:
     model.lstm.qconfig = legacy.QConfig(
         activation=legacy.MinMaxObserver.with_args(dtype=torch.qint8), weight=legacy.default_weight_observer
     )
-    _, decision = worst(of_linears(), model)
-    assert decision.values[0].dtype is torch.int8
-    assert decision.reason.endswith("qconfig from module.qconfig")
+    # As where torch.ao propagates QConfigs, it wins over those given for all.
+    of_all = legacy.get_default_qconfig("x86")
+    for given in ({}, {"custom_module_qconfig": of_all}, {"custom_module_qconfig": {"": of_all}}):
+        _, decision = worst(of_linears(), model, **given)
+        assert decision.values[0].dtype is torch.int8
+        assert decision.reason.endswith("qconfig from module.qconfig")
     with pytest.raises(ConfigError, match="custom_module_qconfig"):
         tc.prepare_fx(
             model,

@@ -254,8 +254,9 @@ def rules_beside(
 ) -> QConfigRules:
     """Return the QConfigs of the custom modules of ``model``.
 
-    They are those ``given``; or the ``qconfig`` of the module or of one around it; or what ``quantizer``
-    annotates a linear layer in the module's place with; or the default one of the whole range.
+    They are the ``qconfig`` of the module or of the nearest one around it, as where torch.ao propagates them;
+    or those ``given``; or what ``quantizer`` annotates a linear layer in the module's place with; or the
+    default one of the whole range.
 
     Args:
         given: a QConfig for all, a QConfigMapping or its dict form; or None.
@@ -263,19 +264,14 @@ def rules_beside(
     Raises:
         ConfigError: a QConfig cannot be read.
     """
-    if isinstance(given, torch_ao.QConfig):
-        return QConfigRules.of_global(given)
-    if given is not None:
-        return read_qconfig_mapping(given)
     default: torch_ao.QConfig = (
         torch_ao.get_default_qat_qconfig if is_qat else torch_ao.get_default_qconfig
     )(WHOLE_RANGE)  # type: ignore[no-untyped-call]
-    mapping = torch_ao.QConfigMapping().set_global(default)
+    is_mapping = given is not None and not isinstance(given, torch_ao.QConfig)
+    rules = read_qconfig_mapping(given) if is_mapping else QConfigRules.of_global(given or default)
     own = {
         path: vars(module)["qconfig"] for path, module in model.named_modules() if "qconfig" in vars(module)
     }
-    for path, qconfig in own.items():
-        mapping.set_module_name(path, qconfig) if path else mapping.set_global(qconfig)
     mapped = {item for classes in settings.float_to_observed.values() for item in classes}
     paths = [
         path
@@ -283,7 +279,10 @@ def rules_beside(
         if mapped.intersection(type(module).__mro__) and not any(_is_inside(path, name) for name in own)
     ]
     name = type(quantizer).__name__
-    specs = _specs_of_linears(quantizer, paths) if paths else {}
+    specs = _specs_of_linears(quantizer, paths) if paths and given is None else {}
+    mapping = torch_ao.QConfigMapping().set_global(own.get("", rules.global_qconfig))
+    for path, qconfig in own.items():
+        mapping.set_module_name(path, qconfig)
     for path, (activation, weight) in specs.items():
         mapping.set_module_name(
             path,
@@ -292,9 +291,16 @@ def rules_beside(
                 weight=default.weight if weight is None else SpecObserverConstructor(weight, name),
             ),
         )
-    sources = {"": "the default with the whole range"}
-    sources |= dict.fromkeys(own, "module.qconfig") | dict.fromkeys(specs, name)
-    return replace(read_qconfig_mapping(mapping), sources=MappingProxyType(sources))
+    checked = read_qconfig_mapping(mapping)
+    names = {path: qconfig for path, qconfig in checked.module_names.items() if path}
+    of_all = "the default with the whole range" if given is None else "custom_module_qconfig"
+    sources = {"": of_all} | dict.fromkeys(specs, name) | dict.fromkeys(own, "module.qconfig")
+    return replace(
+        rules,
+        global_qconfig=checked.global_qconfig,
+        module_names=MappingProxyType({**rules.module_names, **names}),
+        sources=MappingProxyType(sources),
+    )
 
 
 def _is_inside(path: str, name: str) -> bool:
