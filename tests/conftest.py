@@ -45,7 +45,7 @@ with warnings.catch_warnings():
 #: Of the kernel of recurrent modules; without it the best that the CPU has.
 INSTRUCTION_SET = os.environ.get("TORCHQ_INSTRUCTION_SET")
 #: Codes that a command prints, or a process raises that a test starts: the test asserts what is printed.
-PRINTED = {"TQ420", "TQ421", "TQ429", "TQ512", "TQ801", "TQ971", "TQ984"}
+PRINTED = {"TQ420", "TQ421", "TQ429", "TQ801", "TQ971", "TQ984"}
 LEFT_OUT = pytest.StashKey[int]()
 WITHOUT_EXECUTORCH = importlib.util.find_spec("executorch") is None
 #: The extra is optional; .ci/run installs it.

@@ -11,6 +11,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -41,6 +42,7 @@ from tests.helpers.oracle import MAP_LSTM, activation_qparams, calibrate, fx_act
 from tests.helpers.training import SHAPES, ConvNet, SequenceNet, prepare
 from torchq_compat.checkpoints import load_checkpoint, save_checkpoint
 from torchq_compat.errors import CheckpointError, ConvertError, QuantizationWarning
+from torchq_compat.port.running.redirections import training_as_fx
 
 
 def train(
@@ -174,6 +176,37 @@ def test_observer_state_moves_by_the_legacy_functions() -> None:
     assert not all(torch.equal(value, fresh.state_dict()[key]) for key, value in state.items())
     load_observer_state_dict(fresh, state)
     assert all(torch.equal(value, fresh.state_dict()[key]) for key, value in state.items())
+
+
+def losses_of_an_optimizer_made_before(prepare_qat: Callable[..., Any]) -> tuple[list[float], Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 3)).train()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    x = torch.randn(4, 2, 8, 8)
+    prepared, losses = prepare_qat(model, get_default_qat_qconfig_mapping("x86"), (x,)), []
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = (prepared(x) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses, prepared.eval()
+
+
+def test_an_optimizer_made_before_prepare_is_told() -> None:
+    theirs, _ = losses_of_an_optimizer_made_before(fx.prepare_qat_fx)
+    assert theirs[-1] < 0.9 * theirs[0]
+    unmoved, prepared = losses_of_an_optimizer_made_before(tc.prepare_qat_fx)
+    assert max(unmoved[1:]) > 0.95 * unmoved[0]
+    with pytest.warns(QuantizationWarning, match=r"none was ever updated.*\n?.*prepared\.parameters.*TQ512"):
+        tc.convert_fx(prepared)
+    # As torchq-compat run has it, the parameters are the float model's.
+    ours, prepared = losses_of_an_optimizer_made_before(training_as_fx(tc.prepare_qat_fx))
+    assert ours == pytest.approx(theirs, rel=1e-4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", QuantizationWarning)
+        warnings.filterwarnings("ignore", message=r".*TQ511")
+        tc.convert_fx(prepared)
 
 
 def test_averaged_weights() -> None:

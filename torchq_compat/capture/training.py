@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -361,3 +362,28 @@ def _module_path(node: Node) -> str:
 
 def _operator(node: Node) -> str:
     return str(getattr(node.target, "overloadpacket", node.target)).rpartition(".")[2].removesuffix("_")
+
+
+# An optimizer made before prepare_qat_fx has the float model's parameters, which FX's prepared model shares.
+
+
+#: Of each parameter, so many values are remembered.
+FIRST_VALUES = 64
+
+
+def remember_parameters(prepared: GraphModule) -> None:
+    """Write the parameters of ``prepared`` and their first values to its meta."""
+    parameters = (parameter for parameter in prepared.parameters() if not parameter.is_meta)
+    metadata.UNTRAINED.write(prepared, tuple((weakref.ref(p), _head(p)) for p in parameters))
+
+
+def are_never_updated(prepared: GraphModule) -> bool:
+    """Return whether parameters of ``prepared`` have gradients, and none of them changed since prepare."""
+    own = {id(parameter) for parameter in prepared.parameters() if not parameter.is_meta}
+    known = [(ref(), head) for ref, head in metadata.UNTRAINED.of(prepared) or ()]
+    now = [(p, head) for p, head in known if p is not None and id(p) in own]
+    return any(p.grad is not None for p, _ in now) and all(torch.equal(_head(p), head) for p, head in now)
+
+
+def _head(parameter: nn.Parameter) -> torch.Tensor:
+    return parameter.detach().reshape(-1)[:FIRST_VALUES].cpu().clone()

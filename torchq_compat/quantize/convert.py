@@ -15,7 +15,7 @@ from torchq_compat.annotate.annotation import RANDOM, op_record
 from torchq_compat.annotate.unmatched import unmatched_at_convert
 from torchq_compat.capture import opaque_calls
 from torchq_compat.capture.torch_export import copied_inputs
-from torchq_compat.capture.training import training_flag
+from torchq_compat.capture.training import are_never_updated, training_flag
 from torchq_compat.capture.trial_runs import kept_buffers, run_prepared, sqnr
 from torchq_compat.custom_modules import handler_of
 from torchq_compat.errors import ConfigError, ConvertError
@@ -207,6 +207,8 @@ def _check_given(state: _Converting) -> None:
     for warning in unmatched_at_convert(state.prepared, state.settings, state.record.rules, state.rules):
         warn_user("TQ308", what=warning)
     _warn_of_other_backend(state.record, state.backend)
+    if are_never_updated(state.prepared):
+        warn_user("TQ512")
     state.switched_off = _decide_switched_off(state.prepared, state.record, state.rules)
 
 

@@ -13,7 +13,7 @@ import functools
 import importlib
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, ParamSpec, TypeVar, cast
 
@@ -100,6 +100,22 @@ def takes_waiting_models(function: Callable[P, R]) -> Callable[P, R]:
 
     setattr(convert, AT_ONCE, function)
     return convert
+
+
+def adopt_parameters(named: Iterable[tuple[str, nn.Parameter]], module: nn.Module) -> list[str]:
+    """Put parameters, which an optimizer has, in the place of their copies in ``module``; return the names
+    of those that have no place there."""
+    lost = []
+    for name, parameter in named:
+        path, _, leaf = name.rpartition(".")
+        owner = _submodule(module, path)
+        copied = None if owner is None else owner._parameters.get(leaf)
+        if owner is None or copied is None or copied.shape != parameter.shape:
+            lost.append(name)
+            continue
+        parameter.data = copied.data
+        owner._parameters[leaf] = parameter
+    return lost
 
 
 @dataclass(frozen=True)
@@ -268,7 +284,9 @@ class WaitingModel(nn.Module):
             for path, state in hooks.items():
                 modules[path].__dict__.update(state)
             raise
-        self._adopt_parameters(result)
+        lost = adopt_parameters(nn.Module.named_parameters(self, remove_duplicate=False), result)
+        if lost and self.since.gave_parameters and self.training:
+            warn_user("TQ326", names=", ".join(lost[:3]) + " and more" * (len(lost) > 3))
         if since.mode is not None:
             result.train(since.mode)
         if since.state is not None:
@@ -282,21 +300,6 @@ class WaitingModel(nn.Module):
     def _set_flags(self, flags: Mapping[str, bool]) -> None:
         for path, module in self.float_model.named_modules():
             module.training = flags.get(path, module.training)
-
-    def _adopt_parameters(self, module: nn.Module) -> None:
-        """Put this model's parameters in the place of their copies in ``made``: an optimizer has them."""
-        lost = []
-        for name, parameter in nn.Module.named_parameters(self):
-            path, _, leaf = name.rpartition(".")
-            owner = _submodule(module, path)
-            copied = None if owner is None else owner._parameters.get(leaf)
-            if owner is None or copied is None or copied.shape != parameter.shape:
-                lost.append(name)
-                continue
-            parameter.data = copied.data
-            owner._parameters[leaf] = parameter
-        if lost and self.since.gave_parameters and self.training:
-            warn_user("TQ326", names=", ".join(lost[:3]) + " and more" * (len(lost) > 3))
 
     def train(self, mode: bool = True) -> WaitingModel:
         """Set the mode, which the captured model gets too."""

@@ -64,6 +64,10 @@ RECORD: MetaKey[Any] = MetaKey("torchq_compat", "graph", "model.graph_module", "
 TRAINING: MetaKey[bool] = MetaKey("torchq_compat_training", "graph", "capture.training")
 #: Whether batch norms keep their statistics in training.
 FROZEN: MetaKey[bool] = MetaKey("torchq_compat_batch_norm_frozen", "graph", "capture.training")
+#: The parameters of a model prepared for training, each with its first values then.
+UNTRAINED: MetaKey[tuple[Any, ...]] = MetaKey(
+    "torchq_compat_untrained", "graph", "capture.training", "quantize.convert"
+)
 #: Whether an op keeps its training flag, whatever the mode of the graph.
 FIXED_MODE: MetaKey[bool] = MetaKey("torchq_compat_fixed_mode", "node", "capture.training")
 #: The properties of an op that a QConfigMapping selects by.

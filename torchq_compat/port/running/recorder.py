@@ -100,7 +100,6 @@ class RecordedModel:
         report: the report of ``explain``.
         computing: the decisions about its modules and ops, without those that compute nothing.
         moving: the number of its ops that compute nothing and stay float.
-        is_trained: whether it was converted from a model of prepare_qat_fx.
         fx_converts_otherwise: whether FX converts other qparams or ranges than were trained.
         observer_qparams: whether it was converted to those.
         warnings: what was warned about on the way, also where a filter of the script hides it.
@@ -111,7 +110,6 @@ class RecordedModel:
     report: Report
     computing: tuple[Decision, ...]
     moving: int
-    is_trained: bool = False
     fx_converts_otherwise: bool = False
     observer_qparams: bool = False
     warnings: tuple[QuantizationWarning, ...] = ()
@@ -197,7 +195,6 @@ class Recorder:
         moving = [d for d in decisions if computes_nothing(result, d)]
         computing = tuple(d for d in decisions if d not in moving)
         left_float = sum(d.action is Action.FLOAT for d in moving)
-        is_trained = not is_prepared and isinstance(source, QuantizationGraphModule) and source.record.is_qat
         record = result.record if isinstance(result, QuantizationGraphModule) else None
         self._models[key] = RecordedModel(
             names,
@@ -205,7 +202,6 @@ class Recorder:
             report,
             computing,
             left_float,
-            is_trained,
             fx_converts_otherwise=bool(record and record.fx_converts_otherwise),
             observer_qparams=bool(record and record.observer_qparams),
             warnings=(*(known.warnings if known else ()), *self._warnings),
@@ -270,9 +266,6 @@ def _unlike_fx_lines(model: RecordedModel) -> Iterator[str]:
         yield f"    {CONVERTS_AS_FX}" if model.observer_qparams else otherwise
     if model.stage == STAGES["convert"]:
         yield f"    {ROUNDED}"
-    if model.is_trained:
-        # The prepared model of FX has the parameters of the float model itself.
-        yield _unlike_fx("TQ512", said("TQ512"))
     groups: dict[tuple[str, str], list[str]] = {}
     for decision in model.report:
         if decision.unlike_fx:

@@ -21,7 +21,7 @@ from torchq_compat.model.other_tools import StateOfCaptured, suite_error
 from torchq_compat.port.legacy_api import names
 from torchq_compat.port.running.removed_imports import legacy_module, put_stand_in
 from torchq_compat.port.source.moved_tables import MOVED_FUNCTIONS, Moved, unchanged
-from torchq_compat.quantize.first_call import at_once
+from torchq_compat.quantize.first_call import adopt_parameters, at_once
 from torchq_compat.support.torch_ao import QConfigMapping
 
 # Legacy FX functions -> the functions of this package, in the process that runs a legacy script.
@@ -171,6 +171,21 @@ def converting_as_fx(function: Function) -> Function:
         return function(*args, **{"observer_qparams": True, **kwargs})
 
     return converting
+
+
+def training_as_fx(function: Function) -> Function:
+    """Return ``function``; what prepare_qat_fx returns has the parameters of the float model itself."""
+    if function.__name__ != "prepare_qat_fx":
+        return function
+
+    @functools.wraps(function)
+    def preparing(*args: Any, **kwargs: Any) -> Any:
+        prepared = function(*args, **kwargs)
+        model = args[0] if args else kwargs["model"]
+        adopt_parameters(model.named_parameters(remove_duplicate=False), prepared)
+        return prepared
+
+    return preparing
 
 
 # Make the Numeric Suite raise an error with advice if a legacy script gives it one of our models.

@@ -76,6 +76,7 @@ def _redirect(options: RunOptions) -> Callable[[str], str]:
             redirect,
             redirect_pt2e,
             refuse_numeric_suite,
+            training_as_fx,
         )
         from torchq_compat.port.running.removed_imports import (
             redirect_removed_imports,
@@ -94,7 +95,7 @@ def _redirect(options: RunOptions) -> Callable[[str], str]:
             converting = function if options.trained_qparams else converting_as_fx(function)
             recorded = recorder.wrap(remembering_prepared(converting))
             if function.__name__ in PREPARING:
-                recorded = waits_for_first_call(recorded)
+                recorded = training_as_fx(waits_for_first_call(recorded))
             elif function.__name__ in CONVERTING:
                 recorded = takes_waiting_models(recorded)
             return drawing_as_fx(recorded, original)
