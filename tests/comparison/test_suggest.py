@@ -20,7 +20,7 @@ from torch.ao.quantization.backend_config import (
 import torchq_compat as tc
 from tests.helpers.oracle import sqnr
 from torchq_compat.cli import main
-from torchq_compat.comparison.suggesting import QCONFIG_16, _best_together, _sensitivities, _Trial
+from torchq_compat.comparison.suggesting import QCONFIG_16, _best_together, _Measurement, _sensitivities
 from torchq_compat.errors import ArgumentError, ConfigError, QuantizationWarning
 
 
@@ -109,7 +109,7 @@ def test_one_module_that_only_prepare_can_leave_out_is_passed_over() -> None:
     """Modules are tried together first: one conversion, and one for each module if that fails."""
     calls = []
 
-    class Counting(_Trial):
+    class Counting(_Measurement):
         def sqnr(self, switched_off: tuple[str, ...]) -> float:
             calls.append(switched_off)
             if "bad" in switched_off:
@@ -129,7 +129,7 @@ def test_where_the_worst_together_help_nothing_others_are_tried() -> None:
     """Leaving a module float can lower the accuracy, if its rounding errors cancel later ones."""
     gains = {"a": -1.0, "b": -1.0, "c": 2.0, "d": 0.5, "e": 1.0, "f": 3.0}
 
-    class Told(_Trial):
+    class Told(_Measurement):
         def sqnr(self, switched_off: tuple[str, ...]) -> float:
             return 10 + sum(gains[path] for path in switched_off)
 

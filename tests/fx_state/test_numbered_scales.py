@@ -22,7 +22,7 @@ from tests.fx_state.pairs import differences_of, saved_from
 from tests.helpers.oracle import activation_qparams, fx_activation_qparams, sqnr
 from torchq_compat.checkpoints import load_fx_state
 from torchq_compat.errors import CheckpointError
-from torchq_compat.fx_state.numbered import Number, Place, laid_beside
+from torchq_compat.fx_state.numbered import Number, QuantizedValue, laid_beside
 
 FORMS = ("prepared", "reference", "lowered")
 
@@ -163,10 +163,12 @@ def given(text: str) -> dict[int, Number]:
     }
 
 
-def places(text: str, may_lack: str = "") -> list[Place[int]]:
+def places(text: str, may_lack: str = "") -> list[QuantizedValue[int]]:
     """Return one place for each letter, equal letters for equal observers."""
     return [
-        Place(index, letter in may_lack, letter not in text[:index], index > 0 and text[index - 1] == letter)
+        QuantizedValue(
+            index, letter in may_lack, letter not in text[:index], index > 0 and text[index - 1] == letter
+        )
         for index, letter in enumerate(text)
     ]
 
@@ -192,7 +194,9 @@ def test_layouts(case: str) -> None:
 def test_a_parameter_is_where_its_qparams_are() -> None:
     """FX may have read the parameter in front of the ops whose results it meets."""
     for number in range(3):
-        parameter = Place(9, is_new=None, mismatch=lambda index, number=number: float(index != number))
+        parameter = QuantizedValue(
+            9, is_new=None, mismatch=lambda index, number=number: float(index != number)
+        )
         laid = laid_beside([*places("ab"), parameter, *places("abc")[2:]], given("wxyz"), is_whole=True)
         assert laid is not None
         assert laid[0][9] == {number}
@@ -202,7 +206,7 @@ def test_a_parameter_is_where_its_qparams_are() -> None:
 def test_there_may_be_no_way() -> None:
     assert laid_beside(places("abc"), given("xy"), is_whole=True) is None
     assert laid_beside(places("ab"), given("xyz"), is_whole=True) is None
-    never = Place(0, mismatch=lambda _: float("inf"))
+    never = QuantizedValue(0, mismatch=lambda _: float("inf"))
     assert laid_beside([never], given("x"), is_whole=True) is None
 
 

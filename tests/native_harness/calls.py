@@ -16,7 +16,7 @@ from torch import Tensor
 from tests.helpers.cell_loop_shared import attribute, inputs_of
 from tests.helpers.converted_cells import KINDS, cells_of, converted
 from torchq_compat.read.qparams import PerTensorQParams
-from torchq_compat.recurrent.kernel.cell_reader import _Reader, _Value
+from torchq_compat.recurrent.kernel.cell_reader import _CellReader, _Value
 from torchq_compat.recurrent.kernel.module_numbers import (
     CellNumbers,
     ModuleNumbers,
@@ -95,7 +95,7 @@ class _Cell:
         self.bits = dice.choice([8, 16, 32])
         self.split = dice.random() < 0.3
         self.dynamic = dice.random() < 0.2
-        self.reader = _Reader()
+        self.reader = _CellReader()
         self.weights: list[Tensor | None] = []
         self.state_qparams: list[PerTensorQParams | None] = []
         self.features = {f"parts of {self.bits} bits"}

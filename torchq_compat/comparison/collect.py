@@ -16,7 +16,7 @@ from torchq_compat.codes import error_line
 from torchq_compat.comparison.cases import Case, bad_data
 from torchq_compat.comparison.causes import judge
 from torchq_compat.comparison.measures import PlaceMeasures, milliseconds, state_bytes
-from torchq_compat.comparison.our_side import OurSide, Place, quantize_by_us
+from torchq_compat.comparison.our_side import KeyFacts, OurSide, quantize_by_us
 from torchq_compat.comparison.page import Comparison
 from torchq_compat.comparison.results import Capture, Costs, FxOutcome, FxRun, Kind, Point, Series
 from torchq_compat.comparison.sides import Key, QuantizedModel, Reading
@@ -88,7 +88,7 @@ class _FxFailedError(Exception):
         super().__init__(self.what)
 
 
-def _quantize_by_fx(case: Case, places: Mapping[Key, Place]) -> tuple[QuantizedModel | None, FxRun]:
+def _quantize_by_fx(case: Case, places: Mapping[Key, KeyFacts]) -> tuple[QuantizedModel | None, FxRun]:
     from torchq_compat.comparison.fx_side import quantize_by_fx
 
     try:
@@ -155,7 +155,7 @@ def _output_readings(side: QuantizedModel, result: Any) -> list[Reading]:
     return [Reading(value, qparams) for value, qparams in zip(values, all_qparams, strict=True)]
 
 
-def _point(place: Place, measures: PlaceMeasures) -> Point:
+def _point(place: KeyFacts, measures: PlaceMeasures) -> Point:
     return Point(place.name, place.kind, place.operation, place.reason, *measures.sides())
 
 

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torchq_compat.codes import error_line
 from torchq_compat.comparison import sides
 from torchq_compat.comparison.cases import Case
-from torchq_compat.comparison.our_side import Place
+from torchq_compat.comparison.our_side import KeyFacts
 from torchq_compat.modules.parts import PartKind
 from torchq_compat.port.running.redirections import calling_fx
 from torchq_compat.read.qparams import PerTensorQParams, QParams
@@ -50,7 +50,7 @@ Run = Callable[[tuple[Any, ...]], tuple[Any, Mapping[sides.Key, sides.Reading]]]
 
 
 def observe_places(
-    prepared: GraphModule, reference: GraphModule, places: Mapping[sides.Key, Place]
+    prepared: GraphModule, reference: GraphModule, places: Mapping[sides.Key, KeyFacts]
 ) -> tuple[Run, Callable[[Any], tuple[QParams | None, ...]]]:
     """Return a function that runs ``reference``, and a function that returns the qparams of the tensors of a
     result, after the run that gave it.
@@ -84,7 +84,7 @@ def observe_places(
 
 
 def _nodes(
-    prepared: GraphModule, reference: GraphModule, places: Mapping[sides.Key, Place]
+    prepared: GraphModule, reference: GraphModule, places: Mapping[sides.Key, KeyFacts]
 ) -> Iterator[tuple[GraphModule, dict[sides.Key, Node]]]:
     """Yield every graph with its keys and the nodes that hold their values."""
     yield reference, {key: node for key, node in _op_nodes(prepared, reference).items() if key in places}
@@ -144,7 +144,7 @@ def _value_node(node: Node) -> Node:
     return next((user for user in node.users if user.target is quantized_tensors.QUANTIZE_FUNCTION), node)
 
 
-def _parts_by_cell(places: Mapping[sides.Key, Place]) -> dict[str, list[tuple[sides.PartKey, PartKind]]]:
+def _parts_by_cell(places: Mapping[sides.Key, KeyFacts]) -> dict[str, list[tuple[sides.PartKey, PartKind]]]:
     matches: dict[str, list[tuple[sides.PartKey, PartKind]]] = {}
     for key, place in places.items():
         if isinstance(key, sides.PartKey) and place.part_kind is not None:
@@ -167,7 +167,7 @@ def _part_nodes(
             yield key, node
 
 
-def _module_taps(reference: GraphModule, places: Mapping[sides.Key, Place]) -> dict[sides.Key, sides.Tap]:
+def _module_taps(reference: GraphModule, places: Mapping[sides.Key, KeyFacts]) -> dict[sides.Key, sides.Tap]:
     """Return the taps of cells that FX left as eager modules, and of the results of custom modules."""
     taps: dict[sides.Key, sides.Tap] = {}
     results: dict[str, list[sides.ResultKey]] = {}
@@ -199,7 +199,7 @@ class _LastCalls(TorchFunctionMode):
             self._last[func] = result
         return result
 
-    def taps(self, reference: nn.Module, places: Mapping[sides.Key, Place]) -> dict[sides.Key, sides.Tap]:
+    def taps(self, reference: nn.Module, places: Mapping[sides.Key, KeyFacts]) -> dict[sides.Key, sides.Tap]:
         """Return a tap for each such part; it is filled each time its cell has run."""
         taps: dict[sides.Key, sides.Tap] = {}
         for cell_path, parts in _parts_by_cell(places).items():
@@ -278,7 +278,7 @@ def _qparams_of(value: Tensor) -> QParams | None:
 OURS = "torchq_compat."
 
 
-def quantize_by_fx(case: Case, places: Mapping[sides.Key, Place]) -> sides.QuantizedModel:
+def quantize_by_fx(case: Case, places: Mapping[sides.Key, KeyFacts]) -> sides.QuantizedModel:
     """Prepare, calibrate and convert a copy of ``case.model`` with FX, to be measured at ``places``.
 
     Classes of this package in a float-to-observed mapping become torch.ao's own; torch.ao's mapping to

@@ -74,7 +74,7 @@ Run = Callable[[tuple[Any, ...]], tuple[Any, Mapping[sides.Key, sides.Reading]]]
 
 
 @dataclass(frozen=True)
-class Place:
+class KeyFacts:
     """The facts of ``explain`` about a key; ``part_kind`` is for parts only."""
 
     name: str
@@ -100,7 +100,7 @@ class OurSide:
 
     exact: sides.QuantizedModel
     quantized: sides.QuantizedModel
-    places: Mapping[sides.Key, Place]
+    places: Mapping[sides.Key, KeyFacts]
     cells: tuple[CellGraph, ...]
     left_float: tuple[Explained, ...]
     unlike_fx: tuple[Explained, ...]
@@ -159,22 +159,22 @@ def quantize_by_us(case: Case) -> OurSide:
     )
 
 
-def _places(converted: GraphModule, decisions: tuple[Decision, ...]) -> Iterator[tuple[sides.Key, Place]]:
+def _places(converted: GraphModule, decisions: tuple[Decision, ...]) -> Iterator[tuple[sides.Key, KeyFacts]]:
     by_path = {decision.path: decision for decision in decisions}
     of_ops = dict(_op_keys(decisions))
     for key, (_, node) in _nodes(converted, decisions).items():
         if isinstance(key, sides.OpKey):
             decision = of_ops[key]
             kind = Kind.OP if key.function else Kind.MODULE
-            yield key, Place(_name(key), kind, decision.kind, decision.reason)
+            yield key, KeyFacts(_name(key), kind, decision.kind, decision.reason)
         elif isinstance(key, sides.ResultKey):
             decision = by_path[key.path]
-            yield key, Place(f"{key.path}[{key.position}]", Kind.RESULT, decision.kind, decision.reason)
+            yield key, KeyFacts(f"{key.path}[{key.position}]", Kind.RESULT, decision.kind, decision.reason)
         else:
             decision = by_path[f"{key.cell}.{key.part}"]
             yield (
                 key,
-                Place(decision.path, Kind.PART, decision.kind, decision.reason, part_of(node).kind),
+                KeyFacts(decision.path, Kind.PART, decision.kind, decision.reason, part_of(node).kind),
             )
 
 

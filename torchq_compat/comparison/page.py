@@ -21,7 +21,7 @@ from torchq_compat.comparison.results import Capture, ComparedModel, FxOutcome, 
 from torchq_compat.comparison.text import (
     COLUMNS,
     NONE,
-    Place,
+    PointGroup,
     as_data,
     as_text,
     cost_rows,
@@ -42,7 +42,7 @@ from torchq_compat.support.report import html_table
 if TYPE_CHECKING:
     import pandas as pd
 
-NoisyT = TypeVar("NoisyT", Point, Place)
+NoisyT = TypeVar("NoisyT", Point, PointGroup)
 
 # The tables and bars of the page; a column that would be empty is left out.
 
@@ -56,7 +56,7 @@ MOST_BARS, MOST_HISTOGRAMS = 60, 24
 @dataclass(frozen=True)
 class Column:
     title: str
-    of: Callable[[Place], str]
+    of: Callable[[PointGroup], str]
     is_number: bool = True
 
 
@@ -83,7 +83,7 @@ class Bar:
     worst: bool
 
 
-def bars(capture: Capture, worst: Sequence[Place]) -> list[Bar]:
+def bars(capture: Capture, worst: Sequence[PointGroup]) -> list[Bar]:
     """Return the bars: one for each side of each place; its length shows the noise."""
     marked = {place.point.name for place in worst}
     result = []
@@ -102,7 +102,7 @@ def noisiest(items: list[NoisyT], most: int) -> list[NoisyT]:
 
     def sqnr(index: int) -> float:
         item = items[index]
-        return (item.point if isinstance(item, Place) else item).ours.sqnr
+        return (item.point if isinstance(item, PointGroup) else item).ours.sqnr
 
     return [items[index] for index in sorted(sorted(range(len(items)), key=sqnr)[:most])]
 
@@ -121,12 +121,12 @@ def page_table(points: Sequence[Point]) -> PageTable:
     return PageTable((name, *kept), rows)
 
 
-def _operation(place: Place) -> str:
+def _operation(place: PointGroup) -> str:
     return "" if place.point.kind is Kind.OUTPUT else place.point.operation
 
 
-def _qparams(read: Callable[[QParamsView], str], *, of_fx: bool) -> Callable[[Place], str]:
-    def cell(place: Place) -> str:
+def _qparams(read: Callable[[QParamsView], str], *, of_fx: bool) -> Callable[[PointGroup], str]:
+    def cell(place: PointGroup) -> str:
         ours, fx = place.point.ours, place.point.fx
         side = fx if of_fx else ours
         if side is None:
@@ -165,7 +165,7 @@ def _covers(qparams: QParamsView) -> str:
     return f"{(qparams.quant_min - zero) * scale:.4g} to {(qparams.quant_max - zero) * scale:.4g}"
 
 
-def _float_range(place: Place) -> str:
+def _float_range(place: PointGroup) -> str:
     histogram = place.point.histogram
     return f"{histogram.low:.4g} to {histogram.high:.4g}" if histogram else ""
 
@@ -181,12 +181,12 @@ def _outside(side: Side | None) -> str:
     return f"{side.saturated:.2%}" if side is not None and side.saturated else ""
 
 
-def _differ(place: Place) -> str:
+def _differ(place: PointGroup) -> str:
     steps = place.point.steps
     return f"{steps.share:.2%}" if steps else ""
 
 
-def _distance(place: Place) -> str:
+def _distance(place: PointGroup) -> str:
     steps = place.point.steps
     return step_text(steps.largest) if steps else ""
 

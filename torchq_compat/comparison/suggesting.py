@@ -144,14 +144,14 @@ def suggest(
     case = Case(model, mapping, example_inputs, calibration_data, evaluation_data=evaluation_data).checked()
     _check_batches(model, case.evaluation_data)
 
-    def calibrated(mapping: torch_ao.QConfigMapping) -> _Trial:
+    def calibrated(mapping: torch_ao.QConfigMapping) -> _Measurement:
         prepared = at_once(prepare_fx)(
             model, mapping, case.example_inputs, prepare_custom_config, backend_config=backend_config
         )
         with torch.no_grad():
             for batch in case.calibration_data:
                 prepared(*batch)
-        return _Trial(model, prepared, mapping, convert_custom_config, case.evaluation_data)
+        return _Measurement(model, prepared, mapping, convert_custom_config, case.evaluation_data)
 
     trial = calibrated(mapping)
     before = trial.sqnr(())
@@ -170,7 +170,7 @@ def suggest(
     return suggested
 
 
-def _measured_in_16_bits(trial: _Trial, chosen: tuple[str, ...]) -> float:
+def _measured_in_16_bits(trial: _Measurement, chosen: tuple[str, ...]) -> float:
     """Measure the mapping itself, and warn about modules for which the backend has no 16 bits."""
     left = {decision.path: decision.reason for decision in explain(trial.prepared).left_float()}
     refused = [path for path in chosen if path in left]
@@ -191,7 +191,7 @@ def _check_batches(model: nn.Module, batches: list[Batch]) -> None:
 
 
 @dataclass(frozen=True)
-class _Trial:
+class _Measurement:
     """Converts the model with some modules switched off, and measures its SQNR."""
 
     model: nn.Module
@@ -228,7 +228,7 @@ class _Trial:
         return True
 
 
-def _sensitivities(model: nn.Module, trial: _Trial) -> Iterator[Sensitivity]:
+def _sensitivities(model: nn.Module, trial: _Measurement) -> Iterator[Sensitivity]:
     modules = dict(model.named_modules())
     decided = {
         path: decision.kind
@@ -248,7 +248,9 @@ def _sensitivities(model: nn.Module, trial: _Trial) -> Iterator[Sensitivity]:
             yield Sensitivity(path, type(modules[path]).__name__, trial.sqnr(others))
 
 
-def _best_together(trial: _Trial, paths: list[str], n: int, before: float) -> tuple[tuple[str, ...], float]:
+def _best_together(
+    trial: _Measurement, paths: list[str], n: int, before: float
+) -> tuple[tuple[str, ...], float]:
     """Return the worst ``n`` of ``paths``; if they do not improve the model together, those that improve it
     when added one after another."""
     after = trial.sqnr(tuple(paths[:n]))

@@ -89,7 +89,7 @@ def _first_line(error: str) -> str:
     return line if line.endswith(".") else f"{line}."
 
 
-class Place:
+class PointGroup:
     """Points with the same values everywhere, shown once."""
 
     def __init__(self, point: results.Point) -> None:
@@ -103,19 +103,19 @@ class Place:
         return same and other.kind is not results.Kind.PART and mine.kind is not results.Kind.PART
 
 
-def distinct_places(points: Sequence[results.Point]) -> list[Place]:
+def distinct_places(points: Sequence[results.Point]) -> list[PointGroup]:
     """Return the places in order, each value once: a pooling that passes integers on is not a place of its
     own."""
-    matches: list[Place] = []
+    matches: list[PointGroup] = []
     for point in points:
         if matches and matches[-1].takes(point):
             matches[-1].names.append(point.name)
         else:
-            matches.append(Place(point))
+            matches.append(PointGroup(point))
     return matches
 
 
-def worst_places(capture: results.Capture, count: int = 3) -> list[tuple[Place, str]]:
+def worst_places(capture: results.Capture, count: int = 3) -> list[tuple[PointGroup, str]]:
     """Return the places farthest from float, with the reason for each."""
     places = distinct_places(capture.points)
     noisy = [place for place in places if grade(place.point.ours.sqnr) != "exact"]

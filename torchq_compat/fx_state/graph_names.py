@@ -30,7 +30,7 @@ from torchq_compat.capture.origins import callers_of_leaf
 from torchq_compat.fx_state.numbered import (
     FoldedBatchNorm,
     Number,
-    Place,
+    QuantizedValue,
     Required,
     RequiredObserver,
     RequiredTensor,
@@ -59,7 +59,7 @@ def required_by_graph(
         rules: the QConfigMapping that ``graph_module`` was prepared with.
         prefix: the path of the module the graph belongs to, in FX's names, with a trailing dot.
     """
-    reader = _Reader(graph_module, rules, prefix)
+    reader = _GraphReader(graph_module, rules, prefix)
     observers, more, problems = reader.observers(state)
     return Required(
         tuple(reader.tensors()), observers, tuple(reader.folded()), unused=more, problems=problems
@@ -74,7 +74,7 @@ def in_sequential(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class _Site:
+class _ObserverCall:
     """A call of an observer."""
 
     node: Node
@@ -94,7 +94,7 @@ class _Site:
         return source
 
 
-class _Reader:
+class _GraphReader:
     def __init__(self, graph_module: GraphModule, rules: QConfigRules | None, prefix: str) -> None:
         self.graph_module = graph_module
         self.rules = rules
@@ -113,7 +113,7 @@ class _Reader:
             f"{path}." for path, module in self.graph_module.named_modules() if _is_apart(path, module)
         ]
         outside += [f"{target}." for target in {str(node.target) for node in self.observer_of}]
-        observers: dict[str | None, list[_Site]] = {}
+        observers: dict[str | None, list[_ObserverCall]] = {}
         for entry in self.sites:
             if entry.reader is not None:
                 observers.setdefault(self._weight_name(entry), []).append(entry)
@@ -152,7 +152,7 @@ class _Reader:
             ordered = self._in_graph_order(unnamed) if named else unnamed
             result, more, problems = _aligned(ordered, theirs, state, self.prefix)
             prefix_of |= result
-        by_path: dict[str, list[_Site]] = {}
+        by_path: dict[str, list[_ObserverCall]] = {}
         for site in self.sites:
             by_path.setdefault(site.path, []).append(site)
         expected = tuple(
@@ -169,7 +169,7 @@ class _Reader:
         )
         return expected, more, problems
 
-    def _named_parameters(self, sites: list[_Site], named: list[str]) -> dict[Node, str]:
+    def _named_parameters(self, sites: list[_ObserverCall], named: list[str]) -> dict[Node, str]:
         """Return FX's names of the observers that FX names after the parameter they observe; FX's graph has
         them where Python read the parameter."""
         matches: dict[Node, str] = {}
@@ -195,7 +195,7 @@ class _Reader:
                     norm.bias,
                 )
 
-    def _sites(self) -> Iterator[_Site]:
+    def _sites(self) -> Iterator[_ObserverCall]:
         """Yield the calls of observers in the order in which FX makes its own."""
         seen: set[Node] = set()
         for node in self.graph_module.graph.nodes:
@@ -222,16 +222,16 @@ class _Reader:
                 result[str(parameters["bias"].target)] = str(parameters["weight"].target)
         return result
 
-    def _site(self, node: Node, reader: Node | None) -> _Site:
+    def _site(self, node: Node, reader: Node | None) -> _ObserverCall:
         record = op_record(reader) if reader is not None else None
         is_module_weight = record is not None and record.origin.is_module_call
-        return _Site(node, self.observer_of[node], reader, is_module_weight)
+        return _ObserverCall(node, self.observer_of[node], reader, is_module_weight)
 
-    def _weight_name(self, site: _Site) -> str | None:
+    def _weight_name(self, site: _ObserverCall) -> str | None:
         attribute = _attribute(site.node)
         return None if attribute is None else str(attribute.target)
 
-    def _prefixes(self, site: _Site, prefix_of: dict[Node, str]) -> Iterator[str]:
+    def _prefixes(self, site: _ObserverCall, prefix_of: dict[Node, str]) -> Iterator[str]:
         if site.node in prefix_of:
             yield prefix_of[site.node]
         if site.is_module_weight:
@@ -240,14 +240,14 @@ class _Reader:
             yield f"{self.prefix}{path}.weight_fake_quant"
             yield f"{self.prefix}{path}.0.weight_fake_quant"
 
-    def _scales(self, site: _Site, scale_of: dict[Node, str]) -> Iterator[str]:
+    def _scales(self, site: _ObserverCall, scale_of: dict[Node, str]) -> Iterator[str]:
         if site.node in scale_of:
             yield scale_of[site.node]
         record = op_record(site.observed)
         if record is not None and record.origin.is_module_call:
             yield f"{self.prefix}{self._path(record)}.scale"
 
-    def _handed_on(self, site: _Site, scale_of: dict[Node, str]) -> Iterator[str]:
+    def _handed_on(self, site: _ObserverCall, scale_of: dict[Node, str]) -> Iterator[str]:
         """Yield the scales of a dropout's input: FX's lowered dropout returns its input and has no scale."""
         if site.observed.target is ATEN.dropout.default:
             sources = {node.target for node in site.observed.all_input_nodes if node in self.observer_of}
@@ -256,7 +256,7 @@ class _Reader:
                     yield from self._scales(item, scale_of)
 
     def _scale_names(
-        self, sites: list[_Site], state: FxState
+        self, sites: list[_ObserverCall], state: FxState
     ) -> tuple[dict[Node, str], tuple[str, ...], tuple[str, ...]]:
         """Return the scale of each site, the scales that need no site, and the problems that keep scales from
         being known.
@@ -269,7 +269,7 @@ class _Reader:
             match = SCALE_NAME.match(name)
             assert match is not None
             given.setdefault(match["prefix"], {})[int(match["index"])] = name
-        groups: dict[str, list[_Site]] = {}
+        groups: dict[str, list[_ObserverCall]] = {}
         ordered = self._in_graph_order(sites)
         new = _first_calls(ordered)
         for site in ordered:
@@ -311,13 +311,13 @@ class _Reader:
         return names, tuple(more), tuple(problems)
 
     def _place(
-        self, site: _Site, given: dict[int, str], state: FxState, is_new: bool, as_before: bool
-    ) -> Place[Node]:
+        self, site: _ObserverCall, given: dict[int, str], state: FxState, is_new: bool, as_before: bool
+    ) -> QuantizedValue[Node]:
         parameter = _attribute(site.node)
         is_packed = site.reader is not None and state.is_lowered
         if parameter is not None:
             expected = self._expected_qparams(site, str(parameter.target), state)
-            return Place(
+            return QuantizedValue(
                 site.node,
                 is_packed,
                 mismatch=lambda index: _difference(expected, state.values_of(given[index])),
@@ -330,16 +330,18 @@ class _Reader:
         )
         is_fixed = _has_fixed_qparams(site.observer)
         may_lack = is_packed or is_held or self._passes_on(site) or is_fixed
-        return Place(site.node, may_lack and state.is_lowered, None if is_fixed else is_new, as_before)
+        return QuantizedValue(
+            site.node, may_lack and state.is_lowered, None if is_fixed else is_new, as_before
+        )
 
-    def _passes_on(self, site: _Site) -> bool:
+    def _passes_on(self, site: _ObserverCall) -> bool:
         """Return whether the op shares the observer of its input."""
         return any(
             argument in self.observer_of and argument.target == site.node.target
             for argument in site.observed.all_input_nodes
         )
 
-    def _expected_qparams(self, site: _Site, name: str, state: FxState) -> Qparams | None:
+    def _expected_qparams(self, site: _ObserverCall, name: str, state: FxState) -> Qparams | None:
         """Return the qparams that the observer computes from the value of the parameter in ``state``; None if
         ``state`` has no finite one."""
         names = (f"{self.prefix}{entry}" for entry in self.names.get(name, (name, in_sequential(name))))
@@ -354,10 +356,10 @@ class _Reader:
         scale, zero_point = source.calculate_qparams()
         return scale, zero_point
 
-    def _in_graph_order(self, sites: list[_Site]) -> list[_Site]:
+    def _in_graph_order(self, sites: list[_ObserverCall]) -> list[_ObserverCall]:
         order = {node: index for index, node in enumerate(self.graph_module.graph.nodes)}
 
-        def place(site: _Site) -> float:
+        def place(site: _ObserverCall) -> float:
             if _attribute(site.node) is None:
                 return order[site.node]
             # FX's graph reads a parameter before its first use.
@@ -365,7 +367,7 @@ class _Reader:
 
         return sorted(sites, key=place)
 
-    def _scale_prefix(self, site: _Site, state: FxState, scaled: Collection[str]) -> str:
+    def _scale_prefix(self, site: _ObserverCall, state: FxState, scaled: Collection[str]) -> str:
         record = op_record(site.observed)
         if record is not None and self._is_item_of_call(site, record, state):
             callers = callers_of_leaf(site.observed)
@@ -380,7 +382,7 @@ class _Reader:
         path = "" if record is None else self._path(record)
         return _flat(path) + ("_input" if is_input else "")
 
-    def _is_item_of_call(self, site: _Site, record: OpRecord, state: FxState) -> bool:
+    def _is_item_of_call(self, site: _ObserverCall, record: OpRecord, state: FxState) -> bool:
         """Return whether the code around a module takes the value out of its results."""
         if not record.origin.is_module_call or self._passes_on(site):
             return False
@@ -437,11 +439,11 @@ def _first_reader(observer: Node) -> OpRecord | None:
     return next(linear, records[0] if records else None)
 
 
-def _is_transposed(site: _Site) -> bool:
+def _is_transposed(site: _ObserverCall) -> bool:
     return site.is_module_weight and site.reader is not None and site.reader.target in those("transposed")
 
 
-def _kernel_qparams(site: _Site) -> tuple[float, int] | None:
+def _kernel_qparams(site: _ObserverCall) -> tuple[float, int] | None:
     """Return the fixed qparams of the result of FX's kernel, which do not depend on what its model observed;
     None if the kernel has none."""
     record = op_record(site.observed)
@@ -456,7 +458,7 @@ def _kernel_qparams(site: _Site) -> tuple[float, int] | None:
     return float(scale), int(zero_point)
 
 
-def _first_calls(sites: list[_Site]) -> set[Node]:
+def _first_calls(sites: list[_ObserverCall]) -> set[Node]:
     """Return the node of the first site of each observer."""
     first: dict[str, Node] = {}
     return {site.node for site in sites if first.setdefault(site.path, site.node) is site.node}
@@ -500,7 +502,7 @@ def _difference(expected: Qparams | None, qparams: Qparams | None) -> float:
 
 
 def _aligned(
-    sites: list[_Site], theirs: list[str], state: FxState, prefix: str
+    sites: list[_ObserverCall], theirs: list[str], state: FxState, prefix: str
 ) -> tuple[dict[Node, str], tuple[str, ...], tuple[str, ...]]:
     """Return FX's name for the node of each site, the names without a site, and the problems.
 
@@ -516,7 +518,9 @@ def _aligned(
     prints = [state.fingerprint(name) for name in theirs]
     new, repeated = _first_calls(sites), _repeated(theirs, state)
     places = [
-        Place(site.node, is_new=site.node in new, as_before=before is not None and before.path == site.path)
+        QuantizedValue(
+            site.node, is_new=site.node in new, as_before=before is not None and before.path == site.path
+        )
         for before, site in pairwise((None, *sites))
         if site is not None
     ]

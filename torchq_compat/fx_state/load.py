@@ -170,7 +170,7 @@ def required_by_model(
 
 
 @dataclass
-class _Plan:
+class _Assignments:
     """The values to write: tensors by name, states of observers and qparams by path."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -187,7 +187,7 @@ class _Planner:
         self.state = state
         self.required = expected
         self.own = prepared.state_dict()
-        self.assigned = _Plan()
+        self.assigned = _Assignments()
         self.missing: list[str] = []
         self.weights: dict[str, FxWeight] = {}
         #: Our name of a function's weight -> FX's name of its packed weight.
@@ -196,7 +196,7 @@ class _Planner:
         #: FX's name of a scale -> the paths of our observers that it is loaded into.
         self.given_by: dict[str, list[str]] = {}
 
-    def plan(self) -> _Plan:
+    def plan(self) -> _Assignments:
         """Match every entry of the state, and return the values to write.
 
         Raises:
@@ -549,7 +549,7 @@ def _has_fixed_qparams(observer: nn.Module) -> bool:
     return isinstance(getattr(observer, "activation_post_process", observer), FIXED_QPARAMS)
 
 
-def _carry_out(prepared: nn.Module, plan: _Plan) -> None:
+def _carry_out(prepared: nn.Module, plan: _Assignments) -> None:
     before = {
         name: value.clone() for name, value in prepared.state_dict().items() if isinstance(value, Tensor)
     }

@@ -31,7 +31,7 @@ NOWHERE = math.inf
 
 
 @dataclass(frozen=True)
-class Place(Generic[Key]):
+class QuantizedValue(Generic[Key]):
     """A value of our graph that FX quantizes.
 
     Attributes:
@@ -67,11 +67,13 @@ class Number:
 class _State(Generic[Key]):
     cost: float
     #: The states of the previous index, with the step to this state: a place, or None for an extra scale.
-    before: list[tuple[tuple[int, frozenset[int], int], Place[Key] | None]] = field(default_factory=list)
+    before: list[tuple[tuple[int, frozenset[int], int], QuantizedValue[Key] | None]] = field(
+        default_factory=list
+    )
 
 
 def laid_beside(
-    places: Sequence[Place[Key]], given: Mapping[int, Number], is_whole: bool
+    places: Sequence[QuantizedValue[Key]], given: Mapping[int, Number], is_whole: bool
 ) -> tuple[dict[Key, set[int]], set[int]] | None:
     """Align ``places``, in the order of the graph, with the numbers of FX's scales.
 
@@ -130,11 +132,11 @@ def laid_beside(
 def _steps(
     key: tuple[int, frozenset[int], int],
     number: int,
-    fixed: Sequence[Place[Key]],
-    floating: Sequence[tuple[int, Place[Key]]],
+    fixed: Sequence[QuantizedValue[Key]],
+    floating: Sequence[tuple[int, QuantizedValue[Key]]],
     ahead: Sequence[int],
     given: Mapping[int, Number],
-) -> Iterator[tuple[tuple[int, frozenset[int], int], Place[Key] | None, float]]:
+) -> Iterator[tuple[tuple[int, frozenset[int], int], QuantizedValue[Key] | None, float]]:
     """Yield the places that ``number`` may belong to, each with the state after it and the cost."""
     done, placed, extra = key
     is_given = number in given

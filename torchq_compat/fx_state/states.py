@@ -152,7 +152,7 @@ class FxState:
         Raises:
             CheckpointError: values that are neither tensors nor objects FX saves; names all of them.
         """
-        return _Reader(_in_current_form(state)).read()
+        return _StateReader(_in_current_form(state)).read()
 
     def take(self, names: Iterable[str]) -> tuple[str, Entry] | None:
         """Return the first of ``names`` that exists, and its entry; None if none exists."""
@@ -267,7 +267,7 @@ def _in_current_form(state: Mapping[str, Any]) -> dict[str, Any]:
     return current
 
 
-class _Reader:
+class _StateReader:
     def __init__(self, state: dict[str, Any]) -> None:
         self.state = state
         self.entries: dict[str, Entry] = {}

@@ -26,7 +26,7 @@ from torchq_compat.port.reviews import MANUAL_REVIEWS
 from torchq_compat.port.rewrites import REWRITES
 from torchq_compat.port.source.files import (
     Document,
-    Place,
+    Position,
     Problem,
     UnreadableError,
     check_readable,
@@ -253,7 +253,7 @@ class Finding:
     """A site in a file."""
 
     path: Path
-    place: Place
+    place: Position
     site: Site
 
     @property
@@ -466,7 +466,7 @@ def _sites(document: Document, origin: Origin, problems: list[Problem], seconds:
             sites = find_sites(source)
     except TooLongError as error:
         site = Site(TOO_LONG, 0, document.path.name, refusal=str(error))
-        return [Finding(document.path, Place(1), site)]
+        return [Finding(document.path, Position(1), site)]
     except cst.ParserSyntaxError as error:
         problems.append(Problem(document.path, f"line {error.raw_line}: {error.message}"))
         return []

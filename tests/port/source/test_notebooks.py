@@ -10,7 +10,7 @@ import pytest
 
 from torchq_compat.cli import main
 from torchq_compat.port.scanner import scan_paths
-from torchq_compat.port.source.files import Place, read_document
+from torchq_compat.port.source.files import Position, read_document
 
 IMPORT = "from torch.ao.quantization.quantize_fx import prepare_fx"
 REWRITTEN = "from torchq_compat.quantize_fx import prepare_fx"
@@ -40,7 +40,7 @@ def test_a_name_of_one_cell_is_known_in_the_next(tmp_path: Path) -> None:
     path = tmp_path / "a.ipynb"
     path.write_text(json.dumps(notebook(["import os\n", IMPORT], "", "d = {'': q}", "prepare_fx(m, d, x)")))
     found = [(finding.construct.code, finding.place) for finding in scan_paths([path]).findings]
-    assert found == [("TQ101", Place(2, cell=1, column=47)), ("TQ105", Place(1, cell=3, column=5))]
+    assert found == [("TQ101", Position(2, cell=1, column=47)), ("TQ105", Position(1, cell=3, column=5))]
 
 
 @pytest.mark.parametrize(

@@ -331,7 +331,7 @@ EXPORT = str(PACKAGE / "capture" / "torch_export.py")
 
 
 @dataclass(frozen=True)
-class Place:
+class CodePlace:
     """A place in code.
 
     Attributes:
@@ -344,7 +344,7 @@ class Place:
     by_user: bool = False
 
 
-def place_in_code() -> Place:
+def place_in_code() -> CodePlace:
     """Return the innermost line that runs and belongs neither to torch, nor to this package or Python."""
     frame: FrameType | None = sys._getframe(1)
     by_user: bool | None = None
@@ -355,9 +355,9 @@ def place_in_code() -> Place:
             by_user = not is_library
         if not is_library and not path.startswith(GENERATED):
             text = linecache.getline(path, frame.f_lineno).strip()
-            return Place(f"{Path(path).name}:{frame.f_lineno} ({text})", bool(by_user))
+            return CodePlace(f"{Path(path).name}:{frame.f_lineno} ({text})", bool(by_user))
         frame = frame.f_back
-    return Place()
+    return CodePlace()
 
 
 def frame_in_code() -> FrameType | None:

@@ -21,9 +21,9 @@ from torch.overrides import TorchFunctionMode
 
 from torchq_compat.capture.sizes.numbers import (
     UNKNOWN,
+    CodePlace,
     Computed,
     Operation,
-    Place,
     Size,
     asserted_value,
     called_aside,
@@ -147,7 +147,7 @@ class Guard:
 
     expression: Any
     value: Any
-    place: Place
+    place: CodePlace
 
 
 def current_reads() -> SizeReads | None:

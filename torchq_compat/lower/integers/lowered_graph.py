@@ -12,7 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import CodeGen
 
 from torchq_compat.lower.integers.operators import DEQUANTIZE, QUANTIZE
-from torchq_compat.lower.integers.qdq_graph import Site
+from torchq_compat.lower.integers.qdq_graph import OpSite
 from torchq_compat.read.qparams import PerTensorQParams
 from torchq_compat.support.upstream import PyTreeCodeGen, pytree
 
@@ -190,10 +190,10 @@ class Kernel:
 
     Attributes:
         name: shown to users.
-        write: write it before the op; return the node that holds the integers of ``Site.result``, or its
+        write: write it before the op; return the node that holds the integers of ``OpSite.result``, or its
             floats if they are not quantized.
         note: shown to users after the name.
-        value: the node whose value it computes; None: ``Site.result.last``.
+        value: the node whose value it computes; None: ``OpSite.result.last``.
         is_as_reference: whether its value is that of the reference.
     """
 
@@ -213,7 +213,7 @@ class Refusal:
 
 
 #: Return the answer for a site; None to leave it to other rules.
-Rule = Callable[[Site], Kernel | Refusal | None]
+Rule = Callable[[OpSite], Kernel | Refusal | None]
 
 
 @dataclass(frozen=True)

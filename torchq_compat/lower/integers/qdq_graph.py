@@ -40,7 +40,7 @@ class Integers:
     qparams: PerTensorQParams
 
 
-class Place(NamedTuple):
+class Counterpart(NamedTuple):
     """A value of the reference that a node of the lowered graph has.
 
     Attributes:
@@ -75,7 +75,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Site:
+class OpSite:
     """An op for which a rule answers, with what becomes of its result."""
 
     graph_module: GraphModule

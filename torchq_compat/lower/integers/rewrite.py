@@ -19,10 +19,10 @@ from torchq_compat.lower.integers import operators
 from torchq_compat.lower.integers.lowered_graph import Kernel, LoweredGraph, Refusal, origin_of
 from torchq_compat.lower.integers.qdq_graph import (
     CLAMPS,
+    Counterpart,
     Integers,
-    Place,
+    OpSite,
     Result,
-    Site,
     arguments_of,
     example_value,
     integers_at,
@@ -80,8 +80,8 @@ class Rewriter:
         self.refused = refused
         self.lowered = LoweredGraph(reference)
         self.reference_node = {copied: node for node, copied in self.lowered.origins.items()}
-        self.stands_for: dict[Node, Place] = {
-            copied: Place(node) for copied, node in self.reference_node.items()
+        self.stands_for: dict[Node, Counterpart] = {
+            copied: Counterpart(node) for copied, node in self.reference_node.items()
         }
         self.answers: dict[Node, tuple[Action, str, bool]] = {}
         self.names: dict[Node, str] = {}
@@ -113,7 +113,7 @@ class Rewriter:
                 floats = self._dequantize(integers, qparams, node)
             for reader in readers:
                 reader.replace_input_with(node, floats)
-            self.stands_for[integers] = Place(self.reference_node[node], qparams)
+            self.stands_for[integers] = Counterpart(self.reference_node[node], qparams)
 
     def _dequantize(self, integers: Node, qparams: PerTensorQParams, like: Node) -> Node:
         """Insert the dequantize of ``integers`` in the place of ``like``."""
@@ -160,7 +160,7 @@ class Rewriter:
         result = result_of(op)
         if op.name not in self.left_float and any(item.name in self.left_float for item in result.covered):
             result = Result((op,), op, None)
-        site = Site(self.reference, op, arguments_of(op), result)
+        site = OpSite(self.reference, op, arguments_of(op), result)
         if op.name in self.left_float:
             return self._exactly(site)
         refusal = None
@@ -175,7 +175,7 @@ class Rewriter:
         answer = table_of_chain(site)
         return answer if isinstance(answer, Kernel) else refusal or answer or _no_kernel(op)
 
-    def _exactly(self, site: Site) -> Kernel | None:
+    def _exactly(self, site: OpSite) -> Kernel | None:
         """Return the table of an op that the configuration leaves float: it has the reference's numbers."""
         answer = table_of_chain(site) if moved_qparams(site.op) is None else None
         return answer if isinstance(answer, Kernel) else None
@@ -265,7 +265,7 @@ class Rewriter:
                 self._covered.add(result)
             if integers not in self.stands_for:
                 integers.meta.setdefault("val", result.meta.get("val"))
-                self.stands_for[integers] = Place(self.reference_node[result], qparams)
+                self.stands_for[integers] = Counterpart(self.reference_node[result], qparams)
             result.replace_all_uses_with(self._dequantize(integers, qparams, result), propagate_meta=False)
         if is_nothing:
             self.lowered.graph.erase_node(op)  # torch.fx takes a dropout for random, and would keep it.

@@ -14,7 +14,7 @@ from torchq_compat.capture.opaque_calls import OpaqueModule
 from torchq_compat.capture.torch_export import copied_inputs
 from torchq_compat.capture.trial_runs import alone_and_seeded, kept_buffers
 from torchq_compat.lower.integers.operators import CONVOLUTION, LINEAR, forget_weights
-from torchq_compat.lower.integers.qdq_graph import Place
+from torchq_compat.lower.integers.qdq_graph import Counterpart
 from torchq_compat.model.graph_module import ConvertedModel
 from torchq_compat.read.qdq import DEQUANTIZES, WeightByWeight, dequantizes_constant
 from torchq_compat.recurrent.kernel.direct_calls import LINEAR_OPERATOR
@@ -36,7 +36,7 @@ EPSILON = 1e-4
 #: The positions of arguments of the kernels.
 WEIGHT_OF_KERNEL, OWNER_OF_KERNEL = 3, 8
 
-StandsFor = Mapping[Node, Place]
+StandsFor = Mapping[Node, Counterpart]
 
 
 def faults_of(

@@ -74,7 +74,7 @@ class MovedNames:
 
     def _plan(
         self, source: ParsedSource, node: cst.Import | cst.ImportFrom, alias: cst.ImportAlias
-    ) -> imports.Plan | None:
+    ) -> imports.ImportChange | None:
         prefix = f"{imported_module(node)}." if isinstance(node, cst.ImportFrom) else ""
         written = prefix + dotted(alias.name)
         full = source.follow(written)
@@ -82,7 +82,7 @@ class MovedNames:
         for row in self.all_rows:
             if module == row.legacy and name in row.names and prefix:
                 if full != written:
-                    return imports.Plan(alias, f"{name}, re-exported by another file")
+                    return imports.ImportChange(alias, f"{name}, re-exported by another file")
                 return imports.plan_name(source, node, alias, row, name)
             if full == row.legacy and row in self.rows:
                 return imports.plan_module(source, node, alias, row) if full == written else None

@@ -396,7 +396,7 @@ FLAGS = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
 
 
 @dataclass(frozen=True)
-class Place:
+class Position:
     """A line and column of a Python file, or of a numbered cell of a notebook; all count from 1."""
 
     line: int
@@ -428,11 +428,11 @@ class Document:
     def path(self) -> Path:
         return self.source.path
 
-    def place(self, line: int, column: int = 1) -> Place:
+    def place(self, line: int, column: int = 1) -> Position:
         if self.path.suffix != NOTEBOOK:
-            return Place(line, column=column)
+            return Position(line, column=column)
         cell, line_of_cell = cell_of_line(self.text, line)
-        return Place(line_of_cell, cell, column)
+        return Position(line_of_cell, cell, column)
 
     def bytes_with(self, text: str) -> bytes:
         """Return the bytes of the file with ``text`` in place of its own.

@@ -37,7 +37,7 @@ def is_free(source: ParsedSource, request: ImportRequest) -> bool:
     return all(full in _imported(node) for node in source.binders(name))
 
 
-class _Place(NamedTuple):
+class _ImportPosition(NamedTuple):
     """The place for a new import.
 
     Attributes:
@@ -56,18 +56,18 @@ class _Place(NamedTuple):
 def import_edits(source: ParsedSource, requests: Iterable[ImportRequest]) -> list[Edit]:
     """Return the edits of ``source`` that satisfy all ``requests``, each import once per file or per
     function."""
-    places: dict[tuple[int, str], tuple[_Place, ImportRequest]] = {}
+    places: dict[tuple[int, str], tuple[_ImportPosition, ImportRequest]] = {}
     for request in sorted(requests, key=lambda request: request.offset):
         if not _is_satisfied(source, request):
             place = _place(source, request)
             places.setdefault((place.function, request.statement), (place, request))
-    joined: dict[_Place, list[ImportRequest]] = {}
+    joined: dict[_ImportPosition, list[ImportRequest]] = {}
     for _, (place, request) in sorted(places.items()):
         joined.setdefault(place, []).append(request)
     return [_edit(source, place, expected) for place, expected in joined.items()]
 
 
-def _edit(source: ParsedSource, place: _Place, requests: list[ImportRequest]) -> Edit:
+def _edit(source: ParsedSource, place: _ImportPosition, requests: list[ImportRequest]) -> Edit:
     at = place.at
     if place.extends:
         return Edit(at, at, "".join(f", {request.name}" for request in requests))
@@ -96,7 +96,7 @@ def _is_satisfied(source: ParsedSource, request: ImportRequest) -> bool:
     )
 
 
-def _place(source: ParsedSource, request: ImportRequest) -> _Place:
+def _place(source: ParsedSource, request: ImportRequest) -> _ImportPosition:
     """Return the place for an import: near the top imports from torch, or, if the file imports torch only in
     functions, in the function."""
     above = [(line, node) for line, node in _top_level_imports(source) if source.end(line) <= request.offset]
@@ -104,13 +104,13 @@ def _place(source: ParsedSource, request: ImportRequest) -> _Place:
         if request.name and isinstance(node, cst.ImportFrom) and imported_module(node) == request.module:
             assert not isinstance(node.names, cst.ImportStar)
             last = node.names[-1]
-            return _Place(source.end(last) - _comma_length(source, last), extends=True)
+            return _ImportPosition(source.end(last) - _comma_length(source, last), extends=True)
     near = [line for line, node in above if _library(node) in LIBRARIES]
     local = _local_place(source, request.offset) if not near and _imports_locally(source) else None
     if local is not None:
         return local
     near = near or [line for line, _ in above]
-    return _Place(_line_end(source, source.end(near[-1])) if near else _top(source))
+    return _ImportPosition(_line_end(source, source.end(near[-1])) if near else _top(source))
 
 
 def _imports_locally(source: ParsedSource) -> bool:
@@ -123,7 +123,7 @@ def _function_around(source: ParsedSource, node: cst.CSTNode) -> cst.FunctionDef
     return next((a for a in source.ancestors(node) if isinstance(a, cst.FunctionDef)), None)
 
 
-def _local_place(source: ParsedSource, offset: int) -> _Place | None:
+def _local_place(source: ParsedSource, offset: int) -> _ImportPosition | None:
     """Return the place in the function at ``offset``: before the statement of its body, so that every branch
     after it has the import; None outside functions."""
     around = [f for f in source.nodes(cst.FunctionDef) if source.start(f) <= offset < source.end(f)]
@@ -132,7 +132,7 @@ def _local_place(source: ParsedSource, offset: int) -> _Place | None:
         return None
     statement = next(line for line in body.body if offset < source.end(line))
     start = source.start(statement)
-    return _Place(
+    return _ImportPosition(
         _line_start(source, start), indent=source.indent_at(start), function=source.start(around[-1])
     )
 
@@ -298,7 +298,7 @@ def _imports_elsewhere(source: ParsedSource, name: str, node: cst.CSTNode) -> bo
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class ImportChange:
     """The plan for one name of an import statement.
 
     Attributes:
@@ -317,7 +317,9 @@ class Plan:
     refusal: str = ""
 
 
-def plan_name(source: ParsedSource, node: cst.CSTNode, alias: cst.ImportAlias, row: Moved, name: str) -> Plan:
+def plan_name(
+    source: ParsedSource, node: cst.CSTNode, alias: cst.ImportAlias, row: Moved, name: str
+) -> ImportChange:
     """Return the plan for ``alias``, which imports ``name`` from the legacy module of ``row``."""
     new_name, local = row.names[name], alias.evaluated_alias
     use_edits: tuple[Edit, ...] = ()
@@ -329,12 +331,12 @@ def plan_name(source: ParsedSource, node: cst.CSTNode, alias: cst.ImportAlias, r
         imported = new_name
         uses = source.references(name, node)
         use_edits = tuple(Edit(source.start(use), source.end(use), new_name) for use in uses)
-    return Plan(alias, name, NewImport(alias, row.replacement, imported), use_edits)
+    return ImportChange(alias, name, NewImport(alias, row.replacement, imported), use_edits)
 
 
 def plan_module(
     source: ParsedSource, node: cst.Import | cst.ImportFrom, alias: cst.ImportAlias, row: Moved
-) -> Plan:
+) -> ImportChange:
     """Return the plan for ``alias``, which imports the legacy module of ``row`` as an object."""
     if isinstance(node, cst.Import) and alias.asname is None:
         return _plan_dotted_import(source, alias, row)
@@ -345,7 +347,7 @@ def plan_module(
         for name in names
         if isinstance(use := source.parent(name), cst.Attribute) and use.attr.value in row.names
     ]
-    plan = Plan(alias, row.legacy.rpartition(".")[2], uses=tuple(uses))
+    plan = ImportChange(alias, row.legacy.rpartition(".")[2], uses=tuple(uses))
     refusal = _refuse_uses(row, local, names, source)
     if refusal:
         return replace(plan, refusal=refusal)
@@ -362,10 +364,10 @@ def plan_module(
     return replace(plan, new=new, use_edits=use_edits)
 
 
-def _plan_dotted_import(source: ParsedSource, alias: cst.ImportAlias, row: Moved) -> Plan:
+def _plan_dotted_import(source: ParsedSource, alias: cst.ImportAlias, row: Moved) -> ImportChange:
     """Return the plan for ``import torch.ao.quantization.quantize_fx``, which binds ``torch`` and has dotted
     uses."""
-    plan = Plan(alias, row.legacy)
+    plan = ImportChange(alias, row.legacy)
     edits, uses = [], []
     for node in source.nodes(cst.Attribute):
         if row.legacy not in source.names(node):

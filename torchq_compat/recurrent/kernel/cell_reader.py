@@ -52,7 +52,7 @@ def cell_program(*graphs: tuple[str, GraphModule]) -> CellProgram:
     Raises:
         UnsupportedCellError: if a graph has an operator or a quantization that the loop does not support.
     """
-    reader = _Reader()
+    reader = _CellReader()
     (x, *_), (_, *states) = (_placeholder_widths(graphs[index][1]) for index in (0, -1))
     values: tuple[_Value, ...] = (reader.new_slot(x, once=True),)
     carried = tuple(reader.new_slot(width, once=False) for width in states)
@@ -87,7 +87,7 @@ class _Weight:
     qparams: tuple[float, int]
 
 
-class _Reader:
+class _CellReader:
     """Reads graphs node by node; ``values`` maps each node to the value it computes."""
 
     def __init__(self) -> None:

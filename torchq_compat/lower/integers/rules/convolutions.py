@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from torchq_compat.lower.integers.lowered_graph import Family, Kernel, LoweredGraph, Refusal, numbers_of
 from torchq_compat.lower.integers.operators import CONVOLUTION
-from torchq_compat.lower.integers.qdq_graph import Integers, Site, constant_of, integers_at, rank_of
+from torchq_compat.lower.integers.qdq_graph import Integers, OpSite, constant_of, integers_at, rank_of
 from torchq_compat.ops import those
 from torchq_compat.read.qdq import DEQUANTIZE, is_dequantize
 
@@ -68,7 +68,7 @@ class Weight:
         return lowered.constant(self.numbers) if self.scales is None else self.scales
 
 
-def weight_of(site: Site, axis: int = 0) -> Weight | Refusal | None:
+def weight_of(site: OpSite, axis: int = 0) -> Weight | Refusal | None:
     """Return the weight of the op at ``site``; None if it is not quantized.
 
     Args:
@@ -95,7 +95,7 @@ def weight_of(site: Site, axis: int = 0) -> Weight | Refusal | None:
     return Weight(dequantize.args[0], values, node, numbers)
 
 
-def bias_fault(site: Site) -> Refusal | None:
+def bias_fault(site: OpSite) -> Refusal | None:
     bias = site.constant("bias")
     if bias is None and site.arguments["bias"] is not None:
         return Refusal("its bias is no constant")
@@ -104,7 +104,7 @@ def bias_fault(site: Site) -> Refusal | None:
     return None
 
 
-def ends(site: Site) -> tuple[tuple[float, int, int, int], str]:
+def ends(site: OpSite) -> tuple[tuple[float, int, int, int], str]:
     """Return the qparams and the kind of the result as the operators take them."""
     qparams = site.result.qparams
     if qparams is None:
@@ -119,7 +119,7 @@ ATEN = torch.ops.aten
 NEVER_RETURNS = "oneDNN's kernel was seen never to return on such a depthwise convolution"
 
 
-def _convolution(site: Site) -> Kernel | Refusal | None:
+def _convolution(site: OpSite) -> Kernel | Refusal | None:
     weight = weight_of(site)
     if not isinstance(weight, Weight):
         return weight
@@ -144,7 +144,7 @@ def _convolution(site: Site) -> Kernel | Refusal | None:
     return Kernel(str(CONVOLUTION), write)
 
 
-def _source(site: Site, rank: int) -> Integers | Refusal:
+def _source(site: OpSite, rank: int) -> Integers | Refusal:
     source = integers_at(site.arguments["input"])
     if source is None:
         return Refusal("its input is not quantized per tensor to 8 bits")
@@ -159,7 +159,7 @@ def _per_dimension(setting: Any, rank: int) -> list[Any]:
     return listed * rank if len(listed) == 1 else listed
 
 
-def _padding(site: Site, weight: Tensor) -> Sequence[int] | Refusal:
+def _padding(site: OpSite, weight: Tensor) -> Sequence[int] | Refusal:
     """Return the padding as numbers, ``"same"`` and ``"valid"`` too."""
     padding = site.arguments["padding"]
     if not isinstance(padding, str):
@@ -173,7 +173,7 @@ def _padding(site: Site, weight: Tensor) -> Sequence[int] | Refusal:
     return [total // 2 for total in expected]
 
 
-def _transposed(site: Site) -> Kernel | Refusal | None:
+def _transposed(site: OpSite) -> Kernel | Refusal | None:
     """Return a transposed convolution as an ordinary one: of its input with zeros between the values, by the
     weight turned around."""
     weight = weight_of(site, axis=1)

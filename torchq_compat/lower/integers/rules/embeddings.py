@@ -7,7 +7,7 @@ import torch
 from torch.fx import Node
 
 from torchq_compat.lower.integers.lowered_graph import Family, Kernel, LoweredGraph, Refusal
-from torchq_compat.lower.integers.qdq_graph import Site
+from torchq_compat.lower.integers.qdq_graph import OpSite
 from torchq_compat.read.qdq import DEQUANTIZE_PER_CHANNEL, is_dequantize
 
 ATEN = torch.ops.aten
@@ -30,7 +30,7 @@ def _rows(lowered: LoweredGraph, weight: Node, indices: Node) -> Node:
     return lowered.call(ATEN.to.dtype, lowered.call(ATEN.mul.Tensor, difference, scale), torch.float32)
 
 
-def _embedding(site: Site) -> Kernel | Refusal | None:
+def _embedding(site: OpSite) -> Kernel | Refusal | None:
     weight, indices = site.arguments["weight"], site.arguments["indices"]
     if not is_dequantize(weight):
         return None
@@ -43,7 +43,7 @@ def _embedding(site: Site) -> Kernel | Refusal | None:
     )
 
 
-def _embedding_bag(site: Site) -> Kernel | Refusal | None:
+def _embedding_bag(site: OpSite) -> Kernel | Refusal | None:
     weight, indices = site.arguments["weight"], site.arguments["indices"]
     if not is_dequantize(weight):
         return None

@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from torchq_compat.lower.integers.lowered_graph import Family, Kernel, LoweredGraph, Refusal
 from torchq_compat.lower.integers.operators import LINEAR
-from torchq_compat.lower.integers.qdq_graph import Site, constant_of, integers_at, rank_of
+from torchq_compat.lower.integers.qdq_graph import OpSite, constant_of, integers_at, rank_of
 from torchq_compat.lower.integers.rules.convolutions import Weight, bias_fault, ends, weight_of
 from torchq_compat.read import qdq
 from torchq_compat.read.qparams import PerTensorQParams
@@ -23,7 +23,7 @@ from torchq_compat.support.dtypes import KERNEL_DTYPES
 # Linear layers with int8 weights on 8-bit activations. Legacy: ``nnq.Linear``, ``nniq.LinearReLU``.
 
 
-def _static_linear(site: Site) -> Kernel | Refusal | None:
+def _static_linear(site: OpSite) -> Kernel | Refusal | None:
     weight = weight_of(site)
     if not isinstance(weight, Weight):
         return weight
@@ -64,7 +64,7 @@ class _Weight:
     nodes: tuple[Node, ...]
 
 
-def _own_product(site: Site) -> Kernel | Refusal | None:
+def _own_product(site: OpSite) -> Kernel | Refusal | None:
     dequantize = site.arguments["input"]
     if not isinstance(dequantize, Node):
         return None
@@ -92,7 +92,7 @@ def _own_product(site: Site) -> Kernel | Refusal | None:
     )
 
 
-def _weight(site: Site) -> _Weight | None:
+def _weight(site: OpSite) -> _Weight | None:
     """Return an int8 weight and its bias, if both are constants."""
     dequantize, bias_node = site.arguments["weight"], site.arguments["bias"]
     if not qdq.is_dequantize(dequantize) or rank_of(site.op) is None:
@@ -120,7 +120,7 @@ def _dynamic(quantize: Any) -> DynamicQParams:
     return DynamicQParams(smallest_scale, high, quant_min, quantize.args[4], dtype)
 
 
-def _columns(site: Site, dequantize: Node, width: int) -> ColumnQParams | None:
+def _columns(site: OpSite, dequantize: Node, width: int) -> ColumnQParams | None:
     source = integers_at(dequantize)
     if source is not None:
         return ((width, source.qparams),)
@@ -140,7 +140,7 @@ def _columns(site: Site, dequantize: Node, width: int) -> ColumnQParams | None:
     return tuple(runs) if len(runs) <= MOST_PIECES else None
 
 
-def _written(lowered: LoweredGraph, site: Site, x: Any, weight: _Weight, call: LinearCall) -> Node:
+def _written(lowered: LoweredGraph, site: OpSite, x: Any, weight: _Weight, call: LinearCall) -> Node:
     """Write the operator with the input as rows, and give the result the leading sizes of the input."""
     rank = rank_of(site.op)
     assert rank is not None
@@ -156,7 +156,7 @@ def _written(lowered: LoweredGraph, site: Site, x: Any, weight: _Weight, call: L
     return lowered.call(ATEN.reshape.default, result, [*sizes, outputs])
 
 
-def _half_linear(site: Site) -> Kernel | None:
+def _half_linear(site: OpSite) -> Kernel | None:
     """Return the linear in floats of a weight that was rounded to float16.
 
     As in FX it gets the input without its rounding, which is nearer to the float model.

@@ -113,7 +113,7 @@ NOT_QUANTIZED = Refusal("its result is not quantized to 8 bits")
 
 
 def _pair_rule(operation: str) -> Rule:
-    def rule(site: qdq_graph.Site) -> Kernel | Refusal | None:
+    def rule(site: qdq_graph.OpSite) -> Kernel | Refusal | None:
         given = site.op.args[:2]
         if (
             not all(isinstance(entry, Node) and entry.op != "get_attr" for entry in given)
@@ -138,7 +138,7 @@ def _pair_rule(operation: str) -> Rule:
     return rule
 
 
-def _cat(site: qdq_graph.Site) -> Kernel | Refusal | None:
+def _cat(site: qdq_graph.OpSite) -> Kernel | Refusal | None:
     given = site.arguments["tensors"]
     pieces = [qdq_graph.integers_at(item) for item in given] if isinstance(given, (list, tuple)) else [None]
     qparams = site.result.qparams
@@ -172,7 +172,7 @@ PAIRS = Family(
 
 
 def _mean_rule(dims_of: Callable[[dict[str, Any]], Sequence[int] | None]) -> Rule:
-    def rule(site: qdq_graph.Site) -> Kernel | Refusal | None:
+    def rule(site: qdq_graph.OpSite) -> Kernel | Refusal | None:
         source, qparams = qdq_graph.integers_at(site.arguments["self"]), site.result.qparams
         if source is None or qparams is None or site.arguments.get("dtype") is not None:
             return Refusal("its input and its result are not both quantized per tensor to 8 bits")

@@ -61,7 +61,7 @@ def is_by_value(op: Node) -> bool:
     return op.target in those("pointwise") or (torch.Tag.pointwise in op.target.tags and not is_random)
 
 
-def table_of_chain(site: qdq_graph.Site) -> lowered_graph.Kernel | lowered_graph.Refusal | None:
+def table_of_chain(site: qdq_graph.OpSite) -> lowered_graph.Kernel | lowered_graph.Refusal | None:
     """Return the table of the longest chain that begins at the op of ``site`` and ends in a quantize."""
     op = site.op
     inputs = [producer for producer in op.all_input_nodes if producer.op != "get_attr"]
@@ -110,7 +110,7 @@ def _same_shape(before: Node, after: Node) -> bool | None:
     return None if None in shapes else shapes[0] == shapes[1]
 
 
-def _axes(site: qdq_graph.Site, op: Node) -> Iterator[int | None]:
+def _axes(site: qdq_graph.OpSite, op: Node) -> Iterator[int | None]:
     """Yield the dimension along which each constant of ``op`` differs; None if it is not one dimension."""
     if op.target is BATCH_NORM:
         yield 1
@@ -128,7 +128,7 @@ def _axes(site: qdq_graph.Site, op: Node) -> Iterator[int | None]:
             yield rank + long[0] if len(long) == 1 else None
 
 
-def _table(site: qdq_graph.Site, chain: _Chain, qparams: PerTensorQParams) -> Tensor:
+def _table(site: qdq_graph.OpSite, chain: _Chain, qparams: PerTensorQParams) -> Tensor:
     """Return the table: (256,), or a row for each index along the axis of the chain."""
     shape = [1] * max(1, qdq_graph.rank_of(chain.ops[-1]) or 1)
     # The 256 integers lie along another dimension than the channels.
@@ -145,7 +145,7 @@ def _table(site: qdq_graph.Site, chain: _Chain, qparams: PerTensorQParams) -> Te
     return rows[0].clone() if chain.axis is None else rows.contiguous()
 
 
-def _run(site: qdq_graph.Site, chain: _Chain, x: Tensor) -> Tensor:
+def _run(site: qdq_graph.OpSite, chain: _Chain, x: Tensor) -> Tensor:
     values: dict[Node, Any] = {chain.value: x}
 
     def read(node: Node) -> Any:
@@ -173,7 +173,7 @@ def requantize(
 # Batch norms of a quantized tensor. Legacy: ``nnq.BatchNorm2d``, ``nniq.BNReLU2d`` and the 3d ones.
 
 
-def _batch_norm(site: qdq_graph.Site) -> lowered_graph.Kernel | lowered_graph.Refusal | None:
+def _batch_norm(site: qdq_graph.OpSite) -> lowered_graph.Kernel | lowered_graph.Refusal | None:
     source, qparams = qdq_graph.integers_at(site.arguments["input"]), site.result.qparams
     if site.arguments["training"]:
         return lowered_graph.Refusal("it normalizes by the statistics of its input")
