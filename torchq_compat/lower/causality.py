@@ -19,6 +19,7 @@ from torchq_compat.errors import ExportError
 from torchq_compat.ops import those
 from torchq_compat.recurrent.contracts import SequenceContract
 from torchq_compat.recurrent.families import DynamicRecurrent
+from torchq_compat.recurrent.python_loops import OpaqueLoop
 from torchq_compat.recurrent.recurrent_module import RecurrentModule
 from torchq_compat.recurrent.states import CallKey, Streams
 from torchq_compat.support.graph_nodes import attribute_at, module_path_of, user_line_of
@@ -110,12 +111,36 @@ class TrialCalls:
                 continue
         return matches
 
-    def place_of(self, call: Node, dim: int) -> Place | None:
-        """Return the place of the size that dimension ``dim`` of the first result of ``call`` has; None if it
-        is fixed."""
-        before = self.shapes[None][call][0].shape[dim]
-        changed = (place for place, values in self.shapes.items() if values[call][0].shape[dim] == before + 1)
-        return next(changed, None)
+    def place_of(self, node: Node, dim: int) -> Place | None:
+        """Return the place of the size that dimension ``dim`` of ``node`` has, or of its first result; None
+        if it is fixed."""
+        if node.op == "placeholder":
+            return self.places(node)[dim]
+        before = _first(self.shapes[None][node]).shape[dim]
+        shapes = self.shapes.items()
+        return next((at for at, found in shapes if _first(found[node]).shape[dim] == before + 1), None)
+
+    def rows_of(self, call: Node, states: int, steps: Place) -> tuple[Place | None, tuple[int | None, ...]]:
+        """Return the place of the size, other than that of the ``steps``, that most of the first ``states``
+        results of ``call`` have, and the dimension that has it in each."""
+        before = [item.shape for item in self.shapes[None][call][:states]]
+        match: tuple[Place | None, tuple[int | None, ...]] = None, (None,) * states
+        for place, values in self.shapes.items():
+            if place in (None, steps):
+                continue
+            changed = [
+                [dim for dim, size in enumerate(item.shape) if size != shape[dim]]
+                for item, shape in zip(values[call], before, strict=False)
+            ]
+            dims = tuple(item[0] if item else None for item in changed)
+            if dims.count(None) < match[1].count(None):
+                match = place, dims
+        return match
+
+
+def _first(value: Any) -> Tensor:
+    tensor: Tensor = value if isinstance(value, Tensor) else value[0]
+    return tensor
 
 
 def _rank(node: Node) -> int:
@@ -130,30 +155,32 @@ def _does_not_run(cause: Exception) -> ExportError:
 # The recurrent calls of a converted graph, and which of them keep their state in a stream.
 
 
-ATEN = torch.ops.aten
+#: In the name of the operator that computes qparams of the values that it is given.
+CHOOSE_QPARAMS = "choose_qparams"
 
 
 @dataclass(frozen=True)
 class RecurrentCall:
-    """One call of a recurrent module.
+    """One call of a recurrent module or of a rolled loop.
 
     Attributes:
         key: the name of the call in streams.
         steps: the place of its number of steps among the sizes of the inputs.
         batch: the place of its batch size; None if it is fixed, or the input is not batched.
         keeps_state: whether the model gives it no state, or the same state in every call.
+        is_dynamic: whether the ranges of its values are those of each call.
+        rows: see ``Streams``; None for a recurrent module.
+        counts: what only gives a loop the number of its steps.
     """
 
     node: Node
-    module: RecurrentModule
     key: CallKey
     steps: Place
     batch: Place | None
     keeps_state: bool
-
-    @property
-    def is_dynamic(self) -> bool:
-        return isinstance(self.module, DynamicRecurrent)
+    is_dynamic: bool
+    rows: tuple[int | None, ...] | None = None
+    counts: Node | None = None
 
 
 def recurrent_calls(trial: TrialCalls) -> list[RecurrentCall]:
@@ -167,9 +194,17 @@ def recurrent_calls(trial: TrialCalls) -> list[RecurrentCall]:
         module, path = graph_module.get_submodule(str(node.target)), str(node.target)
         if isinstance(module, RecurrentModule):
             result.append(_read(trial, node, module, path))
+        elif isinstance(module, OpaqueLoop):
+            result.append(_read_loop(trial, node, module))
     if not any(call.keeps_state for call in result):
         raise ExportError.of("TQ931.nothing_to_keep")
     return result
+
+
+def streams_of(calls: Sequence[RecurrentCall]) -> Streams:
+    """Return streams, not begun, that keep the states of ``calls``."""
+    rows = {call.key: call.rows for call in calls if call.rows is not None}
+    return Streams(frozenset(call.key for call in calls), rows=rows)
 
 
 def _read(trial: TrialCalls, node: Node, module: RecurrentModule, path: str) -> RecurrentCall:
@@ -195,12 +230,28 @@ def _read(trial: TrialCalls, node: Node, module: RecurrentModule, path: str) -> 
     batch = trial.place_of(node, 0 if contract.structure.batch_first else 1) if is_batched else None
     return RecurrentCall(
         node,
-        module,
         (path, index),
         steps,
         batch,
         keeps_state=hidden is None or _is_kept(trial, path, hidden, steps),
+        is_dynamic=isinstance(module, DynamicRecurrent),
     )
+
+
+def _read_loop(trial: TrialCalls, node: Node, loop: OpaqueLoop) -> RecurrentCall:
+    layout, parts = loop.opaque_layouts[0], loop.form.parts
+    count = layout.inputs.count()
+    (states, wholes, _), _ = layout.inputs.put_together(node.args[:count], node.args[count:])
+    if any(part.backward for part in parts):
+        raise _refused(loop.path, "it begins at the end of the sequence")
+    steps = trial.place_of(wholes[0], parts[0].dim)
+    if steps is None:
+        raise _refused(loop.path, "the number of its steps is fixed, or computed")
+    batch, rows = trial.rows_of(node, len(states), steps)
+    keeps_state = bool(states) and _is_kept(trial, loop.path, states, steps)
+    counts = wholes[-1] if loop.form.counted else None
+    is_dynamic = any(CHOOSE_QPARAMS in str(inner.target) for inner in loop.step.graph.nodes)
+    return RecurrentCall(node, loop.key, steps, batch, keeps_state, is_dynamic, rows, counts)
 
 
 def _is_kept(trial: TrialCalls, path: str, hidden: Any, steps: Place) -> bool:
@@ -261,9 +312,8 @@ def check_causality(trial: TrialCalls, calls: Sequence[RecurrentCall], *, is_dyn
     sizes = {call.batch: BATCH for call in calls if call.batch is not None}
     whole = trial.inputs({**sizes, steps: sum(PIECES)})
     # A state that the caller gives also continues from piece to piece.
-    kept = frozenset(call.key for call in calls)
-    expected = trial.values(whole, Streams(kept))
-    streams, pieces, start = Streams(kept), [], 0
+    expected = trial.values(whole, streams_of(calls))
+    streams, pieces, start = streams_of(calls), [], 0
     placeholders = trial.graph_module.graph.find_nodes(op="placeholder")
     for count in PIECES:
         piece = [
@@ -273,7 +323,10 @@ def check_causality(trial: TrialCalls, calls: Sequence[RecurrentCall], *, is_dyn
         pieces.append(trial.values(piece, streams))
         start += count
     least = EQUAL_DYNAMIC if is_dynamic else EQUAL
+    counts = {call.counts for call in calls}
     for node, value in expected.items():
+        if node in counts and len(node.users) == 1:
+            continue
         result = [item[node] for item in pieces]
         if not _agrees(value, result, least):
             raise _refused_as_not_causal(

@@ -9,7 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from torchq_compat.errors import ExportError
-from torchq_compat.lower.causality import TrialCalls, check_causality, recurrent_calls
+from torchq_compat.lower.causality import (
+    CHOOSE_QPARAMS,
+    TrialCalls,
+    check_causality,
+    recurrent_calls,
+    streams_of,
+)
 from torchq_compat.model.graph_module import ConvertedGraphModule, QuantizationGraphModule
 from torchq_compat.recurrent.states import CallKey, Streams
 from torchq_compat.support import argument_checks
@@ -21,7 +27,6 @@ from torchq_compat.support.user_warnings import warn_user
 STREAMS = argument_checks.optional(
     argument_checks.Expected("an int, a list of ints or a mask", lambda given: _are_whole(given))
 )
-CHOOSE_QPARAMS = "choose_qparams"
 
 
 class StreamingModel(nn.Module):
@@ -83,10 +88,10 @@ def _are_whole(given: Any) -> bool:
 def streaming(converted: nn.Module) -> StreamingModel:
     """Return the same model, fed in chunks of any length down to one step.
 
-    The states of recurrent calls to which the model gives no state, or always the same, are kept inside; a
-    state that the model accepts from its caller is left to the caller. On a sequence in chunks the model
-    computes the bits that it computes on the whole, if every step depends only on the steps before it: this
-    is tried here.
+    The states of recurrent modules, and of loops over time that are rolled, to which the model gives none, or
+    always the same, are kept inside; a state that the model accepts from its caller is left to the caller.
+    On a sequence in chunks the model computes the bits that it computes on the whole, if every step depends
+    only on the steps before it: this is tried here.
 
     Args:
         converted: what ``convert_fx`` or ``convert_to_reference_fx`` returned; it is not changed.
@@ -96,7 +101,7 @@ def streaming(converted: nn.Module) -> StreamingModel:
         streams of the batch.
 
     Raises:
-        ExportError: no converted model, no recurrent module, or an op that cannot run in pieces: a
+        ExportError: no converted model, nothing recurrent, or an op that cannot run in pieces: a
             bidirectional module, a conv, pooling, attention or mean over time; the error names its place.
 
     Example:
@@ -121,19 +126,20 @@ def streaming(converted: nn.Module) -> StreamingModel:
     reference = getattr(converted, "reference", None)
     if not isinstance(reference, ConvertedGraphModule) or not isinstance(converted, QuantizationGraphModule):
         raise ExportError.of("TQ931.not_converted", module=converted)
-    if reference.record.steps:
-        raise _has_loops(reference.record.steps)
     trial = TrialCalls(reference, reference.record.signature.sizes)
     calls = recurrent_calls(trial)
+    known = {call.key[0] for call in calls}
+    if hidden := [step for step in reference.record.steps if step.removesuffix(".step") not in known]:
+        raise _has_loops(hidden)
     dynamic = [call.key[0] for call in calls if call.is_dynamic]
     ranged = [node.name for node in reference.graph.nodes if CHOOSE_QPARAMS in str(node.target)]
     check_causality(trial, calls, is_dynamic=bool(dynamic or ranged))
     if dynamic or ranged:
         warn_user("TQ503", modules=", ".join((*dynamic, *ranged)))
-    return StreamingModel(converted, Streams(frozenset(call.key for call in calls if call.keeps_state)))
+    return StreamingModel(converted, streams_of([call for call in calls if call.keeps_state]))
 
 
-def _has_loops(steps: tuple[str, ...]) -> ExportError:
+def _has_loops(steps: Sequence[str]) -> ExportError:
     paths = ", ".join(repr(step.removesuffix(".step")) for step in steps)
     return ExportError.of("TQ931.own_loop", paths=paths)
 
@@ -155,9 +161,10 @@ class StreamProgram(nn.Module):
         super().__init__()
         # A GraphModule cannot have a submodule named ``graph``, and the exported program is one.
         self.computation = graph
-        first = Streams(streams.kept)
+        first = Streams(streams.kept, rows=streams.rows)
         with torch.no_grad(), first.active():
             model(*args)
+        self._rows = streams.rows
         self._names: dict[CallKey, tuple[str, ...]] = {}
         for index, (key, states) in enumerate(sorted(first.initial.items())):
             self._names[key] = tuple(f"state_{index}_{position}" for position in range(len(states)))
@@ -168,5 +175,5 @@ class StreamProgram(nn.Module):
         states: dict[CallKey, tuple[Tensor, ...]] = {
             key: tuple(getattr(self, name) for name in names) for key, names in self._names.items()
         }
-        with Streams(frozenset(states), states, buffers=True).active():
+        with Streams(frozenset(states), states, rows=self._rows, buffers=True).active():
             return self.computation(*args)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from torchq_compat.capture.call_layouts import CallLayout
 from torchq_compat.capture.loops.loop_module import Loop, LoopForm, run_steps
 from torchq_compat.capture.opaque_calls import OpaqueModule
 from torchq_compat.capture.opaque_stub import FakeCall
@@ -18,6 +19,7 @@ from torchq_compat.model.other_tools import unguard
 from torchq_compat.modules import registry
 from torchq_compat.modules.user_shapes import fake_call_of
 from torchq_compat.recurrent.over_time import LoopShape, scan_steps, shape_in_export
+from torchq_compat.recurrent.states import CallKey, active_streams
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.process_state import is_compiling, is_exporting
 
@@ -29,20 +31,41 @@ class OpaqueLoop(OpaqueModule):
 
     Args:
         step: (*states, *parts, *same) -> (*new states, *values).
+        path: its path in the model, which calls it once.
     """
 
-    def __init__(self, form: LoopForm, step: QuantizationGraphModule) -> None:
+    def __init__(self, form: LoopForm, step: QuantizationGraphModule, path: str) -> None:
         super().__init__()
-        self.form = form
+        self.form, self.path = form, path
         self.step = step
         self.training = step.training
         self.opaque_layouts = []
 
     def with_step(self, step: QuantizationGraphModule) -> Self:
         """Return this loop with ``step``, another form of its step."""
-        result = type(self)(self.form, step)
+        result = type(self)(self.form, step, self.path)
         result.opaque_layouts = list(self.opaque_layouts)
         return result
+
+    @property
+    def key(self) -> CallKey:
+        """Its name in streams."""
+        return self.path, 0
+
+    def opaque_call_from_graph(
+        self, layout: CallLayout, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        streams = None if torch.compiler.is_dynamo_compiling() else active_streams()
+        if streams is None or self.key not in streams.kept:
+            return self.opaque_call(*args, **kwargs)
+        states, wholes, same = args
+
+        def run(now: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+            results = self.opaque_call(now, wholes, same)
+            return results[len(states) :], results[: len(states)]
+
+        values, last = streams.call(self.key, lambda: tuple(states), run)
+        return (*last, *values)
 
     def opaque_call(
         self, states: Sequence[Tensor], wholes: Sequence[Tensor], same: Sequence[Tensor]
@@ -140,7 +163,7 @@ class LoopHandler(registry.CustomModuleHandler):
         assert isinstance(prepared, QuantizationGraphModule)
         # torchao checks for every module in the outer graph whether it is a standalone module.
         unguard(prepared)
-        return OpaqueLoop(loop.form, prepared)
+        return OpaqueLoop(loop.form, prepared, request.path)
 
     def convert(self, request: registry.ConvertRequest) -> OpaqueModule:
         opaque = request.observed

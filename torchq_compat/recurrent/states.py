@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -32,12 +32,15 @@ class Streams:
         kept: the calls that keep their state.
         states: after the last call, (L*D, B, width) each; (L*D, width) for a model without a batch.
         initial: the states before the first call.
+        rows: the dimension of the streams in each state of a loop, None without one; of others it is the last
+            but one.
         buffers: whether ``states`` are buffers of a program that is being exported, written in place.
     """
 
     kept: frozenset[CallKey]
     states: dict[CallKey, State] = field(default_factory=dict)
     initial: dict[CallKey, State] = field(default_factory=dict)
+    rows: Mapping[CallKey, tuple[int | None, ...]] = field(default_factory=dict)
     buffers: bool = False
 
     @contextmanager
@@ -62,8 +65,8 @@ class Streams:
         state = self.states.get(key)
         if state is None:
             state = self.initial[key] = first
-        elif state[0].shape != first[0].shape:
-            raise InputError.of("TQ901.other_streams", given=first[0].shape[-2], kept=state[0].shape[-2])
+        elif (kept := self._count(key, state)) != (given := self._count(key, first)):
+            raise InputError.of("TQ901.other_streams", given=given, kept=kept)
         result = run(state)
         last = result[1] if isinstance(result[1], tuple) else (result[1],)
         if self.buffers:
@@ -86,16 +89,25 @@ class Streams:
         given = torch.as_tensor(indices)
         is_mask = given.dtype is torch.bool
         rows = (given.nonzero() if is_mask else given).reshape(-1).long()
-        for state in self.states.values():
-            count = state[0].shape[-2]
+        for key, state in self.states.items():
+            count = self._count(key, state)
             if is_mask and given.shape != (count,):
                 raise _no_such_stream(given.tolist(), count)
             if rows.numel() and (int(rows.max()) >= count or int(rows.min()) < -count):
                 raise _no_such_stream(rows.tolist(), count)
         for key, state in self.states.items():
             self.states[key] = tuple(
-                _with_rows(item, first, rows) for item, first in zip(state, self.initial[key], strict=True)
+                _with_rows(item, first, rows, dim)
+                for item, first, dim in zip(state, self.initial[key], self._dims(key, state), strict=True)
             )
+
+    def _dims(self, key: CallKey, state: State) -> tuple[int | None, ...]:
+        return self.rows.get(key, (-2,) * len(state))
+
+    def _count(self, key: CallKey, state: State) -> int:
+        """Return the number of streams; 0 where no state has any."""
+        pairs = zip(state, self._dims(key, state), strict=True)
+        return next((item.shape[dim] for item, dim in pairs if dim is not None), 0)
 
 
 _ACTIVE: ContextVar[Streams | None] = ContextVar("torchq_compat_streams", default=None)
@@ -106,10 +118,11 @@ def active_streams() -> Streams | None:
     return _ACTIVE.get()
 
 
-def _with_rows(state: Tensor, first: Tensor, rows: Tensor) -> Tensor:
-    changed = state.clone()
-    changed[..., rows.to(state.device), :] = first[..., rows.to(state.device), :]
-    return changed
+def _with_rows(state: Tensor, first: Tensor, rows: Tensor, dim: int | None) -> Tensor:
+    if dim is None:
+        return state  # The same for all streams, which go on.
+    rows = rows.to(state.device) % state.shape[dim]
+    return state.index_copy(dim, rows, first.index_select(dim, rows))
 
 
 def _no_such_stream(given: object, count: int) -> InputError:

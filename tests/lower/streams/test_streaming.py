@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.ao.quantization import QConfigMapping, default_dynamic_qconfig, get_default_qconfig_mapping
 
 import torchq_compat as tc
-from tests.helpers.loop_models import LOOPS
 from tests.helpers.once import made_once
 from tests.helpers.oracle import calibrate, leaves, sqnr
 from tests.helpers.packed_models import map_all
@@ -31,7 +30,7 @@ class Model(nn.Module):
         self.rnn = nn.LSTM(6, 8, 2, batch_first=True)
         self.gru = nn.GRU(8, 5)
         self.both = nn.LSTM(6, 4, bidirectional=True, batch_first=True)
-        self.fc = nn.Linear(8, 3)
+        self.cell, self.fc = nn.LSTMCell(6, 8), nn.Linear(8, 3)
         self.conv = nn.Conv1d(6, 6, 3, padding=1)
         self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
         self.positions = nn.Embedding(50, 6)
@@ -190,6 +189,22 @@ def state_of_the_sequence(model: Any, x: Tensor) -> Any:
     return model.gru(nn.functional.pad(x, (0, 2)).transpose(0, 1), state)[0]
 
 
+def loop_over_all_steps(model: Any, x: Tensor) -> Any:
+    state, outputs, memory = x.new_zeros(x.size(0), 6), [], model.inner(x)
+    for t in range(x.size(1)):
+        weights = (memory * state[:, None]).sum(-1).softmax(-1)
+        state = torch.tanh(x[:, t] + (weights[..., None] * memory).sum(1))
+        outputs.append(state)
+    return torch.stack(outputs, 1)
+
+
+def backward_loop(model: Any, x: Tensor) -> Any:
+    state = x.new_zeros(x.size(0), 6)
+    for t in reversed(range(x.size(1))):
+        state = torch.tanh(x[:, t] + model.inner(state))
+    return state
+
+
 def no_recurrence(model: Any, x: Tensor) -> Any:
     return model.inner(x)
 
@@ -205,6 +220,8 @@ def no_recurrence(model: Any, x: Tensor) -> Any:
         pytest.param(softmax_over_time, r"softmax.*test_streaming.py:\d+", marks=pytest.mark.slow),
         pytest.param(positions_of_steps, r"arange.*test_streaming.py:\d+", marks=pytest.mark.slow),
         (state_of_the_sequence, "'gru'.*computed from the sequence"),
+        pytest.param(loop_over_all_steps, "loop in 'loop'.*several steps", marks=pytest.mark.slow),
+        pytest.param(backward_loop, "'loop'.*begins at the end", marks=pytest.mark.slow),
         (no_recurrence, "no recurrent module"),
     ],
 )
@@ -243,9 +260,32 @@ def test_a_compiled_stream_keeps_its_states() -> None:
             assert torch.equal(expected, found)
 
 
-def test_a_loop_in_python_is_refused() -> None:
-    case = LOOPS["over_columns"]
-    prepared = tc.prepare_fx(case.model(), MAPPING, case.inputs(6), map_all())
-    calibrate(prepared, [case.inputs(9)])
-    with pytest.raises(ExportError, match="loop"):
-        tc.streaming(tc.convert_to_reference_fx(prepared))
+def cell_and_scan(model: Any, x: Tensor) -> Any:
+    h = c = x.new_zeros(x.size(0), 8)
+    state, outputs = x.new_zeros(x.size(0), 8, 3), []
+    for t in range(x.size(1)):
+        h, c = model.cell(x[:, t], (h, c))
+        state = torch.sigmoid(h)[..., None] * state + model.fc(h)[:, None]
+        outputs.append(state.sum(-1))
+    return torch.stack(outputs, 1), state
+
+
+def test_a_loop_keeps_its_states() -> None:
+    torch.manual_seed(0)
+    model = Model(cell_and_scan).eval()
+    prepared = tc.prepare_fx(model, MAPPING, (torch.randn(3, 7, 6),), map_all())
+    calibrate(prepared, [(torch.randn(8, 9, 6),)])
+    reference, x = tc.convert_to_reference_fx(prepared), torch.randn(3, 9, 6)
+    program = tc.export(tc.streaming(reference), (x[:, :4],)).module()
+    for converted in (reference, tc.convert_fx(prepared)):
+        stream, (whole, last) = tc.streaming(converted), converted(x)
+        for run in (stream, program) if converted is reference else (stream,):
+            pieces = [run(piece) for piece in x.split([4, 1, 3, 1], 1)]
+            assert torch.equal(torch.cat([piece for piece, _ in pieces], 1), whole)
+            assert torch.equal(pieces[-1][1], last)
+        stream.reset([1])
+        again, _ = stream(x)
+        assert torch.equal(again[1], whole[1])
+        assert not torch.equal(again[0], whole[0])
+        with pytest.raises(InputError, match=r"2 streams .*of 3 are kept"):
+            stream(x[:2])
