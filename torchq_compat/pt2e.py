@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from functools import partial
+from types import MethodType
 from typing import Any
 
 from torch import Tensor
 from torch.fx import GraphModule, Node
+from torchao.quantization.pt2e import move_exported_model_to_eval, move_exported_model_to_train
 from torchao.quantization.pt2e.quantizer import Quantizer
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
@@ -134,9 +137,23 @@ def convert_pt2e(
     Raises:
         ArgumentError: an argument is of another type.
     """
-    return process_state.convert_pt2e(
+    converted = process_state.convert_pt2e(
         model, use_reference_representation=use_reference_representation, fold_quantize=fold_quantize
     )
+    return _switching_modes(converted)
+
+
+def _switching_modes(model: GraphModule) -> GraphModule:
+    """Let ``train()`` and ``eval()``, which torchao refuses, switch dropouts and batch norms of ``model``."""
+
+    def train(self: GraphModule, mode: bool = True) -> GraphModule:
+        with process_state.alone():
+            (move_exported_model_to_train if mode else move_exported_model_to_eval)(self)
+        return self
+
+    vars(model)["train"] = MethodType(train, model)
+    vars(model)["eval"] = MethodType(partial(train, mode=False), model)
+    return model
 
 
 def _prepare(model: GraphModule, quantizer: Quantizer, *, is_qat: bool) -> GraphModule:
@@ -153,7 +170,7 @@ def _prepare(model: GraphModule, quantizer: Quantizer, *, is_qat: bool) -> Graph
         shown = ", ".join(f"{target} x{count}" for target, count in left.most_common(NAMED))
         more = f" and {len(left) - NAMED} other operators" if len(left) > NAMED else ""
         warn_user("TQ423", quantizer=type(quantizer).__name__, ops=f"{shown}{more}")
-    return prepared
+    return _switching_modes(prepared)
 
 
 def _with_nodes_of(model: GraphModule) -> GraphModule:

@@ -247,6 +247,23 @@ def test_nodes_of_the_given_module_are_those_that_the_quantizer_sees() -> None:
             assert torch.equal(graph(x), Halves()(x)) or prepare is quantize_pt2e.prepare_pt2e
 
 
+def test_train_and_eval_switch_batch_norms_and_return_the_model() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 8, 8)
+    prepared = pt2e.prepare_qat_pt2e(exported(Convolutional().train(), x), x86_quantizer(is_qat=True))
+    statistics = prepared.get_buffer("bn.running_mean")
+    for model in (prepared.eval(), prepared.train(False)):
+        before = statistics.clone()
+        assert model is prepared
+        model(x)
+        assert torch.equal(statistics, before)
+    prepared.train()(x)
+    assert not torch.equal(statistics, before)
+    converted = pt2e.convert_pt2e(prepared.eval())
+    expected = converted(x)
+    assert torch.equal(converted.eval()(x), expected)
+
+
 def test_qparams_that_are_given_need_no_range() -> None:
     """torchao's convert writes a range of None, with which the model cannot be called."""
     x = torch.randn(4, 3)
