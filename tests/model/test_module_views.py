@@ -169,14 +169,28 @@ def test_the_weight_fake_quantize_of_a_prepared_module_is_fxs(
     assert repr(view).startswith(f"{type(view).__name__}({view.extra_repr()}")
 
 
-def test_qparams_by_fxs_names_are_refused_with_what_to_read(
-    both: tuple[nn.Module, nn.Module, Tensor],
-) -> None:
-    theirs, ours, _ = both
-    assert hasattr(theirs, "conv1_input_scale_0")
-    assert not hasattr(ours, "conv1_input_scale_0")
-    with pytest.raises(ModuleAttributeError, match=r"conv1_input_scale_0.*FX's graphs\.\nHint: .*explain"):
-        _ = ours.conv1_input_scale_0
+def test_qparams_by_fxs_names_are_fxs(both: tuple[nn.Module, nn.Module, Tensor]) -> None:
+    torch.manual_seed(0)
+    model, x = Net().eval(), torch.randn(4, 3, 9, 9)  # The model of ``both``.
+    prepared = fx.prepare_fx(model, MAPPING, (x,))
+    prepared(x)
+    reference, ours = fx.convert_to_reference_fx(prepared), both[1]
+    names = [name for name, _ in reference.named_buffers() if "_scale_" in name or "_zero_point_" in name]
+    names = [name for name in names if "weight" not in name and not name.startswith("_")]
+    assert {"conv1_input_scale_0", "conv1_scale_0", "block_0_zero_point_0"} <= {*names}
+    for name in names:
+        value, expected = getattr(ours, name), getattr(reference, name)
+        assert value.shape == expected.shape
+        assert value.dtype == expected.dtype
+        assert value.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_what_has_no_qparams_by_fxs_name_is_told(both: tuple[nn.Module, nn.Module, Tensor]) -> None:
+    ours = both[1]
+    for name in ("bn1_scale_0", "conv1_input_scale_1", "_packed_weight_0"):
+        assert not hasattr(ours, name)
+        with pytest.raises(ModuleAttributeError, match=rf"{name}.*FX's graphs\.\nHint: .*explain"):
+            getattr(ours, name)
 
 
 def test_a_users_weight_fake_quantize_is_returned_as_the_user_made_it() -> None:

@@ -40,7 +40,13 @@ from torchq_compat.model.state import (
     with_plain_tables,
 )
 from torchq_compat.model.view_hooks import HOOKED, calling_hooks, is_of_a_hook
-from torchq_compat.model.views import ModuleFacts, hooked_views, install_prepared_views, install_views
+from torchq_compat.model.views import (
+    ModuleFacts,
+    hooked_views,
+    install_prepared_views,
+    install_views,
+    qparam_by_fx_name,
+)
 from torchq_compat.read.backend_configs import BackendTable
 from torchq_compat.read.qconfig_mappings import QConfigRules
 from torchq_compat.read.qdq import WeightByWeight
@@ -55,8 +61,8 @@ from torchq_compat.support.user_warnings import is_of_treespec, silenced
 
 #: The path of a float model that is a custom module itself, in the module that wraps it.
 ROOT = "module"
-#: An attribute of FX's converted models: ``conv1_input_scale_0``.
-QPARAMS_OF_FX = re.compile(r".+_(scale|zero_point)_\d+")
+#: An attribute of FX's converted models: ``conv1_input_scale_0``, ``_packed_weight_0``.
+QPARAMS_OF_FX = re.compile(r".*_(scale|zero_point|packed_weight)_\d+")
 #: Attribute that holds the structure of the arguments, with the pytree_info it was read from.
 STRUCTURE = "_torchq_compat_structure"
 #: Attribute of a prepared model: its ``LastCall``.
@@ -362,6 +368,9 @@ class QuantizationGraphModule(GraphModule):
                 if name in step._modules:
                     return step._modules[name]
             if QPARAMS_OF_FX.fullmatch(name):
+                qparam = qparam_by_fx_name(self.reference, name)
+                if qparam is not None:
+                    return qparam
                 raise errors.ModuleAttributeError.of("TQ970.fx_qparams", name=name) from None
             if record is None or not record.is_custom_module or name == ROOT:
                 raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -410,6 +411,33 @@ def _scale(owner: GraphModule, path: str) -> Any:
 
 def _zero_point(owner: GraphModule, path: str) -> Any:
     return next(iter(list(_output_qparams(owner, path))[1:]), MISSING)
+
+
+def qparam_by_fx_name(reference: GraphModule, name: str) -> Tensor | None:
+    """Return the scale or zero point that FX's converted model has by ``name``, or None.
+
+    ``conv_scale_0`` is of the first result of ``conv``, ``conv_input_scale_0`` of the first value that is
+    quantized only to be read there.
+    """
+    counts: Counter[str] = Counter()
+    for quantize in reference.graph.find_nodes(op="call_function", target=QUANTIZE):
+        source = quantize.args[0]
+        while source.op == "call_function" and source.target in those("relu") and _is_behind_weighted(source):
+            source = source.args[0]
+        readers = [reader for dequantize in quantize.users for reader in dequantize.users]
+        places = [f"{_fx_path(reader)}_input" for reader in readers[:1]]
+        if source.op == "call_function":
+            places.insert(0, _fx_path(source))
+        for place in places:
+            for kind, value in zip(("scale", "zero_point"), quantize.args[1:3], strict=True):
+                if name == f"{place}_{kind}_{counts[place]}":
+                    return torch.tensor(value)
+        counts.update(places[:1])
+    return None
+
+
+def _fx_path(node: Node) -> str:
+    return module_path_of(node).partition("@")[0].replace(".", "_")
 
 
 _ANSWERS = {"weight": _weight, "bias": _bias, "scale": _scale, "zero_point": _zero_point}
