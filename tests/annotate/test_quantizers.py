@@ -185,6 +185,7 @@ def test_quantizer_in_training() -> None:
     trained = tc.prepare_qat_fx(model, quantizer, (torch.randn(6, 8),))
     trained(torch.randn(6, 8)).sum().backward()
     assert all(parameter.grad is not None for parameter in trained.parameters())
+    torch.optim.SGD(trained.parameters(), lr=0.1).step()
     assert len(quantize_nodes(tc.convert_fx(trained))) == 1
 
 
