@@ -22,7 +22,7 @@ from torch.ao.quantization import (
 from torch.fx import GraphModule
 
 import torchq_compat as tc
-from tests.fx_state.pairs import DEFAULT, SLOW, differences_of, saved_by_fx, tensors_of
+from tests.fx_state.pairs import DEFAULT, SLOW, differences_of, saved_by_fx, saved_from, tensors_of
 from tests.helpers.once import made_once
 from tests.helpers.oracle import activation_qparams, fx_activation_qparams, sqnr
 from torchq_compat.checkpoints import load_fx_state
@@ -551,3 +551,28 @@ def test_a_converted_weight_is_no_parameter_of_a_parametrization() -> None:
         removed = tc.prepare_qat_fx(plain, mapping, (given,))
         load_fx_state(removed, states[form])
         assert sqnr(reference(given), tc.convert_to_reference_fx(removed.eval())(given)) > 25
+
+
+def test_fixed_qparams_of_a_gate_behind_it() -> None:
+    """Of a number times a gate, FX's lowered integers; of a join that begins with one, FX's numbers."""
+
+    class Gated(nn.Module):
+        def __init__(self, joins: bool) -> None:
+            super().__init__()
+            self.first, self.second, self.joins = nn.Linear(6, 8), nn.Linear(8, 4), joins
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            gate = torch.sigmoid(x)
+            return self.second(torch.cat([gate, x], 1)[:, 4:12] if self.joins else gate * 8)
+
+    for joins in (False, True):
+        torch.manual_seed(0)
+        batches = [(torch.randn(16, 6),) for _ in range(3)]
+        state = saved_from(Gated(joins), lambda: get_default_qconfig_mapping("fbgemm"), batches)
+        assert state.lowered is not None
+        for form in ("prepared", "lowered"):
+            prepared = state.prepared()
+            load_fx_state(prepared, state.states[form])
+            ours = tc.convert_fx(prepared)(*batches[0])
+            assert sqnr(state.lowered(*batches[0]), ours) > 30

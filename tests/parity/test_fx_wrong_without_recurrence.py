@@ -193,3 +193,46 @@ def test_a_join_with_what_fx_runs_on_integers() -> None:
     assert sqnr(reference, fx.convert_fx(theirs)(x)) + 6 < sqnr(reference, found)
     (told,) = (each.unlike_fx for each in tc.explain(ours) if each.kind.startswith("cat"))
     assert "joins the integers before it, although they have different qparams" in told
+
+
+class BehindGate(nn.Module):
+    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.second, self.between = nn.Linear(6, 8), nn.Linear(8, 4), between
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.second(self.between(self.first(x)))
+        return result
+
+
+#: What FX's reference cuts to the fixed qparams of the sigmoid or tanh, and its kernel does not.
+WITH_NUMBERS: list[Callable[[Tensor], Tensor]] = [
+    lambda x: torch.sigmoid(x) * -8,
+    lambda x: (2 * torch.sigmoid(x) - 1).view(-1, 2, 4).flatten(1),
+    lambda x: torch.relu(torch.tanh(x) + 0.5) * 3,
+]
+JOINED: list[Callable[[Tensor], Tensor]] = [
+    lambda x: torch.cat([torch.tanh(x), x * 3], 1)[:, 4:12],
+    lambda x: torch.stack([torch.sigmoid(x), x]).sum(0),
+]
+
+
+def test_what_computes_with_a_number_keeps_the_integers_of_a_gate() -> None:
+    for between in WITH_NUMBERS:
+        torch.manual_seed(0)
+        model, x = BehindGate(between).eval(), torch.randn(64, 6)
+        ours, theirs = prepare_both(model, get_default_qconfig_mapping("x86"), x)
+        reference, exact = fx.convert_to_reference_fx(copy.deepcopy(theirs)), model(x)
+        lowered, converted = fx.convert_fx(theirs)(x), tc.convert_fx(ours)(x)
+        assert sqnr(exact, reference(x)) < 15 < 28 < sqnr(exact, converted) < 60
+        assert sqnr(lowered, converted) > 30
+
+
+def test_a_join_that_begins_with_a_gate_has_an_observer_of_its_own() -> None:
+    for between in JOINED:
+        torch.manual_seed(0)
+        model, x = BehindGate(between).eval(), torch.randn(64, 6)
+        ours, theirs = prepare_both(model, get_default_qconfig_mapping("x86"), x)
+        exact, converted = model(x), tc.convert_fx(ours)(x)
+        assert sqnr(exact, fx.convert_fx(theirs)(x)) < 15 < 22 < sqnr(exact, converted) < 60
+        assert any("another tensor" in (each.unlike_fx or "") for each in tc.explain(ours))

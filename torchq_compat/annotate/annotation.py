@@ -103,9 +103,13 @@ class ObservedEdges:
         """Return whether ``edge_or_node`` and ``other`` use one observer."""
         return self._observer[self._first(edge_or_node)] == self._observer[self._first(other)]
 
+    def spec_at(self, edge_or_node: EdgeOrNode) -> QuantizationSpecBase:
+        """Return the spec of the observer of ``edge_or_node``."""
+        return self._specs[self._observer[self._first(edge_or_node)]]
+
     def dtype_at(self, edge_or_node: EdgeOrNode) -> torch.dtype | None:
         """Return the dtype that the observer of ``edge_or_node`` quantizes to, or None."""
-        return getattr(self._specs[self._observer[self._first(edge_or_node)]], "dtype", None)
+        return getattr(self.spec_at(edge_or_node), "dtype", None)
 
     def node_specs(self, nodes: Iterable[Node]) -> dict[Node, NodeSpecs]:
         """Return the specs in torchao's form: the first edge or node of an observer has the spec, and the

@@ -7,13 +7,15 @@ Other ops stay float.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 from torchao.quantization.pt2e.quantizer import QuantizationSpec
 
 from torchq_compat.annotate import annotation
@@ -33,7 +35,7 @@ from torchq_compat.capture.opaque_calls import OpaqueBoundary
 from torchq_compat.codes import said
 from torchq_compat.ops import moved_by, preserves_values
 from torchq_compat.read.backend_configs import BackendTable, PatternEntry
-from torchq_compat.read.observers import translate_constructor
+from torchq_compat.read.observers import fixed_qparams_constructor, translate_constructor
 from torchq_compat.read.qconfig_mappings import QConfigRules
 from torchq_compat.read.qspecs import OpSpecs, check_axis, make_spec
 from torchq_compat.support import metadata
@@ -148,6 +150,8 @@ class _State:
     #: Outputs of joins of such outputs, whose own inputs keep their observers: FX's lowering runs what shares
     #: on integers, with the qparams of its input.
     joins_shared: set[Node] = field(default_factory=set)
+    #: Outputs of joins with an observer of their own; in FX they have the fixed qparams of the first input.
+    joins_fixed: set[Node] = field(default_factory=set)
     #: A float result that FX treats as quantized -> what FX does to an op that reads it.
     quantized_in_fx_alone: dict[Node, UnlikeFx] = field(default_factory=dict)
 
@@ -232,6 +236,8 @@ class _State:
         is_fixed = qconfig and OpSpecs(qconfig).activation_constructor.settings.has_fixed_qparams
         if is_float and is_fixed and _has_bounded_result(pattern.first):
             return CUT_IN_FX
+        if pattern.last.output in self.joins_fixed:
+            return RESULT_BORROWED_IN_FX
         return _beyond_the_range_in_fx(pattern)
 
     def _result_in_fx(self, pattern: FusedPattern) -> UnlikeFx | None:
@@ -357,6 +363,11 @@ class _State:
         first = sources[0]
         if first is None:
             return self._follow_opaque_call(partition, last, specs, set(dtypes))
+        own = self._spec_beside_fixed(partition, last, first, sources[1:], specs)
+        if own is not None:
+            self.observed.observe(last.output, own)
+            self.dtype_of[last.output] = own.dtype
+            return Action.QUANTIZED, "the fixed qparams of its input do not hold its result"
         for source in sources[1:]:
             if source is None:
                 continue
@@ -367,6 +378,40 @@ class _State:
         self.shared.add(last.output)
         self.dtype_of[last.output] = self.observed.dtype_at(first) or specs.activation_dtype
         return Action.SHARED, "its output shares the observer of its first input"
+
+    def _spec_beside_fixed(
+        self,
+        partition: SourcePartition,
+        last: SourcePartition,
+        first: annotation.EdgeOrNode,
+        others: Iterable[annotation.EdgeOrNode | None],
+        specs: OpSpecs,
+    ) -> QuantizationSpec | None:
+        """Return the spec of a result that the fixed qparams of the ``first`` input do not hold, as those of
+        a sigmoid times 8, or of a sigmoid joined with other values; else None."""
+        kept = self._fixed_at(first)
+        if kept is None or specs.activation is None:
+            return None
+        if any(source is None or self._fixed_at(source) != kept for source in others):
+            assert last.output is not None
+            self.joins_fixed.add(last.output)
+            return self._general_spec(specs.activation_dtype)
+        if partition.tensor_count != 1 or not _computes_with_number(partition.nodes[0]):
+            return None
+        settings = self.observed.spec_at(first).observer_or_fake_quant_ctr.settings
+        computed = _qparams_behind((*partition.nodes, *last.nodes), kept, settings)
+        if computed is None:
+            return self._general_spec(specs.activation_dtype)
+        is_fake = settings.is_fake_quantize
+        return make_spec(fixed_qparams_constructor(*computed, settings.dtype, fake_quantize=is_fake))
+
+    def _fixed_at(self, source: annotation.EdgeOrNode) -> tuple[float, int] | None:
+        """Return the fixed qparams that ``source`` is quantized with, or None."""
+        constructor: Any = getattr(self.observed.spec_at(source), "observer_or_fake_quant_ctr", None)
+        if constructor is None or not constructor.settings.has_fixed_qparams:
+            return None
+        limits = constructor.settings.limits
+        return limits.fixed_scale, limits.fixed_zero_point
 
     def _source(self, producer: Node, node: Node) -> tuple[annotation.EdgeOrNode | None, torch.dtype | None]:
         """Return where an input is observed, or None, and the dtype it is quantized to, or None. Float ops
@@ -423,6 +468,29 @@ SHARE = ObservationType.OUTPUT_SHARE_OBSERVER_WITH_INPUT
 def _has_bounded_result(partition: SourcePartition) -> bool:
     """Return whether FX's default mappings give the result fixed qparams: sigmoid, tanh, softmax."""
     return any(kind in FIXED_QPARAMS_OP_TO_OBSERVER for kind in partition.origin.object_types)
+
+
+def _computes_with_number(node: Node) -> bool:
+    """Return whether ``node`` is an op of two operands, as ``mul`` is."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(argument.name == "other" for argument in schema.arguments)
+
+
+def _qparams_behind(
+    nodes: Iterable[Node], fixed: tuple[float, int], settings: Any
+) -> tuple[float, int] | None:
+    """Return the qparams of what ``nodes`` compute, one after the other, of every value that ``fixed`` stands
+    for; None if they read anything else."""
+    low, high = settings.quant_min, settings.quant_max
+    values = (torch.arange(low, high + 1) - fixed[1]) * fixed[0]
+    for node in dict.fromkeys(nodes):
+        if len(node.all_input_nodes) != 1:
+            return None
+        args, kwargs = map_arg((node.args, node.kwargs), lambda _: values)  # noqa: B023
+        values = node.target(*args, **kwargs)  # type: ignore[operator]
+    least, most = min(0.0, float(values.min())), max(0.0, float(values.max()))
+    scale = (most - least) / (high - low)
+    return (scale, low - round(least / scale)) if 0 < scale < math.inf else None
 
 
 def _is_quantized(dtype: torch.dtype | None) -> bool:

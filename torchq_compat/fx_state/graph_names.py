@@ -161,7 +161,7 @@ class _GraphReader:
                 tuple(name for site in sites for name in self._prefixes(site, prefix_of)),
                 tuple(name for site in sites for name in self._scales(site, scale_of)),
                 is_weight=any(site.reader is not None for site in sites),
-                kernel=_kernel_qparams(sites[0]),
+                kernel=self._kernel_of_join(sites[0]) or _kernel_qparams(sites[0]),
                 handed_on=tuple(self._handed_on(sites[0], scale_of)),
                 trained_float=all(_is_transposed(site) for site in sites),
             )
@@ -328,11 +328,23 @@ class _GraphReader:
             and record.origin.is_module_call
             and f"{self.prefix}{self._path(record)}.scale" in state.entries
         )
-        is_fixed = _has_fixed_qparams(site.observer)
+        is_fixed = _has_fixed_qparams(site.observer) or self._kernel_of_join(site) is not None
         may_lack = is_packed or is_held or self._passes_on(site) or is_fixed
         return QuantizedValue(
             site.node, may_lack and state.is_lowered, None if is_fixed else is_new, as_before
         )
+
+    def _kernel_of_join(self, site: _ObserverCall) -> tuple[float, int] | None:
+        """Return the fixed qparams of the first of the values that ``site`` joins, which FX's join keeps;
+        None if they are not fixed, or nothing is joined."""
+        if site.observed.target not in those("joins"):
+            return None
+        first = site.observed.all_input_nodes[0]
+        observer = self.observer_of.get(first)
+        if observer is None or not _has_fixed_qparams(observer):
+            return None
+        scale, zero_point = observer.calculate_qparams()  # type: ignore[operator]
+        return float(scale), int(zero_point)
 
     def _passes_on(self, site: _ObserverCall) -> bool:
         """Return whether the op shares the observer of its input."""

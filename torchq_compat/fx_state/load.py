@@ -329,8 +329,13 @@ class _Planner:
         learned = dict(getattr(observer, "legacy", observer).named_parameters())
         lacking = sorted(item for item in own - given.keys() if not item.endswith(EPS))
         if _has_fixed_qparams(observer):
-            lacking = []
+            return {}  # Those of FX are equal, or of the value before, which a sum or product shares in FX.
         unknown = sorted(given.keys() - own)
+        fixed = {item.rpartition(".")[2]: given[item] for item in unknown}
+        if lacking and fixed.keys() == {"scale", "zero_point"}:
+            # FX gives it those of the first value of a join.
+            self.assigned.qparams[required.path] = fixed["scale"], fixed["zero_point"]
+            return {}
         if lacking or unknown:
             raise CheckpointError.other_model(
                 f"{name} is of another class of observer than {type(observer).__name__} at "
