@@ -9,9 +9,9 @@ from torchq_compat.codes import KnownDifference
 
 def guide_table(differences: Iterable[KnownDifference]) -> str:
     """Return the table of the guide."""
-    return "".join(["| code | FX | here | test |\n|---|---|---|---|\n", *map(_row, differences)])
+    return "".join(["| code | FX | here |\n|---|---|---|\n", *map(_row, differences)])
 
 
 def _row(difference: KnownDifference) -> str:
     anchor = f'<a id="{difference.anchor}"></a>' if difference.anchor else ""
-    return f"| {anchor}{difference.code} | {difference.fx} | {difference.here} | `{difference.test}` |\n"
+    return f"| {anchor}{difference.code} | {difference.fx} | {difference.here} |\n"

@@ -14,12 +14,15 @@ from migration.generate.pictures import pictures
 from migration.generate.results_table import gallery_table, results_table
 from migration.generate.support_table import support_page
 from torchq_compat.codes import CODES, DIFFERENCES, RANGES, Code
-from torchq_compat.port.constructs import CONSTRUCTS
+from torchq_compat.port.constructs import CONSTRUCTS, Construct
 from torchq_compat.quantize.passes import PASSES
 
 ABOVE_CODES = (
     "[Contents](../README.md) · [what codes are for](codes.md). `torchq-compat explain CODE` has the texts."
 )
+MADE = "<!-- begin: {}. Made by `python -m migration.generate`; do not edit. -->"
+#: So many known differences are on the first page of them.
+AT_FIRST = 24
 #: A link in the page of contents to a page of the guide.
 PAGE = re.compile(r"\]\((guide/[\w-]+\.md)[)#]")
 #: The lines of the contents about what ``scan`` finds, one for each code.
@@ -38,9 +41,11 @@ def made_pages(checkout: Path) -> Iterator[tuple[Path, str]]:
     source = checkout / "migration" / "known_differences.toml"
     differences = tuple(DIFFERENCES.values())
     blocks = {
-        "constructs": _constructs(),
+        "constructs": _constructs("TQ1"),
+        "reviews": _constructs("TQ2"),
         "gallery": gallery_table(checkout / "migration" / "zoo.json"),
-        "known differences": guide_table(differences),
+        "known differences": guide_table(differences[:AT_FIRST]),
+        "more known differences": guide_table(differences[AT_FIRST:]),
         "passes": _passes(),
         "quantizers": _quantizers(checkout / "migration" / "quantizers.json"),
         "results": results_table(checkout / "migration" / "benchmarks.json"),
@@ -70,23 +75,28 @@ def guide_pages(checkout: Path) -> list[Path]:
 
 def _codes() -> str:
     return "".join(
-        f'    - <a id="{each.anchor}"></a>[{each.code} {each.title}](guide/findings.md#{each.anchor})\n'
+        f'    - <a id="{each.anchor}"></a>[{each.code} {each.title}](guide/{_page_of(each)}#{each.anchor})\n'
         for each in CONSTRUCTS.values()
     )
 
 
-def _constructs() -> str:
-    return "\n".join(construct.section for construct in CONSTRUCTS.values())
+def _page_of(construct: Construct) -> str:
+    return "findings.md" if construct.code < "TQ2" else "findings-2xx.md"
+
+
+def _constructs(of_range: str) -> str:
+    return "\n".join(item.section for item in CONSTRUCTS.values() if item.code.startswith(of_range))
 
 
 def _pages_of_codes() -> Iterator[tuple[str, str]]:
     """Yield each page of the codes that are carried at run time, by its name."""
     for name, entries in groupby(CODES.values(), key=lambda entry: entry.page):
-        parts = [f"# {name.removesuffix('.md').replace('codes-', 'Codes TQ')}", ABOVE_CODES]
+        block = name.removesuffix(".md")
+        parts = [f"# {block.replace('codes-', 'Codes TQ')}", ABOVE_CODES, MADE.format(block)]
         for first, of_range in groupby(entries, key=lambda entry: entry.code[2]):
             parts.append(f"## TQ{first}xx: {RANGES[first]}")
             parts.append("\n".join(map(_entry, of_range)))
-        yield name, "\n\n".join(parts) + "\n"
+        yield name, "\n\n".join([*parts, f"<!-- end: {block} -->"]) + "\n"
 
 
 def _entry(entry: Code) -> str:
