@@ -19,6 +19,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from torchq_compat.capture.example_inputs import read_example_inputs
 from torchq_compat.errors import ScriptError
+from torchq_compat.port.process import progress
 from torchq_compat.port.running import redirections
 from torchq_compat.port.running.fx_draws import drawing_as_fx
 from torchq_compat.port.running.removed_imports import legacy_module
@@ -61,6 +62,12 @@ class Case:
     def as_trained(self) -> nn.Module:
         """Return a copy of the model in training mode, for ``prepare_qat_fx``."""
         return copy.deepcopy(self.model).train()
+
+    def calibrate(self, prepared: Callable[..., Any]) -> None:
+        """Call ``prepared`` with the calibration data, with a bar on a terminal, unless a state is loaded."""
+        with torch.no_grad():
+            for batch in progress("calibrating", self.calibration_data) if self.fx_state is None else ():
+                prepared(*batch)
 
     def checked(self) -> Case:
         """Return the case with the example inputs as a tuple and the data as lists of tuples.

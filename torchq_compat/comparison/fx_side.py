@@ -302,9 +302,7 @@ def quantize_by_fx(case: Case, places: Mapping[sides.Key, KeyFacts]) -> sides.Qu
         ).eval()
         if case.fx_state is not None:
             prepared.load_state_dict(case.fx_state)
-        with torch.no_grad():
-            for batch in case.calibration_data if case.fx_state is None else ():
-                prepared(*batch)
+        case.calibrate(prepared)
         reference = fx.convert_to_reference_fx(
             copy.deepcopy(prepared), quantized, backend_config=case.backend_config
         )

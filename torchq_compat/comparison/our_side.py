@@ -125,9 +125,7 @@ def quantize_by_us(case: Case) -> OurSide:
     ).eval()
     if case.fx_state is not None:
         load_fx_state(prepared, case.fx_state)
-    with torch.no_grad():
-        for batch in case.calibration_data if case.fx_state is None else ():
-            prepared(*batch)
+    case.calibrate(prepared)
     as_fx = bool(case.observer_qparams)
     converted = convert_to_reference_fx(
         copy.deepcopy(prepared), case.convert_custom_config, observer_qparams=as_fx

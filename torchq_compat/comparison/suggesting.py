@@ -148,9 +148,7 @@ def suggest(
         prepared = at_once(prepare_fx)(
             model, mapping, case.example_inputs, prepare_custom_config, backend_config=backend_config
         )
-        with torch.no_grad():
-            for batch in case.calibration_data:
-                prepared(*batch)
+        case.calibrate(prepared)
         return _Measurement(model, prepared, mapping, convert_custom_config, case.evaluation_data)
 
     trial = calibrated(mapping)
