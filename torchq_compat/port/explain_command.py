@@ -99,7 +99,7 @@ def explained(code: str, width: int) -> str:
 
 def _registered(entry: Code, width: int) -> str:
     """Return what the register says of a code at run time, with an example of how to filter it."""
-    what = f"{RANGES[entry.code[2]].capitalize()}, {entry.severity}."
+    what = f"{RANGES[entry.code[2]]}, {entry.severity}."
     if entry.severity == "error":
         example = f'try: ...\n    except TorchQCompatError as error: assert error.code == "{entry.code}"'
     else:
@@ -107,14 +107,19 @@ def _registered(entry: Code, width: int) -> str:
     lines = [
         f"{entry.code} {entry.title}",
         "",
-        *_wrapped(f"{what} {entry.advice}", width),
+        *_wrapped(f"{what[0].upper()}{what[1:]} {entry.advice}", width),
     ]
-    for text, hint in entry.texts:
+    for text, hint in (map(_plain, both) for both in entry.texts):
         lines += ["", *_wrapped(f"It says: {text}", width)]
         if hint != entry.hint:
             lines += textwrap.wrap(f"Hint: {hint}", width, initial_indent="    ", subsequent_indent="    ")
     page = f"{GUIDE_PAGES}/{entry.page}#{entry.anchor}"
     return "\n".join([*lines, "", f"    {example}", "", f"{page}, tests/{entry.test}"])
+
+
+def _plain(text: str) -> str:
+    """Return ``text`` with the names of its places alone in braces."""
+    return re.sub(r"(?<!\{)\{(\w+)[^{}]*\}(?!\})", r"{\1}", text)
 
 
 def _wrapped(text: str, width: int) -> list[str]:
