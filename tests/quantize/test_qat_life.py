@@ -178,7 +178,7 @@ def test_observer_state_moves_by_the_legacy_functions() -> None:
     assert all(torch.equal(value, fresh.state_dict()[key]) for key, value in state.items())
 
 
-def losses_of_an_optimizer_made_before(prepare_qat: Callable[..., Any]) -> tuple[list[float], Any]:
+def losses_of_an_optimizer_made_before(prepare_qat: Callable[..., Any]) -> tuple[list[float], Any, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 3)).train()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
@@ -190,22 +190,25 @@ def losses_of_an_optimizer_made_before(prepare_qat: Callable[..., Any]) -> tuple
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
-    return losses, prepared.eval()
+    return losses, prepared.eval(), optimizer
 
 
 def test_an_optimizer_made_before_prepare_is_told() -> None:
-    theirs, _ = losses_of_an_optimizer_made_before(fx.prepare_qat_fx)
+    theirs, *_ = losses_of_an_optimizer_made_before(fx.prepare_qat_fx)
     assert theirs[-1] < 0.9 * theirs[0]
-    unmoved, prepared = losses_of_an_optimizer_made_before(tc.prepare_qat_fx)
+    unmoved, prepared, optimizer = losses_of_an_optimizer_made_before(tc.prepare_qat_fx)
     assert max(unmoved[1:]) > 0.95 * unmoved[0]
     with pytest.warns(QuantizationWarning, match=r"none was ever updated.*\n?.*prepared\.parameters.*TQ512"):
         tc.convert_fx(prepared)
     # As torchq-compat run has it, the parameters are the float model's.
-    ours, prepared = losses_of_an_optimizer_made_before(training_as_fx(tc.prepare_qat_fx))
+    ours, trained, _ = losses_of_an_optimizer_made_before(training_as_fx(tc.prepare_qat_fx))
     assert ours == pytest.approx(theirs, rel=1e-4)
     with warnings.catch_warnings():
         warnings.simplefilter("error", QuantizationWarning)
         warnings.filterwarnings("ignore", message=r".*TQ511")
+        tc.convert_fx(trained)
+        # Gradients alone, of a model that nobody trains, are no reason for a warning.
+        del optimizer
         tc.convert_fx(prepared)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -378,11 +379,15 @@ def remember_parameters(prepared: GraphModule) -> None:
 
 
 def are_never_updated(prepared: GraphModule) -> bool:
-    """Return whether parameters of ``prepared`` have gradients, and none of them changed since prepare."""
+    """Return whether parameters of ``prepared`` have gradients, and none of them changed since prepare,
+    while there are optimizers, of other parameters."""
     own = {id(parameter) for parameter in prepared.parameters() if not parameter.is_meta}
     known = [(ref(), head) for ref, head in metadata.UNTRAINED.of(prepared) or ()]
     now = [(p, head) for p, head in known if p is not None and id(p) in own]
-    return any(p.grad is not None for p, _ in now) and all(torch.equal(_head(p), head) for p, head in now)
+    if all(p.grad is None for p, _ in now) or not all(torch.equal(_head(p), head) for p, head in now):
+        return False
+    groups = [g for o in gc.get_objects() if isinstance(o, torch.optim.Optimizer) for g in o.param_groups]
+    return bool(groups) and own.isdisjoint(id(p) for group in groups for p in group["params"])
 
 
 def _head(parameter: nn.Parameter) -> torch.Tensor:
