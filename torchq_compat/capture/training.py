@@ -372,22 +372,24 @@ def _operator(node: Node) -> str:
 FIRST_VALUES = 64
 
 
-def remember_parameters(prepared: GraphModule) -> None:
-    """Write the parameters of ``prepared`` and their first values to its meta."""
+def remember_parameters(prepared: GraphModule, model: nn.Module) -> None:
+    """Write the parameters of ``prepared``, their first values and those of ``model`` to its meta."""
     parameters = (parameter for parameter in prepared.parameters() if not parameter.is_meta)
-    metadata.UNTRAINED.write(prepared, tuple((weakref.ref(p), _head(p)) for p in parameters))
+    values = tuple((weakref.ref(p), _head(p)) for p in parameters)
+    metadata.UNTRAINED.write(prepared, (values, tuple(map(weakref.ref, model.parameters()))))
 
 
 def are_never_updated(prepared: GraphModule) -> bool:
     """Return whether parameters of ``prepared`` have gradients, and none of them changed since prepare,
-    while there are optimizers, of other parameters."""
+    while there is an optimizer of the float model's."""
     own = {id(parameter) for parameter in prepared.parameters() if not parameter.is_meta}
-    known = [(ref(), head) for ref, head in metadata.UNTRAINED.of(prepared) or ()]
-    now = [(p, head) for p, head in known if p is not None and id(p) in own]
+    values, of_model = metadata.UNTRAINED.of(prepared) or ((), ())
+    now = [(p, head) for ref, head in values if (p := ref()) is not None and id(p) in own]
     if all(p.grad is None for p, _ in now) or not all(torch.equal(_head(p), head) for p, head in now):
         return False
-    groups = [g for o in gc.get_objects() if isinstance(o, torch.optim.Optimizer) for g in o.param_groups]
-    return bool(groups) and own.isdisjoint(id(p) for group in groups for p in group["params"])
+    ids = {id(ref()) for ref in of_model if ref() is not None}
+    groups = (g for o in gc.get_objects() if isinstance(o, torch.optim.Optimizer) for g in o.param_groups)
+    return any(id(p) in ids for group in groups for p in group["params"])
 
 
 def _head(parameter: nn.Parameter) -> torch.Tensor:

@@ -389,7 +389,7 @@ def _check(state: _Preparing) -> None:
     vars(state.prepared).pop(LAST_CALL, None)  # a trial, and no calibration
     if state.is_qat:
         training.keep_training_flags(state.prepared, state.model, _fused(state))
-        training.remember_parameters(state.prepared)
+        training.remember_parameters(state.prepared, state.model)
     warn_of_decisions(state.prepared.record.decisions)
 
 
