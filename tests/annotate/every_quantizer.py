@@ -24,6 +24,7 @@ from torchao.quantization.pt2e.quantizer import Quantizer
 
 import torchq_compat as tc
 from tests.helpers.oracle import leaves, sqnr
+from tests.helpers.xnnpack import xnnpack_quantizer
 from torchq_compat import pt2e
 from torchq_compat.errors import QuantizationNote, QuantizationWarning
 
@@ -111,7 +112,7 @@ QUANTIZERS: dict[str, Callable[[], Quantizer]] = {
     ),
     "Embedding": plainly(f"{TORCHAO}.embedding_quantizer", "EmbeddingQuantizer"),
     "Composable (Embedding, XNNPACK)": composable,
-    "XNNPACK": configured(f"{BACKENDS}.xnnpack.quantizer.xnnpack_quantizer", "XNNPACKQuantizer", SYMMETRIC),
+    "XNNPACK": xnnpack_quantizer,
     "Core ML": core_ml,
     "Vulkan": configured(f"{BACKENDS}.vulkan.quantizer.vulkan_quantizer", "VulkanQuantizer", SYMMETRIC),
     "Cadence": plainly(f"{BACKENDS}.cadence.aot.quantizer.quantizer", "CadenceDefaultQuantizer"),

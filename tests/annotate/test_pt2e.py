@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import operator
 import warnings
 from collections import Counter
@@ -39,6 +38,7 @@ from torchao.quantization.pt2e.quantizer import (
 import torchq_compat as tc
 from tests.annotate.test_issue_script import QUANTIZE
 from tests.helpers.oracle import sqnr
+from tests.helpers.xnnpack import xnnpack_quantizer
 from torchq_compat import pt2e
 from torchq_compat.errors import AnnotationError, ArgumentError, QuantizationNote
 
@@ -54,11 +54,6 @@ def exported(model: nn.Module, *inputs: Tensor) -> GraphModule:
 def x86_quantizer(*, is_qat: bool = False) -> Quantizer:
     config = x86.get_default_x86_inductor_quantization_config(is_qat=is_qat)
     return x86.X86InductorQuantizer().set_global(config)
-
-
-def xnnpack_quantizer() -> Quantizer:
-    module = importlib.import_module("executorch.backends.xnnpack.quantizer.xnnpack_quantizer")
-    return module.XNNPACKQuantizer().set_global(module.get_symmetric_quantization_config())
 
 
 class Convolutional(nn.Module):

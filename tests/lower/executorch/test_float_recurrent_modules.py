@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import (
-    XNNPACKQuantizer,
-    get_symmetric_quantization_config,
-)
 from torch import Tensor, nn
 
 import torchq_compat as tc
 from tests.helpers.oracle import calibrate, nodes_of_each_result, quantize_nodes, sqnr
+from tests.helpers.xnnpack import xnnpack_quantizer
 from torchq_compat.errors import QuantizationWarning
 
 
@@ -49,9 +46,8 @@ def test_the_layers_around_are_quantized_at_any_size(kinds: list[type[nn.Module]
         [torch.randn(*(9, 6) if issubclass(kind, nn.RNNCellBase) else (steps, 9, 6)) for kind in kinds]
         for steps in (7, 11)
     )
-    quantizer = XNNPACKQuantizer().set_global(get_symmetric_quantization_config())
     with pytest.warns(QuantizationWarning) as told:
-        prepared = tc.prepare_fx(model, quantizer, (x,))
+        prepared = tc.prepare_fx(model, xnnpack_quantizer(), (x,))
     for name in model.taggers:
         assert any(f"{name} at 'taggers.{name}.recurrent' stays float" in str(each.message) for each in told)
     calibrate(prepared, [(x,), (other,)])
