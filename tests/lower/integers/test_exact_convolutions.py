@@ -6,6 +6,8 @@ On a CPU that has VNNI they are compared with oneDNN's, which are exact there; o
 from __future__ import annotations
 
 import itertools
+import multiprocessing
+import os
 import random
 import subprocess
 import sys
@@ -55,17 +57,34 @@ def calls() -> Iterator[tuple[Any, ...]]:
         yield x, 0.02, zero_point, weight, scales, bias, stride, padding, dilation, groups, *ends
 
 
-def write(path: Path) -> None:
+def write(folder: str) -> None:
+    """Write the results with each instruction set, each in a process of its own, for one import of torch."""
+    context = multiprocessing.get_context("fork")
+    for held in HELD:
+        process = context.Process(target=write_held, args=(held, Path(folder, held)))
+        process.start()
+        process.join()
+        assert process.exitcode == 0, held
+
+
+def write_held(held: str, path: Path) -> None:
+    os.environ["TORCHQ_COMPAT_INSTRUCTION_SET"] = held  # the kernel reads it at its first call
     torch.save([operators.CONVOLUTION(*args) for args in calls()], path)
 
 
-@pytest.mark.parametrize("held", HELD)
-def test_bits_without_vnni(held: str, tmp_path: Path) -> None:
-    variables = {"ONEDNN_MAX_CPU_ISA": "AVX2", "TORCHQ_COMPAT_INSTRUCTION_SET": held}
-    code = f"from {__name__} import Path, write; write(Path({str(tmp_path / 'held')!r}))"
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("held")
+    code = f"from {__name__} import write; write({str(folder)!r})"
+    variables = {"ONEDNN_MAX_CPU_ISA": "AVX2"}
     subprocess.run([sys.executable, "-c", code], check=True, env=ENVIRONMENT | variables)
+    return folder
+
+
+@pytest.mark.parametrize("held", HELD)
+def test_bits_without_vnni(held: str, written: Path) -> None:
     apart = total = 0
-    for found, args in zip(torch.load(tmp_path / "held"), calls(), strict=True):
+    for found, args in zip(torch.load(written / held), calls(), strict=True):
         expected = operators.CONVOLUTION(*args)
         assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
         off = (found.int() - expected.int()).abs()
