@@ -18,7 +18,7 @@ from torchq_compat.annotate.annotation import WrappingQuantizer
 from torchq_compat.capture.training import batch_counters, drop_batch_counters, has_fixed_mode, training_flag
 from torchq_compat.read.qdq import FOLDED_SCALE
 from torchq_compat.support.graph_nodes import attribute_of
-from torchq_compat.support.process_state import convert_pt2e, prepare_pt2e, prepare_qat_pt2e
+from torchq_compat.support.process_state import convert_pt2e, prepare_pt2e, prepare_qat_pt2e, without_code
 from torchq_compat.support.upstream import BatchNormBase, is_activation_post_process
 
 # Batch norms with ``momentum=None``, whose running statistics are plain averages over all batches.
@@ -355,7 +355,6 @@ def fold_batch_norms(prepared: GraphModule) -> None:
             _fold_fused(prepared, node, fused)
     prepared.graph.eliminate_dead_code()
     prepared.delete_all_unused_submodules()
-    prepared.recompile()
 
 
 def _fold_fused(prepared: GraphModule, batch_norm: Node, fused: _Fused) -> None:
@@ -501,17 +500,19 @@ def convert(
     fix_observers: Callable[[GraphModule], None],
     fold: Callable[[GraphModule], None],
 ) -> GraphModule:
-    """Return ``prepared``, which is changed, with its observers replaced by q-dq.
+    """Return ``prepared``, which is changed, with its observers replaced by q-dq. The result is to be wrapped:
+    it has no code.
 
     Args:
         fix_observers: called after the batch norms are folded, before torchao reads the observers.
         fold: folds the weights.
     """
-    drop_batch_counters(prepared)
-    fix_averaging_factors(prepared)
-    fold_batch_norms(prepared)
-    fix_observers(prepared)
-    hide_batch_norms(prepared)
-    converted = convert_pt2e(prepared, fold)
-    show_batch_norms(converted)
-    return converted
+    with without_code(prepared.graph):
+        drop_batch_counters(prepared)
+        fix_averaging_factors(prepared)
+        fold_batch_norms(prepared)
+        fix_observers(prepared)
+        hide_batch_norms(prepared)
+        converted = convert_pt2e(prepared, fold)
+        show_batch_norms(converted)
+        return converted

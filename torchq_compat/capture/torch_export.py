@@ -28,7 +28,13 @@ from torchq_compat.codes import error_line
 from torchq_compat.errors import CaptureError, InputError, TorchQCompatError
 from torchq_compat.support.graph_nodes import SLICE_END, copied_model
 from torchq_compat.support.process_state import alone
-from torchq_compat.support.upstream import LazyGraphModule, guards_of, pytree, symbolic_shapes_config
+from torchq_compat.support.upstream import (
+    LazyGraphModule,
+    guards_of,
+    lazy_graph_modules,
+    pytree,
+    symbolic_shapes_config,
+)
 from torchq_compat.support.user_warnings import silenced
 
 # Shortens what torch prints about a failed capture: our error says it once, with the user's line.
@@ -183,7 +189,9 @@ def export_with(model: nn.Module, args: tuple[Any, ...], dynamic_shapes: Any) ->
     elif dynamic_shapes is NO_SIZE:
         dynamic_shapes = None
     export = partial(torch.export.export, model, args, strict=False, dynamic_shapes=dynamic_shapes)
-    with alone(), partial_graphs_held_back(), oblivious, silenced(_is_of_computed_weight, UserWarning):
+    quiet = silenced(_is_of_computed_weight, UserWarning)
+    # The passes of torch.export each generate code that nobody runs.
+    with alone(), lazy_graph_modules(True), partial_graphs_held_back(), oblivious, quiet:
         return with_seen_python(model, export)
 
 

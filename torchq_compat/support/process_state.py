@@ -16,7 +16,7 @@ from weakref import WeakSet
 
 import torch
 import torchao.quantization.pt2e.quantize_pt2e as flow
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 from torchao.quantization.pt2e.quantizer import Quantizer
 
 from torchq_compat.support import upstream
@@ -249,31 +249,36 @@ def convert_pt2e(
         fold: folds weights, in place, instead of torchao: it computes the floats of every weight again, and
             keeps all of them and of their integers until its end.
     """
+    if fold is not None:
+        options["fold_quantize"] = False
     info = getattr(model.graph._codegen, "pytree_info", None)
     with alone(), _forgetting_models():
-        if info is None:
-            return _converted(model, fold, options)
-        _set_structure(model, info._replace(out_spec=None))
+        if info is not None:
+            _set_structure(model, info._replace(out_spec=None))
         try:
-            converted = _converted(model, fold, options)
+            converted: GraphModule = flow.convert_pt2e(model, **options)
+            if fold is not None:
+                fold(converted)
+                converted.graph.eliminate_dead_code()
+                converted.recompile()
         finally:
-            _set_structure(model, info)
-        _set_structure(converted, info)
-        converted.recompile()
+            if info is not None:
+                _set_structure(model, info)
+        if info is not None:
+            _set_structure(converted, info)
+            converted.recompile()
         return converted
 
 
-def _converted(
-    model: GraphModule, fold: Callable[[GraphModule], None] | None, options: dict[str, bool]
-) -> GraphModule:
-    if fold is None:
-        converted: GraphModule = flow.convert_pt2e(model, **options)
-        return converted
-    converted = flow.convert_pt2e(model, **options, fold_quantize=False)
-    fold(converted)
-    converted.graph.eliminate_dead_code()
-    converted.recompile()
-    return converted
+@contextmanager
+def without_code(graph: Graph) -> Iterator[None]:
+    """Let passes change ``graph`` that each have its code generated, which nobody runs in between."""
+    nothing = Graph().python_code("self")
+    vars(graph)["python_code"] = lambda *_, **__: nothing
+    try:
+        yield
+    finally:
+        del vars(graph)["python_code"]
 
 
 def _set_structure(model: GraphModule, info: Any) -> None:

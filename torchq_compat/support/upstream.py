@@ -26,6 +26,7 @@ from torch._ops import _ModeStackStateForPreDispatch as ModeStack
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
+from torch.fx._lazy_graph_module import _use_lazy_graph_module as lazy_graph_modules
 from torch.fx._symbolic_trace import _Patcher as Patcher
 from torch.fx._symbolic_trace import _wrapped_fns_to_patch as WRAPPED_FUNCTIONS
 from torch.fx.graph import _format_target as format_target

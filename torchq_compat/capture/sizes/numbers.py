@@ -313,7 +313,8 @@ def plain(leaf: Any) -> Any:
 
 TORCH = Path(torch.__file__).parent
 PACKAGE = Path(__file__).parents[2]
-STANDARD, PACKAGES = Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("purelib"))
+STANDARD, PACKAGES = (f"{sysconfig.get_path(name)}/" for name in ("stdlib", "purelib"))
+LIBRARIES = (f"{TORCH}/", f"{PACKAGE}/")
 #: Code that evaluates numbers, and does not decide by them.
 EVALUATING = (
     str(TORCH / "fx" / "experimental"),
@@ -360,6 +361,18 @@ def place_in_code() -> CodePlace:
     return CodePlace()
 
 
+def stack_in_code() -> str:
+    """Return the lines of the user's code that run, the innermost last, in the form of a stack trace."""
+    lines, frame = list[str](), sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != EXPORT:
+        path, number = frame.f_code.co_filename, frame.f_lineno
+        if not is_of_libraries(path) and not path.startswith(GENERATED):
+            text = linecache.getline(path, number).strip()
+            lines.append(f'File "{path}", line {number}, in {frame.f_code.co_name}\n    {text}')
+        frame = frame.f_back  # type: ignore[assignment]
+    return "\n  ".join(reversed(lines))
+
+
 def frame_in_code() -> FrameType | None:
     """Return the innermost frame that runs and belongs neither to torch, nor to this package or Python."""
     frame: FrameType | None = sys._getframe(1)
@@ -396,12 +409,7 @@ def _start(instruction: dis.Instruction) -> tuple[int, int]:
 @functools.cache
 def is_of_libraries(path: str) -> bool:
     """Return whether the file at ``path`` belongs to torch, this package or Python."""
-    is_python = _is_inside(path, STANDARD) and not _is_inside(path, PACKAGES)
-    return is_python or _is_inside(path, TORCH) or _is_inside(path, PACKAGE)
-
-
-def _is_inside(path: str, root: Path) -> bool:
-    return path.startswith(f"{root}/")
+    return path.startswith(LIBRARIES) or (path.startswith(STANDARD) and not path.startswith(PACKAGES))
 
 
 # Finds where sizes come from that are computed outside of the trace, as those of a custom module's results.

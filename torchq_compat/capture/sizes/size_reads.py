@@ -34,6 +34,7 @@ from torchq_compat.capture.sizes.numbers import (
     place_in_code,
     plain,
     sizes_in,
+    stack_in_code,
 )
 from torchq_compat.support import metadata
 from torchq_compat.support.metadata import CUSTOM
@@ -244,6 +245,8 @@ class SizeReads(TorchFunctionMode):
         for state in (*states, self._values, self._asked, self._written):
             state.clear()
         self._tracer = mode.tracer
+        # torch looks up the text of each of a hundred frames for each node, most of them its own.
+        recorded, self._tracer.record_stack_traces = self._tracer.record_stack_traces, False
         self._inputs = tuple(self._slot(leaf) if isinstance(leaf, Tensor) else None for leaf in inputs)
         dispatch = mode.__torch_dispatch__
 
@@ -259,6 +262,7 @@ class SizeReads(TorchFunctionMode):
         finally:
             _CURRENT.reset(token)
             del vars(mode)["__torch_dispatch__"]
+            self._tracer.record_stack_traces = recorded
             # A trace that failed before this one may have had guards.
             self.read = self._snapshot() if self.guards else ReadSizes()
             for number, node in enumerate(self._nodes_returned()):
@@ -517,8 +521,9 @@ class SizeReads(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             result = dispatch(func, kinds, args, kwargs)
         built = graph.nodes if last is None else _after(last, graph)
-        node = None
+        node, stack = None, stack_in_code()
         for item in built:
+            item.meta.setdefault("stack_trace", stack)
             if self._inside and item.op == "call_function":
                 item.meta["torch_fn"] = self._name_of_call()
             if node is None and item.target is func:
