@@ -500,8 +500,8 @@ def convert(
     fix_observers: Callable[[GraphModule], None],
     fold: Callable[[GraphModule], None],
 ) -> GraphModule:
-    """Return ``prepared``, which is changed, with its observers replaced by q-dq. The result is to be wrapped:
-    it has no code.
+    """Return ``prepared``, which is changed, with its observers replaced by q-dq. The result is to be
+    wrapped: it has no code.
 
     Args:
         fix_observers: called after the batch norms are folded, before torchao reads the observers.

@@ -21,6 +21,8 @@ PROGRAMS: tuple[tuple[Callable[..., Tensor], int], ...] = (
     (lambda x: (x + 1).t_() @ (x + 1), 2),
     (lambda x: x.mean(1, keepdim=True) + x.mean(1, keepdim=False)[:, None], 2),
     (lambda x: x[:, 1:], 3),
+    (lambda x: x.roll((1, -1), (0, 1)).relu().flatten(1), 3),
+    (lambda x: x.transpose(0, 1).relu().add_(1).sigmoid().flatten(0), 2),
     (lambda x: F.linear(x, x[0:4] * 2), 2),
     (lambda x: F.linear(x, x), 2),
     (lambda x: F.layer_norm(x, x.shape[1:]), 3),

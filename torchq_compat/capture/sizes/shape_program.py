@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.fx.node import map_arg
 
 from torchq_compat.capture.sizes.numbers import Computed, Size, sizes_in
 from torchq_compat.capture.sizes.size_reads import ReadSizes
@@ -42,7 +44,6 @@ class ShapeProgram:
     graph_module: GraphModule
     inputs: tuple[tuple[str, Any, int], ...]
     asked: tuple[tuple[int, int], ...] = ()
-    _results_of_nodes: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of(cls, graph_module: GraphModule, inputs: Mapping[str, Any]) -> ShapeProgram:
@@ -82,20 +83,19 @@ class ShapeProgram:
     def sizes(self, known: Mapping[tuple[str, int], Any]) -> dict[tuple[str, int], Any]:
         """Return the sizes that are asked for, by ``("", number)``, where the inputs have the ``known`` ones;
         those in front of the first operator that refuses its arguments, if one does."""
-        interpreter = self._interpreter()
+        env: dict[Node, Any] = {}
         with suppress(Exception):
-            interpreter.run_at(self.inputs, known)
-        tensors = [interpreter.env.get(node) for node in self._results]
+            self._on_shapes.run_at(self.inputs, known, env)
+        tensors = [env.get(node) for node in self._results]
         return {
             ("", number): tensor.shape[dim]
             for number, (index, dim) in enumerate(self.asked)
             if (tensor := tensors[index]) is not None
         }
 
-    def _interpreter(self) -> _OnShapes:
-        if len(self._results_of_nodes) > MOST_RESULTS:
-            self._results_of_nodes.clear()
-        return _OnShapes(self.graph_module, self._results_of_nodes)
+    @cached_property
+    def _on_shapes(self) -> _OnShapes:
+        return _OnShapes(self.graph_module)
 
     @property
     def _results(self) -> tuple[Node, ...]:
@@ -108,66 +108,73 @@ class ShapeProgram:
         Raises:
             Exception: what an operator raises at these sizes.
         """
-        interpreter = self._interpreter()
-        interpreter.run_at(self.inputs, known)
-        return interpreter.env
+        env: dict[Node, Any] = {}
+        self._on_shapes.run_at(self.inputs, known, env)
+        return env
 
 
 class _OnShapes(Interpreter):
     """Runs a graph with every tensor on the meta device."""
 
-    def __init__(self, graph_module: GraphModule, results: dict[Any, Any]) -> None:
+    def __init__(self, graph_module: GraphModule) -> None:
         super().__init__(graph_module, garbage_collect_values=False)
-        self._results = results
-        self.extra_traceback = False
+        self._results: dict[Any, Any] = {}
+        self._steps = [(node, node.all_input_nodes) for node in graph_module.graph.nodes]
         targets = {node.target for node in graph_module.graph.nodes if isinstance(node.target, OpOverload)}
         # An operator that changes the shape of a tensor in place would change a result that is kept.
         self._may_keep = not any(torch.Tag.inplace_view in target.tags for target in targets)
 
-    def run_at(self, inputs: Sequence[tuple[str, Any, int]], known: Mapping[tuple[str, int], Any]) -> None:
-        """Run on tensors of the ``known`` sizes."""
+    def run_at(
+        self,
+        inputs: Sequence[tuple[str, Any, int]],
+        known: Mapping[tuple[str, int], Any],
+        env: dict[Node, Any],
+    ) -> None:
+        """Put the value of each node into ``env``, on tensors of the ``known`` sizes; of the same inputs, by
+        identity, the same result as before."""
+        if len(self._results) > MOST_RESULTS:
+            self._results.clear()
         with torch.no_grad(), disable_proxy_modes_tracing(), torch._C.DisableTorchFunction():
             # What a trace computes belongs to it alone, symbols for sizes too.
             is_traced = type(torch.empty(0, device="meta")) is not Tensor or torch._C._is_tracing()
-            self._may_keep = self._may_keep and not is_traced
-            leaves = [
+            may_keep = self._may_keep and not is_traced
+            leaves = (
                 torch.empty([known[label, dim] for dim in range(rank)], dtype=form, device="meta")
                 if rank >= 0
                 else form
                 for label, form, rank in inputs
-            ]
-            self.run(*leaves, enable_io_processing=False)
+            )
+            for node, sources in self._steps:
+                if node.op == "placeholder":
+                    env[node] = next(leaves)
+                elif not may_keep:
+                    env[node] = self._run(node, env, may_keep=False)
+                else:
+                    given = [env[source] for source in sources]
+                    key = node, *[value if type(value) is int else id(value) for value in given]
+                    kept = self._results.get(key)
+                    if kept is None:
+                        # The inputs are kept too, so that no other has their identity.
+                        kept = self._results[key] = self._run(node, env, may_keep=True), given
+                    env[node] = kept[0]
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         value = super().get_attr(target, args, kwargs)
         return value.to("meta") if isinstance(value, Tensor) else value
 
-    def run_node(self, n: Node) -> Any:
-        """Return the result of ``n``; of the same inputs, by identity, the same result as before."""
-        if n.op == "placeholder" or not self._may_keep:
-            return self._run_node(n)
-        given = [self.env[source] for source in n.all_input_nodes]
-        key = n, *[value if type(value) is int else id(value) for value in given]
-        kept = self._results.get(key)
-        if kept is None:
-            # The inputs are kept too, so that no other has their identity.
-            kept = self._results[key] = self._run_node(n), given
-        return kept[0]
-
-    def _run_node(self, n: Node) -> Any:
+    def _run(self, n: Node, env: dict[Node, Any], *, may_keep: bool) -> Any:
         target: Any = n.target
-        args, kwargs = self.fetch_args_kwargs_from_env(n)
-        if not self._may_keep or not isinstance(target, OpOverload) or target.namespace != "aten":
+        args, kwargs = map_arg((n.args, n.kwargs), env.__getitem__)
+        if not may_keep or not isinstance(target, OpOverload) or target.namespace != "aten":
             return getattr(self, n.op)(target, args, kwargs)
+        given = [value for source in n.all_input_nodes if isinstance(value := env[source], Tensor)]
+        shape = _shape_of_common(target, given, args) if given else None
+        if shape is not None:
+            dtype = getattr(n.meta.get("val"), "dtype", given[0].dtype)
+            is_same = shape == given[0].shape and dtype == given[0].dtype and given[0].is_contiguous()
+            return given[0] if is_same else given[0].new_empty(shape, dtype=dtype)
         key = target, _form(args), _form(kwargs), torch.get_default_dtype()
-        return KNOWN_SHAPES.of(key, lambda: self._computed(n, args, kwargs))
-
-    def _computed(self, n: Node, args: Any, kwargs: Any) -> Any:
-        given = [value for source in n.all_input_nodes if isinstance(value := self.env[source], Tensor)]
-        shape = _shape_of_common(n.target, given, args) if given else None
-        if shape is None:
-            return self.call_function(n.target, args, kwargs)
-        return given[0].new_empty(shape, dtype=getattr(n.meta.get("val"), "dtype", None))
+        return KNOWN_SHAPES.of(key, lambda: self.call_function(target, args, kwargs))
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if kwargs.get("device") is not None:
@@ -182,6 +189,8 @@ def _shape_of_common(target: Any, given: Sequence[Tensor], args: Any) -> Sequenc
     if torch.Tag.pointwise in target.tags:
         shapes = {tensor.shape for tensor in given}
         return x.shape if len(shapes) == 1 else torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
+    if target is ATEN.roll.default:
+        return x.shape
     if target is ATEN.batch_norm.default and all(other.shape == x.shape[1:2] for other in others):
         return x.shape
     if target is ATEN.layer_norm.default and list(x.shape[-len(args[1]) :]) == list(args[1]):
