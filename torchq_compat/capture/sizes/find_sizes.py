@@ -66,8 +66,9 @@ def _rules_of_guards(
     by_place = {dimension.place: dimension for dimension in dimensions}
     asked: dict[tuple[Node, int], int] = {}
     rules: dict[str, SizeRule] = {}
+    computable: set[Node] = set()
     for guard in read.guards:
-        if not all(is_computable(size.node, read) for size in sizes_in(guard.expression)):
+        if not all(is_computable(size.node, read, computable) for size in sizes_in(guard.expression)):
             for number, item in enumerate(dimensions):
                 rule = SizeRule.fixing(number, item, guard.place.line, by_python=guard.place.by_user)
                 rules[rule.condition] = rule

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -17,7 +17,7 @@ from torch.fx.node import map_arg
 from torchq_compat.capture.sizes.numbers import Computed, Size, sizes_in
 from torchq_compat.capture.sizes.size_reads import ReadSizes
 from torchq_compat.support.process_state import Kept
-from torchq_compat.support.upstream import OpOverload
+from torchq_compat.support.upstream import LazyGraphModule, OpOverload
 
 #: The operator that stands for a custom module in a trace.
 OPAQUE = "torchq_compat.custom_module.default"
@@ -29,6 +29,7 @@ ATEN = torch.ops.aten
 KNOWN_SHAPES: Kept[Any] = Kept(8192)
 #: How many results of its nodes a program keeps.
 MOST_RESULTS = 65536
+MISSING = object()
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class ShapeProgram:
         results = list(dict.fromkeys(node for node, _ in asked))
         writer = _Writer(graph, twins, read)
         graph.output(tuple(writer.written(node) for node in results))
-        whole = cls.of(GraphModule(writer.owner, graph), inputs)
+        whole = cls.of(LazyGraphModule(writer.owner, graph), inputs)
         return replace(whole, asked=tuple((results.index(node), dim) for node, dim in asked))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShapeProgram:
@@ -83,10 +84,8 @@ class ShapeProgram:
     def sizes(self, known: Mapping[tuple[str, int], Any]) -> dict[tuple[str, int], Any]:
         """Return the sizes that are asked for, by ``("", number)``, where the inputs have the ``known`` ones;
         those in front of the first operator that refuses its arguments, if one does."""
-        env: dict[Node, Any] = {}
-        with suppress(Exception):
-            self._on_shapes.run_at(self.inputs, known, env)
-        tensors = [env.get(node) for node in self._results]
+        values = self._on_shapes.run_at(self.inputs, known, partly=True)
+        tensors = [values.get(node) for node in self._results]
         return {
             ("", number): tensor.shape[dim]
             for number, (index, dim) in enumerate(self.asked)
@@ -108,9 +107,7 @@ class ShapeProgram:
         Raises:
             Exception: what an operator raises at these sizes.
         """
-        env: dict[Node, Any] = {}
-        self._on_shapes.run_at(self.inputs, known, env)
-        return env
+        return self._on_shapes.run_at(self.inputs, known)
 
 
 class _OnShapes(Interpreter):
@@ -118,9 +115,12 @@ class _OnShapes(Interpreter):
 
     def __init__(self, graph_module: GraphModule) -> None:
         super().__init__(graph_module, garbage_collect_values=False)
-        self._results: dict[Any, Any] = {}
-        self._steps = [(node, node.all_input_nodes) for node in graph_module.graph.nodes]
-        targets = {node.target for node in graph_module.graph.nodes if isinstance(node.target, OpOverload)}
+        nodes = list(graph_module.graph.nodes)
+        self._steps = [(node, node.all_input_nodes) for node in nodes]
+        # By the number of a node and the identities of its inputs: these are results too, so they are kept,
+        # and no other object has their identity.
+        self._kept: dict[Any, Any] = {}
+        targets = {node.target for node in nodes if isinstance(node.target, OpOverload)}
         # An operator that changes the shape of a tensor in place would change a result that is kept.
         self._may_keep = not any(torch.Tag.inplace_view in target.tags for target in targets)
 
@@ -128,46 +128,50 @@ class _OnShapes(Interpreter):
         self,
         inputs: Sequence[tuple[str, Any, int]],
         known: Mapping[tuple[str, int], Any],
-        env: dict[Node, Any],
-    ) -> None:
-        """Put the value of each node into ``env``, on tensors of the ``known`` sizes; of the same inputs, by
-        identity, the same result as before."""
-        if len(self._results) > MOST_RESULTS:
-            self._results.clear()
-        with torch.no_grad(), disable_proxy_modes_tracing(), torch._C.DisableTorchFunction():
+        *,
+        partly: bool = False,
+    ) -> dict[Node, Any]:
+        """Return the value of each node, on tensors of the ``known`` sizes; ``partly``: those in front of the
+        first operator that refuses its arguments."""
+        if len(self._kept) > MOST_RESULTS:
+            self._kept = {}
+        values: dict[Node, Any] = {}
+        stopping = suppress(Exception) if partly else nullcontext()
+        with torch.no_grad(), disable_proxy_modes_tracing(), torch._C.DisableTorchFunction(), stopping:
             # What a trace computes belongs to it alone, symbols for sizes too.
             is_traced = type(torch.empty(0, device="meta")) is not Tensor or torch._C._is_tracing()
-            may_keep = self._may_keep and not is_traced
-            leaves = (
-                torch.empty([known[label, dim] for dim in range(rank)], dtype=form, device="meta")
-                if rank >= 0
-                else form
-                for label, form, rank in inputs
-            )
-            for node, sources in self._steps:
+            kept = self._kept if self._may_keep and not is_traced else None
+            forms = iter(inputs)
+            for number, (node, sources) in enumerate(self._steps):
                 if node.op == "placeholder":
-                    env[node] = next(leaves)
-                elif not may_keep:
-                    env[node] = self._run(node, env, may_keep=False)
+                    label, form, rank = next(forms)
+                    shape = [known[label, dim] for dim in range(rank)]
+                    key: Any = number, *shape
                 else:
-                    given = [env[source] for source in sources]
-                    key = node, *[value if type(value) is int else id(value) for value in given]
-                    kept = self._results.get(key)
-                    if kept is None:
-                        # The inputs are kept too, so that no other has their identity.
-                        kept = self._results[key] = self._run(node, env, may_keep=True), given
-                    env[node] = kept[0]
+                    given = [values[source] for source in sources]
+                    key = number, *[value if type(value) is int else id(value) for value in given]
+                value = MISSING if kept is None else kept.get(key, MISSING)
+                if value is MISSING:
+                    if node.op != "placeholder":
+                        value = self._computed(node, given, may_keep=kept is not None)
+                    else:
+                        value = form if rank < 0 else torch.empty(shape, dtype=form, device="meta")
+                    if kept is not None:
+                        kept[key] = value
+                values[node] = value
+        return values
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         value = super().get_attr(target, args, kwargs)
         return value.to("meta") if isinstance(value, Tensor) else value
 
-    def _run(self, n: Node, env: dict[Node, Any], *, may_keep: bool) -> Any:
+    def _computed(self, n: Node, values: Sequence[Any], *, may_keep: bool) -> Any:
         target: Any = n.target
-        args, kwargs = map_arg((n.args, n.kwargs), env.__getitem__)
+        read = dict(zip(n.all_input_nodes, values, strict=True))
+        args, kwargs = map_arg((n.args, n.kwargs), read.__getitem__)
         if not may_keep or not isinstance(target, OpOverload) or target.namespace != "aten":
             return getattr(self, n.op)(target, args, kwargs)
-        given = [value for source in n.all_input_nodes if isinstance(value := env[source], Tensor)]
+        given = [value for value in values if isinstance(value, Tensor)]
         shape = _shape_of_common(target, given, args) if given else None
         if shape is not None:
             dtype = getattr(n.meta.get("val"), "dtype", given[0].dtype)
@@ -209,17 +213,19 @@ def _form(value: Any) -> Any:
     return tuple(map(_form, value)) if isinstance(value, (tuple, list)) else (type(value), value)
 
 
-def is_computable(node: Node | None, read: ReadSizes) -> bool:
-    """Return whether the shape of ``node`` can be computed: not if a custom module does it by itself."""
+def is_computable(node: Node | None, read: ReadSizes, known: set[Node]) -> bool:
+    """Return whether the shape of ``node`` can be computed: not if a custom module does it by itself. Those
+    that can be are added to ``known``."""
     seen, waiting = set[Node](), [node]
     while waiting:
         node = waiting.pop()
         if node is None or str(node.target) == OPAQUE:
             return False
-        if node in seen:
+        if node in seen or node in known:
             continue
         seen.add(node)
         waiting.extend(_read_by(node, read))
+    known |= seen
     return True
 
 
