@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import linecache
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from contextvars import copy_context
 from typing import Any
 
 import pytest
@@ -13,7 +17,9 @@ from torch.ao.quantization import get_default_qat_qconfig_mapping, get_default_q
 from torch.fx import GraphModule
 
 import torchq_compat as tc
+from tests.helpers.oracle import sqnr
 from torchq_compat.support import process_state
+from torchq_compat.support.upstream import graph_sources
 
 #: torchao after 0.18 refuses a graph with one of them: https://github.com/pytorch/ao/pull/4861
 REFUSED = (torch.ops.higher_order.wrap_with_set_grad_enabled, torch.ops.higher_order.wrap_with_autocast)
@@ -68,3 +74,48 @@ def test_no_block_is_left_in_a_graph(is_qat: bool, monkeypatch: pytest.MonkeyPat
     prepared(x)
     quantized = {d.path for d in tc.explain(prepared) if d.action in ("quantized", "shared")}
     assert {"a", "b", "c"} <= quantized
+
+
+class Around(nn.Module):
+    """A module in a module; ``None`` calls itself without end."""
+
+    def __init__(self, inner: nn.Module | None) -> None:
+        super().__init__()
+        self.inner, self.linear = inner, nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner: Any = self if self.inner is None else self.inner
+        result: Tensor = inner(self.linear(x) if self.inner is None else x)
+        return result
+
+
+def nested(inner: nn.Module | None, depth: int) -> nn.Module:
+    for _ in range(depth):
+        inner = Around(inner)
+    assert inner is not None
+    return inner.eval()
+
+
+def test_modules_nested_deeper_than_the_recursion_limit_lets_torch_export() -> None:
+    model, x, limit = nested(nn.Linear(8, 8), 150), torch.randn(16, 8), sys.getrecursionlimit()
+    mapping = get_default_qconfig_mapping("qnnpack")
+    prepared = tc.prepare_fx(model, mapping, (x,))
+    prepared(x)
+    with torch.no_grad():
+        assert 30 < sqnr(model(x), tc.convert_fx(prepared)(x)) < 70
+    with pytest.warns(tc.QuantizationWarning, match="RecursionError"):  # Float calls raise it, too.
+        tc.prepare_fx(nested(None, 1), mapping, (x,))
+    assert sys.getrecursionlimit() == limit
+
+
+def test_cycles_of_prepare_and_convert_leave_nothing_in_the_process() -> None:
+    model, x, sizes = nn.Linear(4, 4).eval(), torch.randn(2, 4), []
+    for _ in range(4):
+        prepared = tc.prepare_fx(model, get_default_qconfig_mapping("qnnpack"), (x,))
+        prepared(x)
+        kept = tc.convert_fx(prepared)
+        gc.collect()
+        process_state.forget_sources()
+        assert "def forward" in "".join(linecache.getlines(type(kept).forward.__code__.co_filename))
+        sizes.append((len(graph_sources.eval_cache), len(linecache.cache), len(copy_context())))
+    assert sizes[2:] == [sizes[1]] * 2

@@ -213,7 +213,10 @@ def test_a_forward_is_made_of_its_source_and_its_lines_are_found() -> None:
     forward = upstream.forward_from_src(source, {"twice": lambda x: 2 * x})
     assert forward(None, 3) == 6
     assert linecache.getline(forward.__code__.co_filename, 2).strip() == "doubled = twice(x)"
-    assert "eval_with_key" in forward.__code__.co_filename
+    name = forward.__code__.co_filename
+    assert "eval_with_key" in name
+    assert upstream.graph_sources.eval_cache[name] == source
+    assert any(key is name for key in upstream.graph_sources.eval_cache)  # Whose references are counted.
 
 
 def test_the_front_of_scan_gives_the_last_state_and_what_it_stacked() -> None:

@@ -63,11 +63,17 @@ class Origin:
 def find_origin(node: Node, model: nn.Module | None) -> Origin:
     """Return the origin of ``node`` in ``model``, the exported module; if ``model`` is None, find classes by
     their names in the node's metadata."""
-    path, module_type = "", nn.Module if model is None else type(model)
+    path, module, module_type = "", model, nn.Module if model is None else type(model)
     for key, fqn, class_name in _module_calls(node):
-        result = _class_by_name(class_name) if model is None else _class_in(model, fqn)
-        if result is None:
-            continue
+        if model is None or module is None:
+            result = _class_by_name(class_name)
+        else:
+            # From the module around it: from the model, the time would be quadratic in the depth.
+            is_inside = fqn.startswith(f"{path}.")
+            inner = _module_in(module, fqn[len(path) + 1 :]) if is_inside else _module_in(model, fqn)
+            if inner is None:
+                continue
+            module, result = inner, type(inner)
         path, module_type = fqn, result
         if fqn and is_fx_leaf_class(result) and wrapped_call_of(node) is None:
             return Origin(key, fqn, module_type, (module_type,), is_module_call=True)
@@ -129,9 +135,9 @@ def _module_calls(node: Node) -> Iterator[tuple[str, str, str]]:
         yield key, str(fqn), kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _class_in(model: nn.Module, path: str) -> type[nn.Module] | None:
+def _module_in(model: nn.Module, path: str) -> nn.Module | None:
     try:
-        return type(model.get_submodule(path))
+        return model.get_submodule(path)
     except AttributeError:
         return None
 

@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
+from contextvars import copy_context
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -188,7 +189,12 @@ def export_with(model: nn.Module, args: tuple[Any, ...], dynamic_shapes: Any) ->
         oblivious = symbolic_shapes_config.patch(backed_size_oblivious=True)
     elif dynamic_shapes is NO_SIZE:
         dynamic_shapes = None
-    export = partial(torch.export.export, model, args, strict=False, dynamic_shapes=dynamic_shapes)
+
+    def export() -> torch.export.ExportedProgram:
+        # torch (2.13) leaves settings in the context of its caller, two more at each export.
+        export_here = partial(torch.export.export, strict=False, dynamic_shapes=dynamic_shapes)
+        return copy_context().run(export_here, model, args)
+
     quiet = silenced(_is_of_computed_weight, UserWarning)
     # The passes of torch.export each generate code that nobody runs.
     with alone(), lazy_graph_modules(True), partial_graphs_held_back(), oblivious, quiet:
@@ -324,6 +330,8 @@ def _user_line(cause: BaseException) -> str | None:
 def _text_about(cause: BaseException) -> str:
     """Return the key of the text about ``cause``, the error of torch.export."""
     text, kind = str(cause), type(cause)
+    if isinstance(cause, RecursionError):
+        return "TQ920.recursion"
     line = error_line(cause)
     if "register a pytree" in line or "Unsupported input type" in line:
         return "TQ920.container"

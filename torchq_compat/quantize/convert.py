@@ -169,7 +169,7 @@ def convert_to_reference(
     state = _Converting(prepared, settings, rules, backend, observer_qparams=observer_qparams)
     # torchao's convert of a QAT model makes random example inputs of its own.
     with draws_kept():
-        run_passes(CONVERT, state)
+        run_passes(CONVERT, state, prepared)
     return state.reference
 
 

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torch import nn
+
+from torchq_compat.support.process_state import deep_enough_for, forget_sources
 from torchq_compat.support.report import slow_stages
 
 State = TypeVar("State")
@@ -55,9 +58,11 @@ def carries_out(
     return bind
 
 
-def run_passes(passes: tuple[Pass, ...], state: Any) -> None:
-    """Run ``passes`` on ``state``, each with what it needs."""
-    with slow_stages(next(stage for stage, listed in PASSES.items() if listed is passes)) as begin:
+def run_passes(passes: tuple[Pass, ...], state: Any, model: nn.Module) -> None:
+    """Run ``passes`` on ``state``, each with what it needs; ``model`` is what they start from."""
+    stage = next(stage for stage, listed in PASSES.items() if listed is passes)
+    forget_sources()
+    with deep_enough_for(model), slow_stages(stage) as begin:
         for item in passes:
             assert all(hasattr(state, name) for name in item.needs), item
             begin(item.name)

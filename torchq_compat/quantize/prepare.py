@@ -239,7 +239,7 @@ class _Preparing:
 def _prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModule:
     state = _Preparing(model, request)
     try:
-        run_passes(PREPARE, state)
+        run_passes(PREPARE, state, model)
     except Exception as cause:
         if not hasattr(state, "with_loops") or not state.with_loops.steps:
             raise

@@ -6,7 +6,9 @@ or torchao's prepare and convert runs ``alone``, as does what seeds generators.
 
 from __future__ import annotations
 
+import linecache
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +18,7 @@ from weakref import WeakSet
 
 import torch
 import torchao.quantization.pt2e.quantize_pt2e as flow
+from torch import nn
 from torch.fx import Graph, GraphModule
 from torchao.quantization.pt2e.quantizer import Quantizer
 
@@ -165,6 +168,50 @@ def draws_kept() -> Iterator[None]:
     finally:
         with alone():
             keeping.__exit__(None, None, None)
+
+
+# Python's stack, and the texts of graphs.
+
+
+#: The Python frames for each module around a module that torch.export, a deep copy and users' wrappers take,
+#: and the most that are asked for.
+FRAMES_OF_LEVEL, MOST_FRAMES = 30, 20_000
+_DEPTHS, _DEPTHS_LOCK = list[int](), Lock()
+
+
+@contextmanager
+def deep_enough_for(model: nn.Module) -> Iterator[None]:
+    """Have Python's recursion limit high enough for all modules in modules of ``model``."""
+    level, known, depth = {model}, {model}, 0
+    while level:
+        level = {child for module in level for child in module.children()} - known
+        known |= level
+        depth += 1
+    with _DEPTHS_LOCK:
+        if not _DEPTHS:
+            _DEPTHS.append(sys.getrecursionlimit())
+        _DEPTHS.append(min(500 + depth * FRAMES_OF_LEVEL, MOST_FRAMES))
+        sys.setrecursionlimit(max(_DEPTHS))
+    try:
+        yield
+    finally:
+        with _DEPTHS_LOCK:
+            _DEPTHS.pop()
+            if len(_DEPTHS) == 1:
+                sys.setrecursionlimit(_DEPTHS.pop())
+
+
+def forget_sources() -> None:
+    """Drop the sources that torch.fx (2.13) keeps for ever of graphs that are gone, for tracebacks: a prepare
+    and a convert leave forty. Their code objects have the keys, and nothing else has."""
+    sources = upstream.graph_sources.eval_cache
+    unread = upstream.graph_sources.cache("", {})
+    names = list(sources)
+    count = sys.getrefcount(unread)
+    for name in names:
+        if name.startswith("<eval_with_key>") and sys.getrefcount(name) <= count:
+            sources.pop(name, None)
+            linecache.cache.pop(name, None)
 
 
 # Whether this thread traces.

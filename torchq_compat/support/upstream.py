@@ -33,6 +33,7 @@ from torch.fx.graph import _format_target as format_target
 from torch.fx.graph import _PyTreeCodeGen as PyTreeCodeGen
 from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY as USER_PRESERVED_ATTRIBUTES_KEY
 from torch.fx.graph_module import _forward_from_src as forward_from_src
+from torch.fx.graph_module import _loader as graph_sources
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.dropout import _DropoutNd as DropoutBase
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes

@@ -210,15 +210,23 @@ class SizeReads(TorchFunctionMode):
     @contextmanager
     def _during(self, model: nn.Module) -> Iterator[None]:
         """Be active while ``model`` runs: torch.export hides the calls of the model from a mode around it."""
-        entered, values = ExitStack(), _constants(model)
+        entered, values, depth = ExitStack(), _constants(model), 0
 
         def enter(traced: nn.Module, args: Any, kwargs: Any) -> None:
+            nonlocal depth
+            depth += 1
+            if depth > 1:  # The model calls itself.
+                return
             entered.enter_context(self._tracing(pytree.tree_leaves((args, kwargs))))
             for name, fake in _constants(traced).items() if self._tracer else ():
                 if name in values and (node := self._slot(fake)) is not None:
                     self._values[node] = values[name], fake.untyped_storage()._cdata
 
         def leave(_model: nn.Module, _args: Any, result: Any) -> Any:
+            nonlocal depth
+            depth -= 1
+            if depth:
+                return result
             result = self._with_plain_results(result)
             entered.close()
             return result

@@ -447,7 +447,7 @@ def lower_to_integers(
     if name not in KNOWN_ENGINES:
         raise ConfigError.of("TQ910.engine", name=name, engines=", ".join(KNOWN_ENGINES))
     state = _LoweringModel(reference, trial_inputs)
-    run_passes(LOWER, state)
+    run_passes(LOWER, state, reference)
     return state.lowered
 
 
