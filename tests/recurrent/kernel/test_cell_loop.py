@@ -343,6 +343,10 @@ def results_of_many() -> list[Tensor]:
     for cell, batch in itertools.product(cells, (1, 2, 3, 7, 19)):
         torch.manual_seed(batch)
         x, states = inputs_of(cell, 5, batch)
+        # All integers at the ends of the range, or a few: other products than inside the calibrated range.
+        x *= {3: torch.tensor(99.0), 7: torch.where(torch.arange(x.shape[-1]) % 24 == 0, 99.0, 1.0)}.get(
+            batch, 1
+        )
         found += leaves(native(cell, x, states, columns=split_columns(x.shape[-1])))
     return found
 
@@ -380,6 +384,31 @@ def dynamic_linear_results() -> list[Tensor]:
         call = linear_call(weight, ((64, None),), dynamic=chosen)
         found += op.OPS.recurrent.default(x, *call.behind_x())
     return found
+
+
+def products_of_integers(x: Tensor, weight: Tensor) -> Tensor:
+    qparams = PerTensorQParams(1.0, 0, 0, 255, torch.uint8)
+    call = linear_call(LinearWeight(weight, None, None, None), ((x.shape[1], qparams),))
+    (result,) = op.OPS.recurrent.default(x, *call.behind_x())
+    return result
+
+
+def test_integers_of_the_whole_range_are_multiplied_exactly() -> None:
+    library = ctypes.CDLL(str(build.kernel_build().library))
+    torch.manual_seed(0)
+    weight = torch.tensor([-128, 127], dtype=torch.int8)[torch.randint(2, (18, 133))]
+    for high in (None, [132], [0, 1, 2, 3, 64], range(0, 133, 5), range(133)):
+        x = torch.randint(129, (19, 133)).float()
+        for row in range(0, 19, 2):  # Row 18 is in the second tile.
+            x[row, list(high or [])] = float(255 - row)
+        expected = (x.double() @ weight.double().T).float()
+        try:
+            for name in ("avx512_vnni", "avx_vnni", "avx2", "sse2", "neon_dotprod", "plain"):
+                if library.torchq_compat_use_instruction_set(name.encode()) == 0:
+                    assert products_of_integers(x, weight).equal(expected), (name, high)
+                    assert products_of_integers(x[18:], weight).equal(expected[18:]), (name, high)
+        finally:
+            library.torchq_compat_use_instruction_set(None)
 
 
 def test_dynamic_integers_beyond_their_range_do_not_saturate() -> None:

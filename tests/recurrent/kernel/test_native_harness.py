@@ -58,7 +58,7 @@ def test_every_build_gives_the_same_bits(name: str, calls: Path, expected: bytes
     [
         ("threads", "if (stage.waits) team_.barrier", "if (false) team_.barrier"),
         ("address and undefined", "lanes = std::min(kLanes, shape.units - first)", "lanes = kLanes"),
-        ("address and undefined", "std::min(kColumns, product.column_count() - c)", "kColumns"),
+        ("address and undefined", "std::min(kernels_.beside, product.column_count() - c)", "kernels_.beside"),
     ],
 )
 def test_a_fault_put_in_is_found(build: str, right: str, wrong: str, calls: Path, tmp_path: Path) -> None:

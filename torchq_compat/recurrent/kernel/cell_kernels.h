@@ -9,7 +9,7 @@
 constexpr int64_t kLanes = 16;
 // Vectors of kLanes floats in a segment of a tile: a whole tile stays in the first-level cache.
 constexpr int64_t kTileVectors = 16;
-// Segments whose products are computed together; the weights have so many lines for each four inputs.
+// The most segments whose products are computed together.
 constexpr int64_t kColumns = 4;
 
 // instruction_set.py defines these, too; a test checks that they agree.
@@ -85,16 +85,22 @@ struct ColumnNumbers {
 // Arrays of `rows` times kLanes are 64-byte aligned.
 struct Kernels {
   const char* name;
+  // Segments whose products are computed together; the weights have so many lines for each four inputs.
+  int64_t beside;
   // The products are those of x minus this shift.
   int32_t input_shift;
   // products[c]: the products of `rows` rows of x and c columns of kLanes lanes; w has c lines for each four
   // inputs. A product is at out[(c * kTileVectors + row) * kLanes + lane].
   void (*products[kColumns + 1])(const uint8_t* x, int64_t stride, int64_t rows, const Line* w, int64_t quads,
                                  int32_t* out);
-  // The same for integers up to 128, and whether `count` integers of each row are; null if that is no faster.
+  // The same in two parts, null if that is no faster: of the integers with what is above 128 cut off, and what
+  // is above it, for one row and the quads that have any, whose indices find_excess writes; it returns their
+  // number.
   void (*narrow_products[kColumns + 1])(const uint8_t* x, int64_t stride, int64_t rows, const Line* w,
                                         int64_t quads, int32_t* out);
-  bool (*are_narrow)(const uint8_t* x, int64_t stride, int64_t rows, int64_t count);
+  void (*add_excess[kColumns + 1])(const uint8_t* x, const Line* w, const int32_t* quads, int64_t count,
+                                   int32_t* out);
+  int64_t (*find_excess)(const uint8_t* x, int64_t count, int32_t* quads);
   // The same for floats and one column, whose lines are `step` apart; x has whole quads.
   void (*float_products)(const float* x, int64_t stride, int64_t rows, const Line* w, int64_t step,
                          int64_t quads, const int32_t* zero_points, float* out);

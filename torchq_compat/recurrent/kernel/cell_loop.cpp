@@ -86,10 +86,21 @@ struct Place {
   int64_t stride = 0;
 };
 
+// The quads of an input that have integers above 128.
+struct Excess {
+  std::vector<int32_t> quads;
+  std::vector<int64_t> ends;       // in quads, by row
+  std::vector<char> has_too_many;  // by tile of rows
+
+  const int32_t* begin(int64_t row) const { return quads.data() + (row ? ends[row - 1] : 0); }
+  int64_t count(int64_t row) const { return ends[row] - (row ? ends[row - 1] : 0); }
+};
+
 // Data that only one thread writes.
 struct Own {
   std::vector<Place> places;    // by register
   std::vector<QParams> chosen;  // by input
+  std::vector<Excess> excess;   // by product of the stage and segment of its input
 };
 
 }  // namespace
@@ -321,7 +332,8 @@ void TorchqCompatCell::pack(const Stage& stage, Product& product) const {
       const Product::Column& column = product.columns[c];
       const Instruction& by = instructions[column.instruction];
       const Weight& weight = weights[by.weight];
-      const int64_t before = c / kColumns * kColumns, beside = std::min(kColumns, columns - before);
+      const int64_t before = c / kernels->beside * kernels->beside,
+                    beside = std::min(kernels->beside, columns - before);
       for (int64_t unit = 0; unit < by.units; ++unit) {
         const int64_t n = column.segment * by.units + unit, at = c * lanes + unit;
         const Constants& constant = constants[column.instruction];
@@ -620,11 +632,12 @@ class Loop {
     if (stage.waits) team_.barrier(work.worker);
     if (!stage.chosen.empty()) choose(stage, work);
     const int64_t rows = work.count * batch_;
-    each_tile(stage.groups(), rows, work.worker, [&](const Tile& tile) {
+    if (kernels_.find_excess) find_excess(stage, work, rows);
+    each_tile(stage.groups(), rows, work, [&](const Tile& tile) {
       place(stage, work, tile);
       for (const Stage::Step& step : stage.steps) {
         if (step.is_product) {
-          multiply(stage, stage.products[step.index], work, tile);
+          multiply(stage, step.index, work, tile);
         } else {
           elementwise(step.index, work, tile);
         }
@@ -633,11 +646,43 @@ class Loop {
     });
   }
 
+  // Finds what is above 128 in what the products of a stage read: FX's observers reduce the range to 7 bits,
+  // and few values or none exceed it.
+  void find_excess(const Stage& stage, const Work& work, int64_t rows) {
+    std::vector<Excess>& all = own_[work.worker.index].excess;
+    size_t next = 0;
+    for (const Product& product : stage.products) {
+      const Input& input = cell_.inputs[product.input];
+      const uint8_t* x = input.in_floats() ? nullptr : integers(product.input, work.parity);
+      for (const Segment& part : input.segments) {
+        if (next == all.size()) all.emplace_back();
+        Excess& excess = all[next++];
+        if (x) find_excess(x, input.stride(), rows, static_cast<int64_t>(part.width), excess);
+        if (x) x += static_cast<int64_t>(part.width);
+      }
+    }
+  }
+
+  void find_excess(const uint8_t* x, int64_t stride, int64_t rows, int64_t width, Excess& excess) const {
+    const int64_t quads = (width + 3) / 4;
+    grow(excess.quads, rows * quads);
+    grow(excess.ends, rows);
+    excess.has_too_many.assign((rows + kTileVectors - 1) / kTileVectors, 0);
+    for (int64_t row = 0, end = 0; row < rows; ++row) {
+      end += kernels_.find_excess(x + row * stride, width, excess.quads.data() + end);
+      excess.ends[row] = end;
+      if (excess.count(row) > quads / 4) excess.has_too_many[row / kTileVectors] = 1;
+    }
+  }
+
+  // Every other step goes through the weights backwards, from those that are still in the cache.
   template <class Function>
-  void each_tile(int64_t all_groups, int64_t rows, const Worker& worker, Function function) const {
-    const Range own = share(all_groups, worker.index, worker.count);
+  void each_tile(int64_t all_groups, int64_t rows, const Work& work, Function function) const {
+    const Range own = share(all_groups, work.worker.index, work.worker.count);
     const int64_t groups = std::max<int64_t>(1, kTileVectors / rows);
-    for (int64_t group = own.begin; group < own.end; group += groups) {
+    const int64_t count = (own.end - own.begin + groups - 1) / groups;
+    for (int64_t t = 0; t < count; ++t) {
+      const int64_t group = own.begin + (work.parity ? count - 1 - t : t) * groups;
       for (int64_t row = 0; row < rows; row += kTileVectors) {
         function(Tile{row, std::min(kTileVectors, rows - row), group, std::min(groups, own.end - group)});
       }
@@ -742,25 +787,31 @@ class Loop {
     }
   }
 
-  void multiply(const Stage& stage, const Product& product, const Work& work, const Tile& tile) {
+  void multiply(const Stage& stage, int64_t index, const Work& work, const Tile& tile) {
+    const Product& product = stage.products[index];
     const Input& input = cell_.inputs[product.input];
+    const Excess* excess = nullptr;
+    if (kernels_.find_excess) {
+      excess = own_[work.worker.index].excess.data();
+      for (int64_t p = 0; p < index; ++p) excess += cell_.inputs[stage.products[p].input].segments.size();
+    }
     const bool in_floats =
         input.in_floats() || (input.is_state && work.step == 0 && off_qparams_[product.input]);
     for (int64_t g = 0; g < tile.groups; ++g) {
-      for (int64_t c = 0; c < product.column_count(); c += kColumns) {
-        const int64_t columns = std::min(kColumns, product.column_count() - c);
+      for (int64_t c = 0; c < product.column_count(); c += kernels_.beside) {
+        const int64_t columns = std::min(kernels_.beside, product.column_count() - c);
         if (in_floats) {
           multiply_floats(stage, product, work, tile, g, c, columns);
         } else {
-          multiply_integers(stage, product, work, tile, g, c, columns);
+          multiply_integers(stage, product, work, tile, g, c, columns, excess);
         }
       }
     }
   }
 
-  // Computes one group of lanes of up to kColumns columns.
+  // Computes one group of lanes of some columns.
   void multiply_integers(const Stage& stage, const Product& product, const Work& work, const Tile& tile,
-                         int64_t g, int64_t c, int64_t columns) {
+                         int64_t g, int64_t c, int64_t columns, const Excess* excess) {
     const Input& input = cell_.inputs[product.input];
     const uint8_t* x = integers(product.input, work.parity) + tile.first_row * input.stride();
     const int64_t group = tile.first_group + g, lanes = stage.groups() * kLanes;
@@ -770,10 +821,17 @@ class Loop {
       const QParams& qparams =
           input.is_dynamic() ? own_[work.worker.index].chosen[product.input] : input.segments[p].qparams;
       const Line* w = product.packed[p].data() + (group * product.column_count() + c) * quads;
-      // FX's observers reduce the range to 7 bits; few values or none exceed it.
-      const bool is_narrow = kernels_.are_narrow && kernels_.are_narrow(x, input.stride(), tile.rows, width);
-      const auto products = is_narrow ? kernels_.narrow_products : kernels_.products;
-      products[columns](x, input.stride(), tile.rows, w, quads, sums);
+      if (excess && !excess[p].has_too_many[tile.first_row / kTileVectors]) {
+        kernels_.narrow_products[columns](x, input.stride(), tile.rows, w, quads, sums);
+        for (int64_t row = 0; row < tile.rows; ++row) {
+          const int64_t count = excess[p].count(tile.first_row + row);
+          if (!count) continue;
+          kernels_.add_excess[columns](x + row * input.stride(), w, excess[p].begin(tile.first_row + row), count,
+                                       sums + row * kLanes);
+        }
+      } else {
+        kernels_.products[columns](x, input.stride(), tile.rows, w, quads, sums);
+      }
       const int32_t zero_point = static_cast<int32_t>(qparams.zero_point) + shift_of(qparams);
       if (product.has_zero_points) {
         for (int64_t k = 0; k < columns; ++k) {
@@ -953,7 +1011,7 @@ class Loop {
 
   // Writes the new value of a state that is another state, or was computed from x alone.
   void pass_on(int64_t state, const Work& work) {
-    each_tile(cell_.registers[1 + state].groups(), batch_, work.worker,
+    each_tile(cell_.registers[1 + state].groups(), batch_, work,
               [&](const Tile& tile) { carry(state, stored(cell_.results[state], work, tile), work, tile); });
   }
 

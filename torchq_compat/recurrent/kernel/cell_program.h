@@ -72,7 +72,7 @@ struct Product {
 
   int64_t input;
   std::vector<Column> columns;
-  // By segment of the input. Weights: for each group of lanes, and for up to kColumns columns at a time,
+  // By segment of the input. Weights: for each group of lanes, and for up to `beside` columns at a time,
   // lines of four inputs of each column.
   std::vector<std::vector<Line>> packed;
   std::vector<std::vector<int32_t>> row_sums;

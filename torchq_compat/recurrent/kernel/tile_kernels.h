@@ -154,12 +154,27 @@ void look_up(const float* table, const float* a, float* to, int64_t count, const
     store(to + j, found[0]);
   }
 }
+#elif TARGET_AVX2
+// Sixteen loads take less time than an exponential and a division. The mask is for lanes that hold no unit.
+template <int64_t kRows>
+void look_up(const float* table, const float* a, float* to, int64_t count, const Quantizer& of_a) {
+  const F inverse = all(of_a.inverse);
+  const I first = all(kRounderBits + static_cast<int32_t>(of_a.low - of_a.zero_point)),
+          mask = all(static_cast<int32_t>(kRows * kLanes - 1));
+  for (int64_t j = 0; j < count; j += kLanes) {
+    int32_t places[kLanes];
+    for (int64_t k = 0; k < kLanes; k += kWidth) {
+      store(places + k, (bits(load(a + j + k) * inverse + all(kRounder)) - first) & mask);
+    }
+    for (int64_t k = 0; k < kLanes; ++k) to[j + k] = table[places[k]];
+  }
+}
 #endif
 
 #endif  // TARGET_REST
 
 // How four integers of x and a line of weights are loaded, and how their products are added up in each lane.
-// kMostRows: the number of rows computed together, by the number of columns.
+// kMostRows: the number of rows computed together, by the number of columns; entries up to kBeside are read.
 #if TARGET_AVX2
 struct Bytes {
   static constexpr int32_t kInputShift = 0;
@@ -223,8 +238,12 @@ struct Whole {
   }
 };
 #if TARGET_AVX2
-// For integers up to 128 the sum of two products fits in 16 bits: from 2 * 128 * -128 to 2 * 128 * 127.
+// For integers up to 128 the sum of two products fits in 16 bits: from 2 * 128 * -128 to 2 * 128 * 127. What
+// is above 128 is cut off, and added by add_excess.
 struct Narrow : Bytes {
+  static INLINE Four four(int32_t integers) {
+    return _mm256_min_epu8(_mm256_set1_epi32(integers), _mm256_set1_epi8(-128));
+  }
   static INLINE I add(I sums, Four x, Weights w) {
     const __m256i of_two = _mm256_maddubs_epi16(x, w);
     return sums + reinterpret_cast<I>(_mm256_madd_epi16(of_two, _mm256_set1_epi16(1)));
@@ -265,23 +284,45 @@ struct Whole {
 };
 #endif
 #if TARGET_NARROW
-bool are_narrow(const uint8_t* x, int64_t stride, int64_t rows, int64_t count) {
-  uint8_t most = 0;
-  for (int64_t row = 0; row < rows; ++row, x += stride) {
-    for (int64_t k = 0; k < count; ++k) most = x[k] > most ? x[k] : most;
+int64_t find_excess(const uint8_t* x, int64_t count, int32_t* quads) {
+  int64_t number = 0;
+  for (int64_t k = 0; k < count; k += 32) {
+    alignas(32) uint8_t bytes[32] = {};
+    __builtin_memcpy(bytes, x + k, static_cast<size_t>(count - k < 32 ? count - k : 32));
+    const __m256i above =
+        _mm256_subs_epu8(_mm256_load_si256(reinterpret_cast<const __m256i*>(bytes)), _mm256_set1_epi8(-128));
+    const __m256i is_zero = _mm256_cmpeq_epi32(above, _mm256_setzero_si256());
+    uint32_t some = ~static_cast<uint32_t>(_mm256_movemask_ps(_mm256_castsi256_ps(is_zero))) & 255;
+    for (; some; some &= some - 1) quads[number++] = static_cast<int32_t>(k / 4) + __builtin_ctz(some);
   }
-  return most <= 128;
+  return number;
 }
-#define NARROW_PRODUCTS {nullptr, PRODUCTS(Narrow)}, are_narrow
-#else
-#define NARROW_PRODUCTS {}, nullptr
+
+template <int64_t C>
+void add_excess(const uint8_t* x, const Line* w, const int32_t* quads, int64_t count, int32_t* out) {
+  I sums[C][kParts];
+  for (int64_t c = 0; c < C; ++c)
+    for (int64_t p = 0; p < kParts; ++p) sums[c][p] = load(out + c * kTileVectors * kLanes + p * kWidth);
+  for (int64_t i = 0; i < count; ++i) {
+    int32_t integers;
+    __builtin_memcpy(&integers, x + 4 * quads[i], 4);
+    const __m256i of_x = _mm256_subs_epu8(_mm256_set1_epi32(integers), _mm256_set1_epi8(-128));
+    for (int64_t c = 0; c < C; ++c) {
+      const uint8_t* line = w[quads[i] * C + c].integers;
+      for (int64_t p = 0; p < kParts; ++p) {
+        sums[c][p] = Narrow::add(sums[c][p], of_x, Narrow::weights(line + 4 * kWidth * p));
+      }
+    }
+  }
+  for (int64_t c = 0; c < C; ++c)
+    for (int64_t p = 0; p < kParts; ++p) store(out + c * kTileVectors * kLanes + p * kWidth, sums[c][p]);
+}
 #endif
 
-// Computes the products of R rows and C of the `columns` columns that are side by side in the weight. U: the
-// number of independent sums, so that an addition does not wait for the one before.
+// Computes the products of R rows and the C columns that are side by side in the weight. U: the number of
+// independent sums, so that an addition does not wait for the one before.
 template <class M, int64_t R, int64_t C, int64_t U>
-INLINE void product_tile(const uint8_t* x, int64_t stride, const Line* w, int64_t columns, int64_t quads,
-                         int32_t* out) {
+INLINE void product_tile(const uint8_t* x, int64_t stride, const Line* w, int64_t quads, int32_t* out) {
   I sums[U][R][C][kParts];
   for (int64_t u = 0; u < U; ++u)
     for (int64_t r = 0; r < R; ++r)
@@ -296,7 +337,7 @@ INLINE void product_tile(const uint8_t* x, int64_t stride, const Line* w, int64_
     }
     for (int64_t c = 0; c < C; ++c) {
       for (int64_t p = 0; p < kParts; ++p) {
-        const typename M::Weights of_w = M::weights(w[quad * columns + c].integers + 4 * kWidth * p);
+        const typename M::Weights of_w = M::weights(w[quad * C + c].integers + 4 * kWidth * p);
         for (int64_t r = 0; r < R; ++r) sums[u][r][c][p] = M::add(sums[u][r][c][p], of_x[r], of_w);
       }
     }
@@ -317,25 +358,16 @@ INLINE void product_tile(const uint8_t* x, int64_t stride, const Line* w, int64_
   }
 }
 
-template <class M, int64_t R, int64_t C>
-INLINE void product_rows(const uint8_t* x, int64_t stride, const Line* w, int64_t quads, int32_t* out) {
-  constexpr int64_t kAtOnce = kParts == 1 ? C : (C >= 2 && M::kMostRows[2] > 1 ? 2 : 1);
-  constexpr int64_t kSums = R * kAtOnce * kParts;
-  constexpr int64_t U = kSums >= 8 ? 1 : kSums >= 4 ? 2 : kSums >= 2 ? 4 : 8;
-  for (int64_t c = 0; c < C; c += kAtOnce) {
-    if (C - c >= kAtOnce) {
-      product_tile<M, R, kAtOnce, U>(x, stride, w + c, C, quads, out + c * kTileVectors * kLanes);
-    } else {
-      product_tile<M, R, 1, U>(x, stride, w + c, C, quads, out + c * kTileVectors * kLanes);
-    }
-  }
-}
+// The columns that lie side by side: as many as there are registers for.
+constexpr int64_t kBeside = kParts == 1 ? kColumns : Whole::kMostRows[2] > 1 ? 2 : 1;
 
 template <class M, int64_t R, int64_t C>
 INLINE void products_from(const uint8_t* x, int64_t stride, int64_t rows, const Line* w, int64_t quads,
                           int32_t* out) {
+  constexpr int64_t kSums = R * C * kParts;
+  constexpr int64_t U = kSums >= 8 ? 1 : kSums >= 4 ? 2 : kSums >= 2 ? 4 : 8;
   for (; rows >= R; rows -= R) {
-    product_rows<M, R, C>(x, stride, w, quads, out);
+    product_tile<M, R, C, U>(x, stride, w, quads, out);
     x += R * stride;
     out += R * kLanes;
   }
@@ -346,12 +378,21 @@ INLINE void products_from(const uint8_t* x, int64_t stride, int64_t rows, const 
 
 template <class M, int64_t C>
 void products(const uint8_t* x, int64_t stride, int64_t rows, const Line* w, int64_t quads, int32_t* out) {
-  constexpr int64_t kMost = kParts == 1 ? M::kMostRows[C] : M::kMostRows[C >= 2 && M::kMostRows[2] > 1 ? 2 : 1];
-  products_from<M, kMost, C>(x, stride, rows, w, quads, out);
+  products_from<M, M::kMostRows[C], C>(x, stride, rows, w, quads, out);
 }
 
-#define PRODUCTS(multiplier) \
-  products<multiplier, 1>, products<multiplier, 2>, products<multiplier, 3>, products<multiplier, 4>
+using Products = decltype(Kernels::products);
+
+// The products of up to kBeside columns.
+template <class M>
+constexpr void set_products(Products& to) {
+  to[1] = products<M, 1>;
+  if constexpr (kBeside > 1) to[2] = products<M, 2>;
+  if constexpr (kBeside > 2) {
+    to[3] = products<M, 3>;
+    to[4] = products<M, 4>;
+  }
+}
 
 #ifdef TARGET_REST
 
@@ -359,11 +400,9 @@ constexpr Kernels kKernels = [] {
   Kernels kernels = TARGET_REST::kKernels;
   kernels.name = TARGET_SHOWN;
   kernels.input_shift = Whole::kInputShift;
-  kernels.products[1] = products<Whole, 1>;
-  kernels.products[2] = products<Whole, 2>;
-  kernels.products[3] = products<Whole, 3>;
-  kernels.products[4] = products<Whole, 4>;
-  kernels.are_narrow = nullptr;
+  kernels.beside = kBeside;
+  set_products<Whole>(kernels.products);
+  kernels.find_excess = nullptr;
   return kernels;
 }();
 
@@ -529,11 +568,14 @@ void see(const float* values, int64_t count, Extremes& extremes) {
   {name<__VA_ARGS__ kFloats>, name<__VA_ARGS__ kNarrow>, name<__VA_ARGS__ kNarrowWithNan>, \
    name<__VA_ARGS__ kWide>}
 #define COMMA ,
-constexpr Kernels kKernels = {
+constexpr Kernels kFunctions = {
     TARGET_SHOWN,
+    kBeside,
     Whole::kInputShift,
-    {nullptr, PRODUCTS(Whole)},
-    NARROW_PRODUCTS,
+    {},
+    {},
+    {},
+    nullptr,
     float_products,
     ROUNDINGS(finish),
     ROUNDINGS(finish_floats),
@@ -545,7 +587,7 @@ constexpr Kernels kKernels = {
      ROUNDINGS(elementwise, kTanh COMMA),
      ROUNDINGS(elementwise, kRelu COMMA),
      ROUNDINGS(elementwise, kCopy COMMA)},
-#if TARGET_AVX512
+#if TARGET_AVX512 || TARGET_AVX2
     {look_up<8>, look_up<16>},
 #else
     {nullptr, nullptr},
@@ -558,10 +600,20 @@ constexpr Kernels kKernels = {
 #undef COMMA
 #undef ROUNDINGS
 
+constexpr Kernels kKernels = [] {
+  Kernels kernels = kFunctions;
+  set_products<Whole>(kernels.products);
+#if TARGET_NARROW
+  set_products<Narrow>(kernels.narrow_products);
+  kernels.add_excess[1] = add_excess<1>;
+  kernels.add_excess[2] = add_excess<2>;
+  kernels.find_excess = find_excess;
+#endif
+  return kernels;
+}();
+
 #endif  // TARGET_REST
 
-#undef PRODUCTS
-#undef NARROW_PRODUCTS
 #undef INLINE
 
 }  // namespace TARGET_NAME
