@@ -42,7 +42,7 @@ from torchq_compat.support.later_stages import is_captured_for_onnx
 from torchq_compat.support.process_state import Lock, is_compiling
 from torchq_compat.support.upstream import data_address, format_target, forward_from_src, pytree
 
-# The code of a lowered graph, which reads each tensor of the state from the dictionary that holds it.
+# The code of a lowered graph, which reads each tensor and module from the dictionary that holds it.
 
 
 #: The prefix of names in the code.
@@ -54,20 +54,23 @@ def direct_forward(code: PythonCode, graph: Graph, owner: nn.Module) -> Callable
     source, names, prefix = code.src, dict(code.globals), NAME
     while prefix in source:
         prefix += "_"
-    for index, node in enumerate(graph.find_nodes(op="get_attr")):
+    reads = chain(graph.find_nodes(op="get_attr"), graph.find_nodes(op="call_module"))
+    for index, node in enumerate(reads):
         path, _, key = str(node.target).rpartition(".")
         home = _home_of(owner.get_submodule(path), key)
-        line = f"    {node.name} = {format_target('self', str(node.target))}\n"
-        if home is not None and line in source:
+        line = f"    {node.name} = {format_target('self', str(node.target))}"
+        end = "(" if node.op == "call_module" else "\n"
+        if home is not None and line + end in source:
             names[f"{prefix}{index}"] = home
-            source = source.replace(line, f"    {node.name} = {prefix}{index}[{key!r}]\n")
+            source = source.replace(line + end, f"    {node.name} = {prefix}{index}[{key!r}]{end}")
     forward: Callable[..., Any] = forward_from_src(source, names)
     return forward
 
 
 def _home_of(module: nn.Module, key: str) -> dict[str, Any] | None:
-    """Return the dictionary of ``module`` that holds its tensor ``key``."""
-    return next((home for home in (module._parameters, module._buffers) if key in home), None)
+    """Return the dictionary of ``module`` that holds its tensor or submodule ``key``."""
+    homes: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, module._modules)
+    return next((home for home in homes if key in home), None)
 
 
 # Whether the state that packed weights were made from is unchanged.
@@ -220,10 +223,10 @@ class LoweredGraphModule(ConvertedModel):
         return lowering
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if is_captured_for_onnx():
-            return self.reference(*args, **kwargs)
         if not is_compiling():
             self._refresh()
+        elif is_captured_for_onnx():
+            return self.reference(*args, **kwargs)
         lowering = self._lowering
         assert lowering.generation > 0  # Dynamo compiles again when the number has changed.
         if self.record.interface.inputs:

@@ -72,9 +72,13 @@ class BoundModule:
         columns: Sequence[ColumnQParams],
         homes: Sequence[tuple[dict[str, Any], str, nn.Module]],
     ) -> None:
-        self.homes = homes
+        self.homes = [home for home, _, _ in homes]
+        self.keys = [key for _, key, _ in homes]
+        self.modules = [module for _, _, module in homes]
         self.cells: list[Any] = [direction.cell for layer in layers for direction in layer]
         self.bound = [direction for layer in layers for direction in layer]
+        self.current = [direction.current for direction in self.bound]
+        self.programs = [direction.program for direction in self.bound]
         self.directions = len(layers[0])
         self.states = len(self.bound[0].program.results)
         segments = [(), *(tuple(as_numbers(column)) for column in columns)]
@@ -101,10 +105,10 @@ class BoundModule:
 
     def is_current(self) -> bool:
         """Return whether every cell is still in its place, with the program that was bound."""
-        for home, name, module in self.homes:
-            if home.get(name) is not module:
-                return False
-        return all(direction.current() is direction.program for direction in self.bound)
+        # Called before every call of the operator, so written with loops that run in C where possible.
+        if list(map(dict.get, self.homes, self.keys)) != self.modules:
+            return False
+        return all(map(operator.is_, [current() for current in self.current], self.programs))
 
     def weights(self) -> list[Tensor]:
         """Return the current weights."""

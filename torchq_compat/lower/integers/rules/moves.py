@@ -74,7 +74,7 @@ def write_move(lowered: LoweredGraph, node: Node, qparams: PerTensorQParams) -> 
 
     arguments = qdq_graph.arguments_of(node) if isinstance(node.target, OpOverload) else {}
     source = integers(node.all_input_nodes[0])
-    if node.target is DROPOUT:
+    if node.target in (DROPOUT, ATEN.alias.default):
         return source
     if node.target in those("max pool"):
         return _max_pool(lowered, source, arguments)
