@@ -82,7 +82,7 @@ def _lowered_on(instruction_set: str, case: Case) -> Built:
         raise UnavailableError("the native kernel could not be built")
     library = ctypes.CDLL(str(kernel_build().library))
     with torch.inference_mode():
-        case.lowered(*case.inputs)  # A later first call would move weights that the copy shares: packed again.
+        case.lowered(*case.inputs)  # A later first call would move shared weights.
     if library.torchq_compat_use_instruction_set(instruction_set.encode()):
         raise UnavailableError("this CPU does not have it")
     try:
