@@ -9,7 +9,6 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
-from contextvars import copy_context
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -189,12 +188,7 @@ def export_with(model: nn.Module, args: tuple[Any, ...], dynamic_shapes: Any) ->
         oblivious = symbolic_shapes_config.patch(backed_size_oblivious=True)
     elif dynamic_shapes is NO_SIZE:
         dynamic_shapes = None
-
-    def export() -> torch.export.ExportedProgram:
-        # torch (2.13) leaves settings in the context of its caller, two more at each export.
-        export_here = partial(torch.export.export, strict=False, dynamic_shapes=dynamic_shapes)
-        return copy_context().run(export_here, model, args)
-
+    export = partial(torch.export.export, model, args, strict=False, dynamic_shapes=dynamic_shapes)
     quiet = silenced(_is_of_computed_weight, UserWarning)
     # The passes of torch.export each generate code that nobody runs.
     with alone(), lazy_graph_modules(True), partial_graphs_held_back(), oblivious, quiet:

@@ -389,8 +389,8 @@ def are_never_updated(prepared: GraphModule) -> bool:
     if is_trained or all(p.grad is None for p, _ in now if p.is_leaf):
         return False
     ids = {id(ref()) for ref in of_model if ref() is not None}
-    groups = (g for o in gc.get_objects() if isinstance(o, torch.optim.Optimizer) for g in o.param_groups)
-    return any(id(p) in ids for group in groups for p in group["params"])
+    optimizers: Any = (o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer))
+    return any(id(p) in ids for o in optimizers for group in o.param_groups for p in group["params"])
 
 
 def _head(parameter: nn.Parameter) -> torch.Tensor:

@@ -12,9 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch import nn
-
-from torchq_compat.support.process_state import deep_enough_for, forget_sources
 from torchq_compat.support.report import slow_stages
 
 State = TypeVar("State")
@@ -58,8 +55,11 @@ def carries_out(
     return bind
 
 
-def run_passes(passes: tuple[Pass, ...], state: Any, model: nn.Module) -> None:
+def run_passes(passes: tuple[Pass, ...], state: Any, model: Any) -> None:
     """Run ``passes`` on ``state``, each with what it needs; ``model`` is what they start from."""
+    # Here, so that `torchq-compat explain` starts without torch.
+    from torchq_compat.support.process_state import deep_enough_for, forget_sources
+
     stage = next(stage for stage, listed in PASSES.items() if listed is passes)
     forget_sources()
     with deep_enough_for(model), slow_stages(stage) as begin:

@@ -180,9 +180,10 @@ _DEPTHS, _DEPTHS_LOCK = list[int](), Lock()
 
 
 @contextmanager
-def deep_enough_for(model: nn.Module) -> Iterator[None]:
+def deep_enough_for(model: Any) -> Iterator[None]:
     """Have Python's recursion limit high enough for all modules in modules of ``model``."""
-    level, known, depth = {model}, {model}, 0
+    level: set[nn.Module] = {model} if isinstance(model, nn.Module) else set()
+    known, depth = {*level}, 0
     while level:
         level = {child for module in level for child in module.children()} - known
         known |= level
