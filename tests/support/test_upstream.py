@@ -69,6 +69,15 @@ def test_a_lazy_graph_module_runs_what_its_graph_says() -> None:
     assert "neg" in lazy.code
 
 
+@pytest.mark.parametrize("is_lazy", [False, True])
+def test_modules_of_graphs_are_lazy_while_it_is_asked_for(is_lazy: bool) -> None:
+    root, graph = nn.Module(), torch.fx.symbolic_trace(nn.ReLU()).graph
+    with upstream.lazy_graph_modules(is_lazy):
+        made = torch.fx._lazy_graph_module._make_graph_module(root, graph)
+    assert isinstance(made, upstream.LazyGraphModule) is is_lazy
+    assert torch.equal(made(torch.tensor([-1.0, 1.0])), torch.tensor([0.0, 1.0]))
+
+
 def test_preserved_attributes_survive_a_copy() -> None:
     graph_module = torch.fx.symbolic_trace(nn.ReLU())
     graph_module.meta[upstream.USER_PRESERVED_ATTRIBUTES_KEY] = {"kept": 3}
