@@ -1,4 +1,4 @@
-"""Behind a dropout the lowered model is on the steps of the dropout's input, as FX's is."""
+"""Behind a dropout, or a product with a number, a lowered model has the integers before it, as FX's has."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.ao.quantization import get_default_qconfig_mapping
 
 import torchq_compat as tc
 from tests.helpers.oracle import sqnr
-from torchq_compat.lower.integers.qdq_graph import hand_on_through_dropout
+from torchq_compat.lower.integers.qdq_graph import hand_on_qparams
 from torchq_compat.read.qdq import DEQUANTIZE, QUANTIZE
 
 
@@ -75,7 +75,49 @@ def test_another_range_behind_a_dropout_is_quantized_again(dtype: torch.dtype, h
     model = torch.fx.GraphModule(nn.Module(), graph)
     for node in graph.nodes:
         node.meta["val"] = torch.zeros(2)
-    hand_on_through_dropout(model)
+    hand_on_qparams(model)
     is_same = (dtype, high) == (torch.uint8, 255)
     last = [node for node in graph.nodes if node.target in (QUANTIZE, DEQUANTIZE)][2:]
     assert [node.args[1:3] for node in last] == [(0.5, 3) if is_same else (0.1, 7)] * 2
+
+
+class Scaled(nn.Module):
+    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.between = nn.Linear(16, 16), nn.Linear(16, 16), between
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.last(self.between(self.first(x)))
+        return result
+
+
+PRODUCTS: list[Callable[[Tensor], Tensor]] = [
+    lambda x: 1.9 * x * 0.5 * 1.9 * 0.5,
+    lambda x: torch.relu(x * 30).view(-1, 16) * 0.01,
+    lambda x: torch.clamp(x * -0.25, -0.2, 0.3) * -4,
+]
+
+
+def test_products_with_numbers_keep_their_integers_as_in_fx() -> None:
+    for between in PRODUCTS:
+        torch.manual_seed(0)
+        model, x, mapping = Scaled(between).eval(), torch.randn(256, 16), get_default_qconfig_mapping("x86")
+        theirs, ours = fx.prepare_fx(copy.deepcopy(model), mapping, (x,)), tc.prepare_fx(model, mapping, (x,))
+        theirs(x), ours(x)
+        lowered, reference = tc.convert_fx(ours)(x), tc.convert_to_reference_fx(ours)(x)
+        exact, again = model(x), fx.convert_to_reference_fx(copy.deepcopy(theirs))(x)
+        assert sqnr(fx.convert_fx(theirs)(x), lowered) > 60
+        assert abs(sqnr(exact, again) - sqnr(exact, reference)) < 2
+        assert sqnr(exact, reference) + 4 < sqnr(exact, lowered) < 40
+
+
+def test_what_no_scale_can_be_multiplied_with_is_quantized_again() -> None:
+    for number in (0, 1e-60, float("inf")):
+        torch.manual_seed(0)
+        model, x = (
+            Scaled(lambda x, number=number: (x * number).nan_to_num(0.5, 1.0, -1.0)).eval(),
+            torch.randn(8, 16),
+        )  # type: ignore[misc]
+        ours = tc.prepare_fx(model, get_default_qconfig_mapping("x86"), (x,))
+        ours(x)
+        assert tc.convert_fx(ours)(x).isfinite().all()

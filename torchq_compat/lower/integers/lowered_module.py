@@ -23,7 +23,7 @@ from torchq_compat.errors import ConfigError
 from torchq_compat.lower.integers import opaque_modules, side_by_side
 from torchq_compat.lower.integers.lowered_graph import CONSTANTS, Constants, share_state, with_modules
 from torchq_compat.lower.integers.operators import forget_weights
-from torchq_compat.lower.integers.qdq_graph import hand_on_through_dropout
+from torchq_compat.lower.integers.qdq_graph import hand_on_qparams
 from torchq_compat.lower.integers.rewrite import Rewriter
 from torchq_compat.model.graph_module import (
     ConvertedGraphModule,
@@ -464,9 +464,9 @@ class _LoweringModel:
         self.trial_inputs = trial_inputs
 
 
-@carries_out(LOWER, "hand qparams through dropout")
+@carries_out(LOWER, "hand qparams on")
 def _hand_on(state: _LoweringModel) -> None:
-    hand_on_through_dropout(state.reference)
+    hand_on_qparams(state.reference)
 
 
 @carries_out(LOWER, "rewrite to plain integers")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -173,45 +174,60 @@ def tensors_read(node: Node) -> list[Node]:
     return [source for source in node.all_input_nodes if not isinstance(example_value(source), SCALARS)]
 
 
-# Keep the input's qparams behind a dropout: FX's quantized dropout returns the tensor it is given.
+# Keep the integers that FX's quantized kernels keep: a dropout returns the tensor it is given, and a tensor
+# times a number has the same integers and another scale.
 #
-# In the reference graph of FX, and in ours, the output of a dropout has an observer of its own. Its integer
-# kernel has no use for it: what follows, up to the next op that computes, is on the steps of the input.
+# In the reference graph of FX, and in ours, such a result is quantized again: a dropout's has an observer
+# of its own, a product's shares its input's. What follows, up to the next op that computes, is on the same
+# steps.
 
 
-DROPOUT = torch.ops.aten.dropout.default
+DROPOUT = ATEN.dropout.default
+BY_NUMBER = (ATEN.mul.Tensor, ATEN.mul.Scalar)
 
 
-def hand_on_through_dropout(reference: GraphModule) -> None:
-    """Give what quantizes the output of a dropout the qparams of its input; changed in place."""
-    handed_on: set[Node] = set()
+def hand_on_qparams(reference: GraphModule) -> None:
+    """Give what quantizes the result of a dropout, or of a product with a number, the qparams with which it
+    has the integers of its input; changed in place."""
+    #: Each dequantize that was given other qparams -> those that it had.
+    before: dict[Node, PerTensorQParams] = {}
     for quantize in reference.graph.nodes:
         if quantize.target is not QUANTIZE or any(user.target is not DEQUANTIZE for user in quantize.users):
             continue
-        qparams = _behind_dropout(quantize, handed_on)
+        own, qparams = PerTensorQParams.of_node(quantize), _handed_on(quantize, before)
         if qparams is not None:
             for node in (quantize, *quantize.users):
                 node.args = (node.args[0], qparams.scale, qparams.zero_point, *node.args[3:])
-            handed_on.update(quantize.users)
-    if handed_on:
+            before.update(dict.fromkeys(quantize.users, own))
+    if before:
         reference.recompile()
 
 
-def _behind_dropout(quantize: Node, handed_on: set[Node]) -> PerTensorQParams | None:
-    """Return the qparams of the integers that a dropout, and only ops that move values, stand before."""
-    node, is_behind = quantize.args[0], False
+def _handed_on(quantize: Node, before: dict[Node, PerTensorQParams]) -> PerTensorQParams | None:
+    """Return the qparams of the integers before what ``quantize`` reads, times the numbers between: through
+    dropouts, products with a number, clamps behind one, and ops that move values; None: anything else."""
+    node, factors, has_dropout, clamps = quantize.args[0], list[float](), False, False
     while isinstance(node, Node) and node.target is not DEQUANTIZE:
         inputs = tensors_read(node)
-        if not preserves_values(node) or len(inputs) != 1:
+        number = arguments_of(node)["other"] if node.target in BY_NUMBER else None
+        if len(inputs) != 1 or not (preserves_values(node) or node.target in CLAMPS or _scales(number)):
             return None
-        is_behind = is_behind or node.target is DROPOUT
+        factors += [float(number)] if number is not None else []
+        has_dropout, clamps = has_dropout or node.target is DROPOUT, clamps or node.target in CLAMPS
         (node,) = inputs
-    if not isinstance(node, Node) or not (is_behind or node in handed_on):
+    if not isinstance(node, Node) or not (has_dropout or factors or node in before):
         return None
     given, own = PerTensorQParams.of_node(node), PerTensorQParams.of_node(quantize)
-    is_same_range = (given.dtype, given.quant_min, given.quant_max) == (
-        own.dtype,
-        own.quant_min,
-        own.quant_max,
-    )
-    return given if is_same_range else None
+    if (given.dtype, given.quant_min, given.quant_max) != (own.dtype, own.quant_min, own.quant_max):
+        return None
+    if (factors or clamps) and before.get(node, given) != own:
+        return None  # It has an observer of its own.
+    for factor in factors:
+        # Of a negative number the integers are mirrored.
+        zero_point = given.zero_point if factor > 0 else given.quant_min + given.quant_max - given.zero_point
+        given = replace(given, scale=given.scale * abs(factor), zero_point=zero_point)
+    return given if torch.finfo(torch.float32).tiny < given.scale < math.inf else None
+
+
+def _scales(number: Any) -> bool:
+    return type(number) in (int, float) and number != 0 and math.isfinite(number)
