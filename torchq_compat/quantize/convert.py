@@ -461,6 +461,8 @@ def warn_of_loss(prepared: nn.Module, converted: graph_module.ConvertedModel) ->
         decibels = sqnr(run_prepared(prepared, last.args, is_activation_post_process), actual)
     except Exception:
         return  # What the converted model cannot take it refuses when it is called.
+    finally:
+        give_back_freed()
     if decibels < LOST:
         warn_user("TQ441", decibels=decibels)
 

@@ -21,6 +21,7 @@ from torchao.quantization.pt2e.constant_fold import replace_node_with_constant
 
 from torchq_compat.ops import those
 from torchq_compat.support.graph_nodes import attribute_of, free_name, give_back_freed
+from torchq_compat.support.process_state import is_compiling
 from torchq_compat.support.upstream import OpOverload  # The import registers quantized_decomposed.
 
 NAMESPACE = "quantized_decomposed"
@@ -258,12 +259,19 @@ def _drop_unread(graph_module: GraphModule, node: Node, readers: Counter[str]) -
 
 def run_in_blocks(node: Node, arguments: Sequence[Any]) -> Tensor:
     """Return the result of the static quantize or dequantize at ``node`` for the values of its arguments."""
-    values, *settings = arguments
-    is_per_channel = node.target in (QUANTIZE_PER_CHANNEL, DEQUANTIZE_PER_CHANNEL)
-    of_channels, others = (settings[:2], settings[2:]) if is_per_channel else ([], settings)
-    operator_call: Any = node.target
+    kwargs: Any = node.kwargs
+    return called_in_blocks(node.target, *arguments, **kwargs)
+
+
+def called_in_blocks(operator_call: Any, values: Tensor, *settings: Any, **kwargs: Any) -> Tensor:
+    """Return the result of a static quantize or dequantize; in a trace, it is the one call that it looks."""
+    if is_compiling() or torch._C._is_tracing():
+        result: Tensor = operator_call(values, *settings, **kwargs)
+        return result
+    is_per_channel = operator_call in (QUANTIZE_PER_CHANNEL, DEQUANTIZE_PER_CHANNEL)
+    of_channels, others = (settings[:2], settings[2:]) if is_per_channel else ((), settings)
     return in_blocks(
-        lambda block, *qparams: operator_call(block, *qparams, *others, **node.kwargs),
+        lambda block, *qparams: operator_call(block, *qparams, *others, **kwargs),
         values,
         others[0] if is_per_channel else 0,
         *of_channels,
@@ -304,7 +312,10 @@ class WeightByWeight(Interpreter):
         if dequantizes_constant(n):
             return None
         weights = [source for source in n.all_input_nodes if dequantizes_constant(source)]
-        return self._read(n, weights) if weights else super().run_node(n)
+        result = self._read(n, weights) if weights else super().run_node(n)
+        if n.op == "call_module":  # It had the floats of its weights.
+            give_back_freed()
+        return result
 
     def _read(self, n: Node, weights: list[Node]) -> Any:
         args, _ = self.fetch_args_kwargs_from_env(n)

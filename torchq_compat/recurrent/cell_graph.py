@@ -13,7 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from torchq_compat.capture.checked import capture_by_structure
 from torchq_compat.modules import parts
-from torchq_compat.read.qdq import DEQUANTIZE, QUANTIZE
+from torchq_compat.read.qdq import DEQUANTIZE, QUANTIZE, called_in_blocks, dequantizes_constant
 from torchq_compat.read.qparams import PerTensorQParams
 from torchq_compat.recurrent.cells import FloatCell, kind_of
 from torchq_compat.recurrent.kernel.cell_reader import program_or_problem
@@ -73,7 +73,11 @@ def split_off_constants(step: Graph) -> SplitGraph:
 def call_on(owner: Owner, graph: Graph) -> Function:
     """Return ``graph``, whose attributes are those of ``owner``, as a function of an owner and the graph's
     inputs. The function is not bound to ``owner``, so that a copy of ``owner`` can use it too."""
-    forward: Function = type(GraphModule(owner, graph)).forward
+    called = Graph()
+    called.output(called.graph_copy(graph, {}))
+    for node in filter(dequantizes_constant, called.nodes):
+        node.target, node.args = called_in_blocks, (node.target, *node.args)
+    forward: Function = type(GraphModule(owner, called)).forward
     return forward
 
 

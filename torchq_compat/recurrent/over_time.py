@@ -240,7 +240,8 @@ class RecurrentDirection(nn.Module):
         cell = self.cell
         if not isinstance(cell, ConvertedCellGraphModule) or cell._forward_hooks or cell._forward_pre_hooks:
             return cell, (x,)
-        return cell.repeated_step(), self.project(cell, x)
+        projected = self.project(cell, x)  # First: then the floats of its weights are gone.
+        return cell.repeated_step(), projected
 
     def graphs(self) -> list[GraphModule]:
         """Return the graphs of this direction, in the order of computation."""

@@ -20,6 +20,7 @@ from torchq_compat.read.qdq import DEQUANTIZES, WeightByWeight, dequantizes_cons
 from torchq_compat.recurrent.kernel.direct_calls import LINEAR_OPERATOR
 from torchq_compat.recurrent.kernel.op import drop_forgotten, forget
 from torchq_compat.support.decisions import Action, Decision
+from torchq_compat.support.graph_nodes import give_back_freed
 from torchq_compat.support.upstream import data_address, pytree
 
 # Run a lowered graph beside its reference, node by node, on the trial inputs of prepare.
@@ -94,6 +95,7 @@ class Forgetful(WeightByWeight):
             for module in self.fetch_attr(str(node.target)).modules():
                 if isinstance(module, OpaqueModule):
                     module.opaque_forget_packed()
+            give_back_freed()
         elif node.target in (CONVOLUTION, LINEAR):
             forget_weights([data_address(args[WEIGHT_OF_KERNEL])])
         elif node.target is LINEAR_OPERATOR:
