@@ -102,4 +102,6 @@ def test_every_way(kind: type[nn.RNNBase], layers: int, seed: int) -> None:
         exact, found, fast = (leaves(each(x)) for each in (model, reference, lowered))
         assert len(exact) == len(found) == len(fast) > 1
         check_against_plain_loops(exact, found, with_plain_loops(reference, model)(x))
-        assert all(sqnr(b, c) > 35 for b, c in zip(found, fast, strict=True))
+        for a, b, c in zip(exact, found, fast, strict=True):
+            # Of a product with a number the reference rounds again, and the lowered model does not.
+            assert sqnr(b, c) > 35 or sqnr(a, c) > 2 + sqnr(a, b)
