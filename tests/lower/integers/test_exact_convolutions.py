@@ -1,6 +1,6 @@
-"""The convolutions of CPUs without VNNI, in processes that are held to older instructions: oneDNN's bits.
+"""The package's convolutions and oneDNN's, in processes that are held to older instructions: the same bits.
 
-On a CPU that has VNNI they are compared with oneDNN's, which are exact there; on any CPU with each other's.
+A CPU that has VNNI runs the package's own; oneDNN's, which are exact there, where only the former are held.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from tests.helpers.once import SEED
 from tests.helpers.warm_python import ENVIRONMENT
 from torchq_compat.lower.integers import operators
 
-HELD = ("avx512_vnni", "avx2", "sse2")
+#: What the package's loops are held to, and oneDNN.
+HELD = (("avx512_vnni", "AVX2"), ("avx2", "AVX2"), ("sse2", "AVX2"), ("avx2", "DEFAULT"))
 #: Groups, inputs and outputs of a group: whole, of more columns than a block has, grouped, depthwise.
 CHANNELS = ((1, 3, 5), (1, 16, 33), (1, 80, 130), (1, 600, 16), (2, 9, 20), (12, 2, 3), (6, 3, 1), (70, 1, 1))
 
@@ -57,34 +58,35 @@ def calls() -> Iterator[tuple[Any, ...]]:
         yield x, 0.02, zero_point, weight, scales, bias, stride, padding, dilation, groups, *ends
 
 
-def write(folder: str) -> None:
+def write(folder: str, onednn: str) -> None:
     """Write the results with each instruction set, each in a process of its own, for one import of torch."""
     context = multiprocessing.get_context("fork")
-    for held in HELD:
-        process = context.Process(target=write_held, args=(held, Path(folder, held)))
+    for own in (own for own, other in HELD if other == onednn):
+        process = context.Process(target=write_held, args=(own, Path(folder, own + onednn)))
         process.start()
         process.join()
-        assert process.exitcode == 0, held
+        assert process.exitcode == 0, own
 
 
-def write_held(held: str, path: Path) -> None:
-    os.environ["TORCHQ_COMPAT_INSTRUCTION_SET"] = held  # the kernel reads it at its first call
+def write_held(own: str, path: Path) -> None:
+    os.environ["TORCHQ_COMPAT_INSTRUCTION_SET"] = own  # the kernel reads it at its first call
     torch.save([operators.CONVOLUTION(*args) for args in calls()], path)
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("held")
-    code = f"from {__name__} import write; write({str(folder)!r})"
-    variables = {"ONEDNN_MAX_CPU_ISA": "AVX2"}
-    subprocess.run([sys.executable, "-c", code], check=True, env=ENVIRONMENT | variables)
+    for onednn in ("AVX2", "DEFAULT"):
+        code = f"from {__name__} import write; write({str(folder)!r}, {onednn!r})"
+        variables = {"ONEDNN_MAX_CPU_ISA": onednn}
+        subprocess.run([sys.executable, "-c", code], check=True, env=ENVIRONMENT | variables)
     return folder
 
 
-@pytest.mark.parametrize("held", HELD)
-def test_bits_without_vnni(held: str, written: Path) -> None:
+@pytest.mark.parametrize(("own", "onednn"), HELD)
+def test_bits_of_older_instructions(own: str, onednn: str, written: Path) -> None:
     apart = total = 0
-    for found, args in zip(torch.load(written / held), calls(), strict=True):
+    for found, args in zip(torch.load(written / (own + onednn)), calls(), strict=True):
         expected = operators.CONVOLUTION(*args)
         assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
         off = (found.int() - expected.int()).abs()

@@ -30,7 +30,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 def test_vectors_have_the_bits_of_plain_code(plain: list[str], tmp_path: Path) -> None:
     program = compile_integer_loops(BUILDS[OF_LIBRARY], tmp_path)
-    for asked in (None, "avx512_vnni", "avx2", "sse2"):
+    for asked in (None, "avx512_vnni", "avx512", "avx2", "sse2"):
         assert run_integer_loops(BUILDS[OF_LIBRARY], program, asked) == plain, asked
 
 

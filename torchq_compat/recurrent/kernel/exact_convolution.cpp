@@ -1,5 +1,5 @@
 // See exact_convolution.h. A task computes a block of pixels for a chunk of outputs: it copies what the windows of
-// the pixels read, side by side as 16 bits, and multiplies these rows with the packed weight.
+// the pixels read, side by side as 16 bits, with VNNI as bytes, and multiplies these rows with the packed weight.
 
 #include "exact_convolution.h"
 
@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <utility>
 
 #include "targets.h"
 
@@ -16,14 +17,11 @@ namespace {
 
 // Outputs whose weights lie side by side; the most pixels of a task, and what these are a multiple of; the most
 // outputs of a task.
-constexpr int64_t kLanes = 16, kPixels = 48, kStep = 4, kChunk = 128;
-// Columns of a row that are copied at once: the rows of a strip and the weights of its lanes stay in the L1 cache.
-constexpr int64_t kColumns = 512, kRow = kColumns + 16;
-// Depthwise: pixels of a task.
-constexpr int64_t kDepthwisePixels = 64;
+constexpr int64_t kLanes = 16, kPixels = 60, kStep = 4, kChunk = 128;
+// Depthwise: pixels of a task, and channels whose sums VNNI computes at once.
+constexpr int64_t kDepthwisePixels = 64, kWide = 64;
 
 int64_t up(int64_t count, int64_t step) { return (count + step - 1) / step; }
-int64_t pairs_of(int64_t columns) { return up(columns, 2); }
 int64_t chunks_of(const Shape& shape) { return up(shape.outputs, kChunk); }
 // Outputs of a chunk: all chunks have as many, but the last one.
 int64_t chunk_of(const Shape& shape) { return up(up(shape.outputs, chunks_of(shape)), kLanes) * kLanes; }
@@ -84,6 +82,13 @@ struct Reader {
     if (depth < 0 || depth >= shape.in[0] || height < 0 || height >= shape.in[1]) return nullptr;
     return x.values + ((image * shape.in[0] + depth) * shape.in[1] + height) * shape.in[2] * channels;
   }
+  // Whether the window of a pixel reads no padding.
+  bool is_inside(const Pixel& pixel) const {
+    for (size_t d = 0; d < 3; ++d) {
+      if (pixel.first[d] < 0 || pixel.first[d] + shape.reach(d) > shape.in[d]) return false;
+    }
+    return true;
+  }
 };
 
 using Run = void (*)(const Shape&, const Input&, const Weight&, const Output&, int64_t, int64_t);
@@ -91,6 +96,12 @@ using Run = void (*)(const Shape&, const Input&, const Weight&, const Output&, i
 }  // namespace
 
 #if TORCHQ_COMPAT_X86
+TARGET_PUSH("avx2,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")
+#define TARGET_NAME avx512_vnni
+#define TARGET_VNNI 1
+#include "exact_convolution_kernels.h"
+TARGET_POP
+
 TARGET_PUSH("avx2,avx512f,avx512bw,avx512dq,avx512vl")
 #define TARGET_NAME avx512
 #define TARGET_AVX512 1
@@ -110,19 +121,31 @@ TARGET_POP
 
 namespace {
 
-Run best_run() {
+// How an instruction set computes, and how many columns its weights have side by side.
+struct Form {
+  Run run;
+  int64_t depth;
+};
+
+Form choose_form() {
 #if TORCHQ_COMPAT_X86
   // As for cells: see cell_loop.h.
   const char* asked = std::getenv("TORCHQ_COMPAT_INSTRUCTION_SET");
-  const bool may_avx512 = !asked || std::strncmp(asked, "avx512", 6) == 0;
-  const bool may_avx2 = !asked || std::strncmp(asked, "avx", 3) == 0;
+  const auto may = [&](const char* name) { return !asked || std::strncmp(asked, name, std::strlen(name)) == 0; };
   __builtin_cpu_init();
-  if (may_avx512 && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("avx512vl"))
-    return avx512::run;
-  if (may_avx2 && __builtin_cpu_supports("avx2")) return avx2::run;
+  const bool has_avx512 = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+                          __builtin_cpu_supports("avx512vl");
+  if (may("avx512_vnni") && has_avx512 && __builtin_cpu_supports("avx512vnni"))
+    return {avx512_vnni::run, avx512_vnni::kDepth};
+  if (may("avx512") && has_avx512) return {avx512::run, avx512::kDepth};
+  if (may("avx") && __builtin_cpu_supports("avx2")) return {avx2::run, avx2::kDepth};
 #endif
-  return plain::run;
+  return {plain::run, plain::kDepth};
+}
+
+const Form& form() {
+  static const Form kForm = choose_form();
+  return kForm;
 }
 
 // Small groups as one of as many lanes as there are: the weight has zeros between outputs and inputs of two groups.
@@ -137,17 +160,25 @@ Shape merged(const Shape& shape) {
   return whole;
 }
 
-// Depthwise: (pairs of taps, channels, 2). Else, for each group and `kLanes` outputs: (pairs of columns, kLanes, 2);
-// the columns of a row are (*window, inputs).
+// Depthwise: (steps of taps, channels, depth), with VNNI in blocks of kWide channels in the order of their sums. Else,
+// for each group and `kLanes` outputs: (steps of columns, kLanes, depth); the columns of a row are (*window, inputs).
+int64_t wide(const Shape& shape) { return form().depth == 4 ? up(shape.groups, kWide) * kWide : shape.groups; }
+
 int64_t packed_size(const Shape& shape) {
-  if (shape.is_depthwise()) return pairs_of(shape.taps()) * shape.groups * 2;
-  return shape.groups * up(shape.outputs, kLanes) * pairs_of(shape.columns()) * kLanes * 2;
+  const int64_t depth = form().depth;
+  if (shape.is_depthwise()) return up(shape.taps(), depth) * wide(shape) * depth;
+  return shape.groups * up(shape.outputs, kLanes) * up(shape.columns(), depth) * kLanes * depth;
 }
 
 int64_t packed_place(const Shape& shape, int64_t group, int64_t output, int64_t tap, int64_t input) {
-  if (shape.is_depthwise()) return (tap / 2 * shape.groups + group) * 2 + tap % 2;
+  const int64_t depth = form().depth;
+  if (shape.is_depthwise()) {
+    const int64_t in_block = group % kWide, lane = in_block % kLanes;
+    const int64_t place = depth == 4 ? group - in_block + lane / 4 * kLanes + in_block / kLanes * 4 + lane % 4 : group;
+    return (tap / depth * wide(shape) + place) * depth + tap % depth;
+  }
   const int64_t column = tap * shape.inputs + input, lanes = group * up(shape.outputs, kLanes) + output / kLanes;
-  return ((lanes * pairs_of(shape.columns()) + column / 2) * kLanes + output % kLanes) * 2 + column % 2;
+  return ((lanes * up(shape.columns(), depth) + column / depth) * kLanes + output % kLanes) * depth + column % depth;
 }
 
 }  // namespace
@@ -187,6 +218,8 @@ void mark_readers(const Shape& shape, int64_t index, std::vector<bool>& marks) {
   }
 }
 
+bool is_fastest() { return form().depth == 4; }
+
 int64_t task_count(const Shape& given) {
   const Shape shape = merged(given);
   if (shape.is_depthwise()) return up(shape.pixels(), kDepthwisePixels);
@@ -201,8 +234,7 @@ int64_t task_work(const Shape& given) {
 
 void run_tasks(const Shape& shape, const Input& x, const Weight& weight, const Output& out, int64_t begin,
                int64_t end) {
-  static const Run run = best_run();
-  run(merged(shape), x, weight, out, begin, end);
+  form().run(merged(shape), x, weight, out, begin, end);
 }
 
 }  // namespace exact

@@ -1,5 +1,5 @@
 // Convolutions of 8-bit integers that sum in 32 bits, in plain C++ and without torch: where oneDNN has only
-// instructions that sum products in 16 bits, which saturate.
+// instructions that sum products in 16 bits, which saturate, and with VNNI for windows of one value or one channel, where they are faster.
 
 #pragma once
 
@@ -18,6 +18,7 @@ struct Shape {
   const std::vector<int64_t>* chosen = nullptr;  // the output pixels to compute, by number; null: all
 
   int64_t taps() const { return window[0] * window[1] * window[2]; }
+  int64_t reach(int64_t d) const { return dilation[d] * (window[d] - 1) + 1; }
   int64_t columns() const { return taps() * inputs; }
   int64_t all_pixels() const { return images * out[0] * out[1] * out[2]; }
   int64_t pixels() const { return chosen ? static_cast<int64_t>(chosen->size()) : all_pixels(); }
@@ -49,6 +50,9 @@ struct Weight {
 };
 
 Weight pack(const Shape& shape, const int8_t* weight);
+
+// Whether this CPU's instructions make the loops over such windows faster than oneDNN's.
+bool is_fastest();
 
 // Adds the output pixels whose window reads the input pixel `index` to `marks`.
 void mark_readers(const Shape& shape, int64_t index, std::vector<bool>& marks);

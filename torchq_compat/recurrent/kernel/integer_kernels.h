@@ -130,6 +130,17 @@ CLONES inline void most(const uint8_t* const* places, int64_t count, int64_t col
   }
 }
 
+// out[p][c] = x[c][p], for few channels.
+CLONES inline void interleave(const uint8_t* x, int64_t channels, int64_t pixels, uint8_t* out) {
+  if (channels == 3) {
+    const uint8_t *a = x, *b = x + pixels, *c = b + pixels;
+    for (int64_t p = 0; p < pixels; ++p) out[3 * p] = a[p], out[3 * p + 1] = b[p], out[3 * p + 2] = c[p];
+    return;
+  }
+  for (int64_t p = 0; p < pixels; ++p)
+    for (int64_t c = 0; c < channels; ++c) out[p * channels + c] = x[c * pixels + p];
+}
+
 CLONES inline void flipped(uint8_t* values, int64_t count) {
   for (int64_t i = 0; i < count; ++i) values[i] ^= kFlip;
 }

@@ -1,7 +1,7 @@
 // The operators of lowered graphs on plain 8-bit integers, through torch's stable ABI; lower/integers/operators.py
 // says what each computes. Convolutions, and linears of many rows, are oneDNN's, by the operators of torch that
-// take plain integers, where its sums are exact; else exact_convolution.h's. integer_kernels.h has the loops of the
-// others.
+// take plain integers, where its sums are exact and exact_convolution.h's loops are not faster. integer_kernels.h has
+// the loops of the others.
 
 #include <algorithm>
 #include <cstdlib>
@@ -755,15 +755,16 @@ Tensor unsigned_of(const Tensor& given) {
   return out;
 }
 
+bool is_channels_last(const Tensor& x) {
+  std::vector<size_t> channels_last = in_order(x.dim());
+  std::rotate(channels_last.begin() + 1, channels_last.begin() + 2, channels_last.end());
+  return strides_in(sizes_of(x), channels_last) == Sizes(x.strides().begin(), x.strides().end());
+}
+
 // Rows of channels side by side, as oneDNN reads them: a batch of one behind a transpose has strides that no
 // layout has, and is mistaken for another.
 Tensor readable(const Tensor& x) {
-  const auto order = dense_order(x);
-  if (x.is_contiguous() || !order) return torch::stable::contiguous(x);
-  std::vector<size_t> channels_last = in_order(x.dim());
-  std::rotate(channels_last.begin() + 1, channels_last.begin() + 2, channels_last.end());
-  const bool is_last = strides_in(sizes_of(x), channels_last) == Sizes(x.strides().begin(), x.strides().end());
-  return is_last ? x : torch::stable::contiguous(x);
+  return is_channels_last(x) ? x : torch::stable::contiguous(x);
 }
 
 // x, channels innermost, with `value` around it.
@@ -811,10 +812,10 @@ Sizes sizes_of_convolution(const Tensor& x, const Tensor& weight, const Sizes& s
   return sizes;
 }
 
-Tensor empty_convolution(const Sizes& sizes, const Ends& ends) {
+Tensor empty_convolution(const Sizes& sizes, ScalarType dtype) {
   std::vector<size_t> channels_last = in_order(sizes.size());
   std::rotate(channels_last.begin() + 1, channels_last.begin() + 2, channels_last.end());
-  return empty_strided(sizes, strides_in(sizes, channels_last), ends.dtype);
+  return empty_strided(sizes, strides_in(sizes, channels_last), dtype);
 }
 
 bool has_onednn() {
@@ -855,6 +856,15 @@ exact::Shape shape_of(const Tensor& x, const Tensor& weight, const Window& windo
 
 // The values of x with channels innermost in memory.
 Tensor channels_innermost(const Tensor& x) {
+  if (is_channels_last(x)) return x;
+  const int64_t channels = x.size(1), images = x.size(0);
+  if (x.is_contiguous() && channels < 8) {
+    const Tensor out = empty_convolution(sizes_of(x), x.scalar_type());
+    const int64_t pixels = x.numel() / std::max<int64_t>(1, images * channels);
+    for (int64_t at = 0; at < x.numel(); at += channels * pixels)
+      integers::interleave(bytes(x) + at, channels, pixels, new_bytes(out) + at);
+    return out;
+  }
   Sizes permutation(x.dim());
   std::iota(permutation.begin(), permutation.end(), 0);
   std::rotate(permutation.begin() + 1, permutation.begin() + 2, permutation.end());
@@ -920,7 +930,7 @@ void convolve_exactly(const exact::Shape& shape, const exact::Input& x, double x
                              static_cast<float>(ends.zero_point),
                              static_cast<float>(ends.low),
                              static_cast<float>(ends.high)};
-  over(exact::task_count(shape), std::max<int64_t>(1, 8 * kGrain / std::max<int64_t>(1, exact::task_work(shape))),
+  over(exact::task_count(shape), std::max<int64_t>(1, 32 * kGrain / std::max<int64_t>(1, exact::task_work(shape))),
        [&](int64_t begin, int64_t end) { exact::run_tasks(shape, x, packed->exact, output, begin, end); });
 }
 
@@ -963,7 +973,7 @@ Tensor convolution(const Tensor& given, double x_scale, int64_t x_zero_point, co
   check(given.dim() == weight.dim() && groups > 0 && given.size(1) == weight.size(1) * groups,
         "a convolution's input has other channels than its weight");
   const Sizes sizes = sizes_of_convolution(given, weight, stride, padding, dilation);
-  if (given.numel() == 0) return empty_convolution(sizes, ends);
+  if (given.numel() == 0) return empty_convolution(sizes, ends.dtype);
   if (weight.dim() == 5 && ends.dtype == ScalarType::Char) {
     // torch has no kernel that gives int8 (2.13).
     const Tensor floats = convolution(given, x_scale, x_zero_point - flip_of(given), weight, scales, bias, stride,
@@ -976,16 +986,18 @@ Tensor convolution(const Tensor& given, double x_scale, int64_t x_zero_point, co
   const auto by_onednn = [&] {
     return onednn_convolution(given, x_scale, x_zero_point, weight, scales, bias, window, takes_out, ends);
   };
-  // Of one input channel oneDNN's kernel for AVX-512 reads what is not there, if the result has one column (torch 2.13).
+  // Of one input channel oneDNN's kernel for AVX-512 reads what is not there, if the result has one column (2.13).
   const bool is_depthwise = weight.size(1) == 1 && weight.size(0) == groups;
   const bool is_misread = weight.size(1) == 1 && !is_depthwise && sizes.back() == 1;
-  if (has_exact_products() && !is_misread) return by_onednn();
-  const Tensor empty = empty_convolution(sizes, ends), x = channels_innermost(given);
+  const bool is_pointwise = weight.numel() == weight.size(0) * weight.size(1);
+  const bool is_own = (exact::is_fastest() && (is_depthwise || is_pointwise)) || is_misread;
+  if (has_exact_products() && !is_own) return by_onednn();
+  const Tensor empty = empty_convolution(sizes, ends.dtype), x = channels_innermost(given);
   check(empty.numel() > 0 || weight.size(0) == 0, "a convolution's window is larger than its input");
   exact::Shape shape = shape_of(given, weight, window, sizes);
   const exact::Input input{bytes(x), flip_of(given), static_cast<uint8_t>(x_zero_point)};
   // The own loop over depthwise ones is as fast as oneDNN's, or faster.
-  const bool is_whole = is_depthwise || is_misread || x_zero_point > kFits || !has_onednn();
+  const bool is_whole = is_depthwise || is_own || x_zero_point > kFits || !has_onednn();
   const auto chosen = is_whole ? std::nullopt : may_saturate(shape, input);
   const Tensor out = chosen ? by_onednn() : empty;
   if (chosen) shape.chosen = &*chosen;
