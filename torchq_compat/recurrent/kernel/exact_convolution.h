@@ -1,5 +1,6 @@
 // Convolutions of 8-bit integers that sum in 32 bits, in plain C++ and without torch: where oneDNN has only
-// instructions that sum products in 16 bits, which saturate, and with VNNI for windows of one value or one channel, where they are faster.
+// instructions that sum products in 16 bits, which saturate, and with VNNI for windows of one value or one
+// channel, where they are faster.
 
 #pragma once
 
