@@ -6,7 +6,7 @@ import gc
 import linecache
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import pytest
@@ -118,3 +118,19 @@ def test_cycles_of_prepare_and_convert_leave_nothing_in_the_process() -> None:
         assert "def forward" in "".join(linecache.getlines(type(kept).forward.__code__.co_filename))
         sizes.append((len(graph_sources.eval_cache), len(linecache.cache)))
     assert sizes[2:] == [sizes[1]] * 2
+
+
+def test_depths_of_threads_that_overlap() -> None:
+    """A deep model keeps its recursion limit when a small one, that began before, ends before it."""
+    small, deep, limit = nn.Linear(1, 1), nn.Sequential(), sys.getrecursionlimit()
+    for _ in range(200):
+        deep = nn.Sequential(deep)
+    with ExitStack() as ends_last:
+        first = ExitStack()
+        first.enter_context(process_state.deep_enough_for(small))
+        ends_last.enter_context(process_state.deep_enough_for(deep))
+        for_deep = sys.getrecursionlimit()
+        first.close()
+        ends_last.enter_context(process_state.deep_enough_for(small))
+        assert sys.getrecursionlimit() == for_deep > limit
+    assert sys.getrecursionlimit() == limit

@@ -188,16 +188,17 @@ def deep_enough_for(model: Any) -> Iterator[None]:
         level = {child for module in level for child in module.children()} - known
         known |= level
         depth += 1
+    own = min(500 + depth * FRAMES_OF_LEVEL, MOST_FRAMES)
     with _DEPTHS_LOCK:
         if not _DEPTHS:
             _DEPTHS.append(sys.getrecursionlimit())
-        _DEPTHS.append(min(500 + depth * FRAMES_OF_LEVEL, MOST_FRAMES))
+        _DEPTHS.append(own)
         sys.setrecursionlimit(max(_DEPTHS))
     try:
         yield
     finally:
         with _DEPTHS_LOCK:
-            _DEPTHS.pop()
+            _DEPTHS.remove(own)  # The last one may be of another thread, which still needs it.
             if len(_DEPTHS) == 1:
                 sys.setrecursionlimit(_DEPTHS.pop())
 
