@@ -347,9 +347,8 @@ class CodePlace:
 
 def place_in_code() -> CodePlace:
     """Return the innermost line that runs and belongs neither to torch, nor to this package or Python."""
-    frame: FrameType | None = sys._getframe(1)
     by_user: bool | None = None
-    while frame is not None and frame.f_code.co_filename != EXPORT:
+    for frame in _frames_in_export():
         path = frame.f_code.co_filename
         is_library = is_of_libraries(path)
         if by_user is None and not path.startswith(EVALUATING):
@@ -357,20 +356,26 @@ def place_in_code() -> CodePlace:
         if not is_library and not path.startswith(GENERATED):
             text = linecache.getline(path, frame.f_lineno).strip()
             return CodePlace(f"{Path(path).name}:{frame.f_lineno} ({text})", bool(by_user))
-        frame = frame.f_back
     return CodePlace()
 
 
 def stack_in_code() -> str:
     """Return the lines of the user's code that run, the innermost last, in the form of a stack trace."""
-    lines, frame = list[str](), sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename != EXPORT:
+    lines = list[str]()
+    for frame in _frames_in_export():
         path, number = frame.f_code.co_filename, frame.f_lineno
         if not is_of_libraries(path) and not path.startswith(GENERATED):
             text = linecache.getline(path, number).strip()
             lines.append(f'File "{path}", line {number}, in {frame.f_code.co_name}\n    {text}')
-        frame = frame.f_back  # type: ignore[assignment]
     return "\n  ".join(reversed(lines))
+
+
+def _frames_in_export() -> Iterator[FrameType]:
+    """Yield the frames that run inside of torch.export, or all, from this one on."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != EXPORT:
+        yield frame
+        frame = frame.f_back
 
 
 def frame_in_code() -> FrameType | None:
