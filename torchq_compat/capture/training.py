@@ -385,8 +385,9 @@ def are_never_updated(prepared: GraphModule) -> bool:
     own = {id(parameter) for parameter in prepared.parameters() if not parameter.is_meta}
     values, of_model = metadata.UNTRAINED.of(prepared) or ((), ())
     now = [(p, head) for ref, head in values if (p := ref()) is not None and id(p) in own]
-    is_trained = not all(torch.equal(_head(p), head) for p, head in now)
-    if is_trained or all(p.grad is None for p, _ in now if p.is_leaf):
+    if all(p.grad is None for p, _ in now if p.is_leaf):
+        return False
+    if not all(torch.equal(_head(p), head) for p, head in now):
         return False
     ids = {id(ref()) for ref in of_model if ref() is not None}
     optimizers: Any = (o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer))
