@@ -117,8 +117,10 @@ class TrialCalls:
         if node.op == "placeholder":
             return self.places(node)[dim]
         before = _first(self.shapes[None][node]).shape[dim]
-        shapes = self.shapes.items()
-        return next((at for at, found in shapes if _first(found[node]).shape[dim] == before + 1), None)
+        changed = (
+            place for place, values in self.shapes.items() if _first(values[node]).shape[dim] == before + 1
+        )
+        return next(changed, None)
 
     def rows_of(self, call: Node, states: int, steps: Place) -> tuple[Place | None, tuple[int | None, ...]]:
         """Return the place of the size, other than that of the ``steps``, that most of the first ``states``

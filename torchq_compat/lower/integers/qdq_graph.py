@@ -194,7 +194,8 @@ def hand_on_qparams(reference: GraphModule) -> None:
     for quantize in reference.graph.nodes:
         if quantize.target is not QUANTIZE or any(user.target is not DEQUANTIZE for user in quantize.users):
             continue
-        own, qparams = PerTensorQParams.of_node(quantize), _handed_on(quantize, before)
+        own = PerTensorQParams.of_node(quantize)
+        qparams = _handed_on(quantize, own, before)
         if qparams is not None:
             for node in (quantize, *quantize.users):
                 node.args = (node.args[0], qparams.scale, qparams.zero_point, *node.args[3:])
@@ -203,9 +204,15 @@ def hand_on_qparams(reference: GraphModule) -> None:
         reference.recompile()
 
 
-def _handed_on(quantize: Node, before: dict[Node, PerTensorQParams]) -> PerTensorQParams | None:
+def _handed_on(
+    quantize: Node, own: PerTensorQParams, before: dict[Node, PerTensorQParams]
+) -> PerTensorQParams | None:
     """Return the qparams of the integers before what ``quantize`` reads, times the numbers between: through
-    dropouts, products with a number, clamps behind one, and ops that move values; None: anything else."""
+    dropouts, products with a number, clamps behind one, and ops that move values; None: anything else.
+
+    Args:
+        own: the qparams of ``quantize``.
+    """
     node, factors, has_dropout, clamps = quantize.args[0], list[float](), False, False
     while isinstance(node, Node) and node.target is not DEQUANTIZE:
         inputs = tensors_read(node)
@@ -217,7 +224,7 @@ def _handed_on(quantize: Node, before: dict[Node, PerTensorQParams]) -> PerTenso
         (node,) = inputs
     if not isinstance(node, Node) or not (has_dropout or factors or node in before):
         return None
-    given, own = PerTensorQParams.of_node(node), PerTensorQParams.of_node(quantize)
+    given = PerTensorQParams.of_node(node)
     if (given.dtype, given.quant_min, given.quant_max) != (own.dtype, own.quant_min, own.quant_max):
         return None
     if (factors or clamps) and before.get(node, given) != own:
