@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
 from torchq_compat.support.graph_nodes import module_path_of
@@ -95,6 +96,20 @@ def preserves_values(node: Node) -> bool:
         mode, value = _argument(node, 2, "mode", "constant"), _argument(node, 3, "value", None)
         return mode == "reflect" or (mode == "constant" and not value)
     return node.target is operator.getitem or node.target in those("moves")
+
+
+def draws(node: Node) -> bool:
+    """Return whether ``node`` draws random numbers, at least in training: dropouts of probability 0 and
+    attention without dropout never do, though torch's tag is on their operators."""
+    target = node.target
+    if not isinstance(target, OpOverload):
+        return False
+    if torch.Tag.nondeterministic_seeded not in target.tags and target not in those("dropout"):
+        return False
+    for position, argument in enumerate(target._schema.arguments):
+        if argument.name in ("p", "dropout", "dropout_p"):
+            return _argument(node, position, argument.name, argument.default_value) != 0
+    return True
 
 
 def moved_by(node: Node) -> Node | None:

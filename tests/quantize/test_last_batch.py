@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.ao.quantization import get_default_qconfig_mapping
+from torch.nn import functional as F
 
 import torchq_compat as tc
 from torchq_compat.capture.trial_runs import sqnr
@@ -18,14 +19,14 @@ MAPPING = get_default_qconfig_mapping("x86")
 
 
 class Difference(nn.Module):
-    """A small difference of two values that are large."""
+    """A small difference of two values that are large, behind an attention, whose operator may draw."""
 
     def __init__(self) -> None:
         super().__init__()
         self.fc = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        large = self.fc(x) + 30000.0
+        large = self.fc(F.scaled_dot_product_attention(x, x, x)) + 30000.0
         return large - 30000.0
 
 

@@ -13,7 +13,7 @@ from torchao.quantization.pt2e.quantizer import QuantizationAnnotation, Quantize
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY, QuantizationSpecBase
 
 from torchq_compat.capture.origins import Origin
-from torchq_compat.ops import moved_by
+from torchq_compat.ops import draws, moved_by
 from torchq_compat.read import qconfig_mappings
 from torchq_compat.support import metadata
 from torchq_compat.support.graph_nodes import attribute_of
@@ -321,8 +321,6 @@ def _attributes_alone(graph_module: GraphModule) -> dict[Node, frozenset[str]]:
 
 #: Reads a size, whatever the tensor holds.
 SIZE = ATEN.sym_size.int
-#: The tag of an op that returns another result at each call.
-RANDOM = torch.Tag.nondeterministic_seeded
 
 
 def find_constants(graph_module: GraphModule) -> frozenset[Node]:
@@ -349,5 +347,4 @@ def _writes(user: Node, attribute: Node) -> bool:
 
 
 def _computes_from(node: Node, constants: set[Node]) -> bool:
-    is_random = RANDOM in getattr(node.target, "tags", ())
-    return not is_random and all(producer in constants for producer in node.all_input_nodes)
+    return not draws(node) and all(producer in constants for producer in node.all_input_nodes)

@@ -19,6 +19,7 @@ from torchq_compat.capture.opaque_stub import OPAQUE_OP
 from torchq_compat.capture.packed_sequences import PACK, PAD
 from torchq_compat.capture.trial_runs import GraphRunner, Runs, run_graph
 from torchq_compat.errors import CaptureError
+from torchq_compat.ops import draws
 from torchq_compat.support.graph_nodes import module_path_of, user_line_of
 from torchq_compat.support.upstream import OpOverload, pytree
 
@@ -75,7 +76,7 @@ class _RowOrderRunner(GraphRunner):
         target = node.target
         if not isinstance(target, OpOverload) or target in (PACK, PAD, torch.ops.aten.sym_size.int):
             return False
-        return torch.Tag.nondeterministic_seeded not in target.tags and not self._takes_packed(node)
+        return not draws(node) and not self._takes_packed(node)
 
     def _is_by_rows(self, node: Node, rows: Node, result: Any) -> bool:
         count = self.env[rows].shape[0]

@@ -11,7 +11,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from torchq_compat.annotate import observed_graph
-from torchq_compat.annotate.annotation import RANDOM, op_record
+from torchq_compat.annotate.annotation import op_record
 from torchq_compat.annotate.unmatched import unmatched_at_convert
 from torchq_compat.capture import opaque_calls
 from torchq_compat.capture.torch_export import copied_inputs
@@ -25,7 +25,7 @@ from torchq_compat.model.quantized_interface import expose_integers
 from torchq_compat.modules.parts import PartOwner
 from torchq_compat.modules.registry import ConvertRequest, CustomModuleHandler
 from torchq_compat.modules.user_modules import convert_float_calls
-from torchq_compat.ops import those, weight_of
+from torchq_compat.ops import draws, those, weight_of
 from torchq_compat.quantize.distributed.ranks import whole_weights
 from torchq_compat.quantize.edited_observers import settle_observers, with_removed_observers
 from torchq_compat.quantize.passes import CONVERT, carries_out, run_passes
@@ -429,8 +429,8 @@ def _shorten(places: list[str]) -> str:
 # the arguments and the result of its last call; convert runs the converted model on them, once.
 
 
-#: In dB, against the prepared model: below it, the noise is as large as the result.
-LOST = 1.0
+#: In dB, against the prepared model: below it, the noise is more than half as strong as the result.
+LOST = 3.0
 #: Values of a batch that is tried; larger ones take too long.
 MOST = 1 << 24
 
@@ -472,8 +472,7 @@ def _decides(model: nn.Module) -> bool:
     elsewhere."""
     graphs = (module.graph for module in model.modules() if isinstance(module, GraphModule))
     return any(
-        node.target in those("positions")
-        or (RANDOM in getattr(node.target, "tags", ()) and training_flag(node) is not False)
+        node.target in those("positions") or (draws(node) and training_flag(node) is not False)
         for graph in graphs
         for node in graph.nodes
     )

@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 from torchao.quantization.pt2e.constant_fold import replace_node_with_constant
 
-from torchq_compat.ops import those
+from torchq_compat.ops import draws, those
 from torchq_compat.support.graph_nodes import attribute_of, free_name, give_back_freed
 from torchq_compat.support.process_state import is_compiling
 from torchq_compat.support.upstream import OpOverload  # The import registers quantized_decomposed.
@@ -235,7 +235,7 @@ def _is_constant(graph_module: GraphModule, node: Node, constants: set[Node], wr
     return (
         isinstance(node.target, OpOverload)
         and node.target not in ALL_OPS
-        and torch.Tag.nondeterministic_seeded not in node.target.tags
+        and not draws(node)
         and bool(node.all_input_nodes)
         and constants.issuperset(node.all_input_nodes)
     )

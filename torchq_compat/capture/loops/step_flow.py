@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from torchq_compat.capture.loops import segments
-from torchq_compat.ops import facts
+from torchq_compat.ops import draws, facts
 from torchq_compat.support.graph_nodes import SLICE_END
 from torchq_compat.support.upstream import OpOverload, pytree
 
@@ -310,7 +310,7 @@ def _is_pure(node: Node) -> bool:
     target = node.target
     if not isinstance(target, OpOverload) or target.namespace != "aten":
         return False
-    return not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
+    return not target._schema.is_mutable and not draws(node)
 
 
 def _is_invariant(flow: Flow, read: Read) -> bool:

@@ -36,6 +36,7 @@ from torchq_compat.capture.sizes.numbers import (
     sizes_in,
     stack_in_code,
 )
+from torchq_compat.ops import draws
 from torchq_compat.support import metadata
 from torchq_compat.support.metadata import CUSTOM
 from torchq_compat.support.upstream import OpOverload, disable_current_modes, pytree
@@ -634,7 +635,7 @@ def _is_pure(node: Node) -> bool:
     target: Any = node.target
     if not isinstance(target, OpOverload):
         return target is operator.getitem
-    return not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
+    return not target._schema.is_mutable and not draws(node)
 
 
 def _after(last: Node, graph: Graph) -> Iterator[Node]:

@@ -13,7 +13,7 @@ from torch.fx.node import map_arg
 
 from torchq_compat.lower.integers import lowered_graph, qdq_graph
 from torchq_compat.lower.integers.operators import AFFINE, LOOKUP
-from torchq_compat.ops import those
+from torchq_compat.ops import draws, those
 from torchq_compat.read.qdq import QUANTIZE
 from torchq_compat.read.qparams import PerTensorQParams
 from torchq_compat.support.dtypes import KERNEL_DTYPES
@@ -57,8 +57,7 @@ def is_by_value(op: Node) -> bool:
         return False
     if op.target is BATCH_NORM:
         return not qdq_graph.arguments_of(op)["training"]
-    is_random = torch.Tag.nondeterministic_seeded in op.target.tags
-    return op.target in those("pointwise") or (torch.Tag.pointwise in op.target.tags and not is_random)
+    return op.target in those("pointwise") or (torch.Tag.pointwise in op.target.tags and not draws(op))
 
 
 def table_of_chain(site: qdq_graph.OpSite) -> lowered_graph.Kernel | lowered_graph.Refusal | None:
