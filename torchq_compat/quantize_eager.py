@@ -32,8 +32,8 @@ from torchq_compat.eager.observe import ObserveSettings, forget_observers, obser
 from torchq_compat.errors import ConfigError
 from torchq_compat.lower.integers.lowered_module import lower_to_integers
 from torchq_compat.model.graph_module import ConvertedGraphModule, ConvertedModel, record_of
-from torchq_compat.quantize.distributed.ranks import meet_other_ranks, whole_weights
-from torchq_compat.quantize.distributed.wrappers import unwrapped
+from torchq_compat.quantize.distributed.ranks import meet_other_ranks
+from torchq_compat.quantize.distributed.wrappers import check_not_sharded, unwrapped
 from torchq_compat.quantize_fx import convert_to_reference_fx, prepare_fx
 from torchq_compat.support.argument_checks import (
     ANYTHING,
@@ -50,6 +50,7 @@ from torchq_compat.support.argument_checks import (
 )
 from torchq_compat.support.decisions import MODULE_DECISIONS
 from torchq_compat.support.graph_nodes import copied_model
+from torchq_compat.support.sharded import converting_together, make_whole
 from torchq_compat.support.torch_ao import (
     DeQuantStub,
     FloatFunctional,
@@ -273,10 +274,12 @@ def convert(
     )
     module = unwrapped(module, "convert")
     meet_other_ranks(module, "convert")
-    working = _working(module, "convert", inplace=inplace)
-    tell_of_observers(working, settings)
-    with silenced(lambda text: "must run observer" in text):  # Those without data are told of above.
-        convert_children(working, settings)
+    with converting_together(module) as parts:
+        working = _working(module, "convert", inplace=inplace, known=parts)
+        tell_of_observers(working, settings)
+        with silenced(lambda text: "must run observer" in text):  # Those without data are told of above.
+            convert_children(working, settings)
+        make_whole(working, "")
     if remove_qconfig:
         for item in working.modules():
             vars(item).pop("qconfig", None)
@@ -533,20 +536,24 @@ def lower_to_script(converted: nn.Module, inputs: tuple[Any, ...]) -> nn.Module:
     return scripted
 
 
-def _working(model: nn.Module, function: str, *, inplace: bool) -> nn.Module:
-    """Return the model to change.
+def _working(
+    model: nn.Module, function: str, *, inplace: bool, known: Mapping[int, Any] | None = None
+) -> nn.Module:
+    """Return the model to change; if it is a copy, with what is ``known`` instead of copies of that.
 
     Raises:
-        ConfigError: ``model`` is no model of eager mode.
+        ConfigError: ``model`` is no model of eager mode, or sharded and to be converted in place.
+        InputError: ``model``, which is to be prepared, is sharded.
     """
     if record_of(model) is not None:
         raise ConfigError.of("TQ905.of_prepare_fx", function=function)
     if function != "convert" and isinstance(model, ConvertedEager):
         raise ConfigError.of("TQ905.converted_already", function=function)
-    if inplace:
-        return model
-    with whole_weights(model) as whole:
-        return copied_model(model, whole)
+    if function != "convert":
+        check_not_sharded(model)
+    elif inplace and known:
+        raise ConfigError.of("TQ905.sharded_in_place")
+    return model if inplace else copied_model(model, known)
 
 
 def _fused(

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
+import operator
 import warnings
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.ao.quantization import get_default_qat_qconfig_mapping
+from torch.ao.quantization import get_default_qat_qconfig_mapping, get_default_qconfig_mapping
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -22,8 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 import torchq_compat as tc
 from tests.distributed.test_ranks import Net, converted_state, prepared_for_training, same
 from tests.helpers.processes import device, in_processes
-from torchq_compat.errors import TorchQCompatError
+from torchq_compat.errors import ConvertError, TorchQCompatError
 from torchq_compat.quantize.distributed import ranks as ranks_module
+from torchq_compat.support.sharded import converting_together, whole
 
 
 def sharded(prepared: nn.Module, **settings: Any) -> Any:
@@ -133,6 +137,76 @@ def test_what_holds_or_shards_a_model_in_a_way_that_cannot_work_is_refused(tmp_p
         assert "the model to prepare is a DistributedDataParallel" in wrapped
 
 
+def gathered(seen: list[int]) -> Any:
+    """Return what notes, in ``seen``, how many gathered elements there are at a time."""
+    full_tensor, alive = DTensor.full_tensor, [0]
+
+    def gather(part: DTensor) -> torch.Tensor:
+        whole = full_tensor(part)
+        count = whole.numel()
+        alive[0] += count
+        weakref.finalize(whole.untyped_storage(), lambda: operator.setitem(alive, 0, alive[0] - count))
+        seen.append(alive[0])
+        return whole
+
+    return mock.patch.object(DTensor, "full_tensor", gather)
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.Sequential(nn.Conv1d(4, 4, 1), nn.BatchNorm1d(4))
+        self.layers = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(6)))
+        self.standalone = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False))
+        self.lstm = nn.LSTM(16, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.lstm(self.standalone(self.layers(self.norms(x))))[0]
+        return result
+
+
+def convert_in_parts(rank: int, ranks: int, is_qat: bool) -> dict[str, Any]:
+    torch.manual_seed(0)
+    x = torch.randn(3, 4, 16, device=device(rank))
+    custom = tc.get_default_prepare_custom_config()
+    custom.set_standalone_module_name("standalone", None, (x,), None, None)
+    prepare, mapping = (
+        (tc.prepare_qat_fx, get_default_qat_qconfig_mapping("x86"))
+        if is_qat
+        else (tc.prepare_fx, get_default_qconfig_mapping("x86"))
+    )
+    prepared = prepare(Deep().train(is_qat).to(device(rank)), mapping, (x,), custom)
+    prepared(x)
+    alone = copy.deepcopy(prepared)
+    model: Any = fully_shard(prepared)
+    seen: list[int] = []
+    with gathered(seen):
+        ours = converted_state(model)
+    caught = []
+    with torch.no_grad():
+        for buffer in model.buffers() if rank else ():
+            if buffer.is_floating_point():
+                buffer.fill_(torch.nan)
+    with pytest.raises(TorchQCompatError) as raised:
+        tc.convert_fx(model)
+    caught.append(str(raised.value))
+    with pytest.raises(TorchQCompatError) as raised, converting_together(model):
+        whole(next(model.parameters()), f"of {rank}")
+    caught.append(str(raised.value))
+    return {"seen": seen, "same": same(ours, converted_state(alone)), "caught": caught}
+
+
+@pytest.mark.parametrize("is_qat", [False, True])
+def test_convert_gathers_one_module_at_a_time(is_qat: bool, tmp_path: Path) -> None:
+    results = in_processes(convert_in_parts, 2, tmp_path, is_qat)
+    for result in results:
+        assert result["same"]
+        assert 256 <= max(result["seen"]) <= 330  # The LSTM has 320, a linear layer 256; batch norm, biases.
+        assert "the ranks do not gather the same weights" in result["caught"][1]
+    assert "rank 1 failed" in results[0]["caught"][0]
+    assert "NaN" in results[1]["caught"][0]
+
+
 def convert_one_after_the_other(rank: int, ranks: int) -> tuple[list[str], Any]:
     ranks_module.WAIT = timedelta(seconds=0.1)
     model = sharded(prepared_for_training(Net, rank))
@@ -144,19 +218,32 @@ def convert_one_after_the_other(rank: int, ranks: int) -> tuple[list[str], Any]:
         store.set("told", code)
 
     ranks_module.warn_user = warn_and_note
+    given_up = ""
     if rank:
+        store.wait(["given up"])
         store.wait(["told"])
+    else:
+        timeout = store.timeout
+        store.set_timeout(timedelta(seconds=0.1))
+        with pytest.raises(ConvertError) as raised:
+            tc.convert_fx(model)
+        given_up = str(raised.value)
+        store.set_timeout(timeout)
+        store.delete_key("told")
+        store.set("given up", "")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         converted = tc.convert_fx(model)
     told = [str(each.message) for each in caught if "TQ429" in str(each.message)]
-    return told, converted(batches(rank, 1)[0]).cpu()
+    return [given_up, *told], converted(batches(rank, 1)[0]).cpu()
 
 
 def test_a_rank_that_converts_first_says_what_it_waits_for(tmp_path: Path) -> None:
     (told, one), (nothing, other) = in_processes(convert_one_after_the_other, 2, tmp_path)
-    assert ["rank 0 waits for rank 1 to convert too" in each for each in told] == [True]
-    assert nothing == []
+    given_up, waits = told
+    assert "rank 1 did not convert within 0 s of rank 0" in given_up
+    assert "rank 0 waits for rank 1 to convert too" in waits
+    assert nothing == [""]
     assert torch.equal(one, other)
 
 

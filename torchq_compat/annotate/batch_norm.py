@@ -17,7 +17,7 @@ from torchq_compat import ops
 from torchq_compat.annotate.annotation import WrappingQuantizer
 from torchq_compat.capture.training import batch_counters, drop_batch_counters, has_fixed_mode, training_flag
 from torchq_compat.read.qdq import FOLDED_SCALE
-from torchq_compat.support.graph_nodes import attribute_of
+from torchq_compat.support.graph_nodes import attribute_of, constant_of
 from torchq_compat.support.process_state import convert_pt2e, prepare_pt2e, prepare_qat_pt2e, without_code
 from torchq_compat.support.upstream import BatchNormBase, is_activation_post_process
 
@@ -153,9 +153,7 @@ def _value(graph_module: GraphModule, node: Argument) -> Tensor | None:
     if node is None:
         return None
     assert isinstance(node, Node)
-    value = attribute_of(graph_module, node)
-    assert isinstance(value, Tensor)
-    return value
+    return constant_of(graph_module, node)
 
 
 # Calibration: folded before anything is observed.

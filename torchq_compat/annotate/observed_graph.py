@@ -30,8 +30,9 @@ from torchq_compat.read.qdq import LARGE, constant_value, fold_weights, is_scale
 from torchq_compat.read.qparams import fold_weight, has_loaded_qparams, qparams_of, set_loaded_observer
 from torchq_compat.support import metadata
 from torchq_compat.support.dtypes import SIXTEEN_BITS, dtype_range, is_integer, plain_dtype
-from torchq_compat.support.graph_nodes import give_back_freed, module_path_of
+from torchq_compat.support.graph_nodes import attribute_of, give_back_freed, module_path_of
 from torchq_compat.support.process_state import prepare_pt2e
+from torchq_compat.support.sharded import is_sharded
 from torchq_compat.support.torch_ao import observer as legacy_observer
 from torchq_compat.support.upstream import FakeTensor, is_activation_post_process
 from torchq_compat.support.user_warnings import silenced
@@ -301,10 +302,15 @@ def _observe_weights(prepared: GraphModule) -> None:
         elif _fake_quantizes_weight(source, module) and not has_loaded_qparams(module):
             if observer_fault(module) is ObserverFault.UNSEEN:
                 module.disable_fake_quant()  # type: ignore[operator]  # No training used its qparams.
-            # Their kernels ask for the memory as if to write.
-            module(weight := constant_value(prepared, source).clone())
-            if weight.numel() > LARGE:
+            if module(_own_value(prepared, source)).numel() > LARGE:
                 give_back_freed()
+
+
+def _own_value(prepared: GraphModule, source: Node) -> Tensor:
+    """Return the weight at ``source`` in memory of its own: kernels ask for it as if to write."""
+    value = constant_value(prepared, source)
+    is_parameter = source.op == "get_attr" and not is_sharded(attribute_of(prepared, source))
+    return value.clone() if is_parameter else value
 
 
 def _fake_quantizes_weight(source: Node, module: nn.Module) -> bool:

@@ -30,6 +30,7 @@ from torchq_compat.read.qparams import hold_qparams, is_on_loaded_qparams
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.dtypes import plain_dtype
 from torchq_compat.support.process_state import draws_kept
+from torchq_compat.support.sharded import whole_inside
 from torchq_compat.support.torch_ao import FloatFunctional, fused_module
 from torchq_compat.support.user_warnings import warn_user
 
@@ -100,7 +101,8 @@ def convert_children(module: nn.Module, settings: ConvertSettings, path: str = "
             continue
         if not isinstance(child, (fused_module, OpaqueModule)) and not _custom_class(child, settings):
             convert_children(child, settings, where)
-        replaced[name] = convert_module(child, settings, where)
+        with whole_inside(child, where):
+            replaced[name] = convert_module(child, settings, where)
     # The same module may stand under several names.
     by_identity = {id(child): replaced[name] for name, child in module.named_children()}
     for name, standing in list(module._modules.items()):

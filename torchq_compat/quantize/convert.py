@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection
+from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,7 +28,6 @@ from torchq_compat.modules.parts import PartOwner
 from torchq_compat.modules.registry import ConvertRequest, CustomModuleHandler
 from torchq_compat.modules.user_modules import convert_float_calls
 from torchq_compat.ops import draws, those, weight_of
-from torchq_compat.quantize.distributed.ranks import whole_weights
 from torchq_compat.quantize.edited_observers import settle_observers, with_removed_observers
 from torchq_compat.quantize.passes import CONVERT, carries_out, run_passes
 from torchq_compat.read import qconfig_mappings
@@ -37,6 +38,7 @@ from torchq_compat.support import metadata
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.graph_nodes import give_back_freed, tensors_in
 from torchq_compat.support.process_state import draws_kept
+from torchq_compat.support.sharded import converting_together, is_sharded, make_whole, whole_inside
 from torchq_compat.support.torch_ao import QuantType
 from torchq_compat.support.upstream import (
     USER_PRESERVED_ATTRIBUTES_KEY,
@@ -166,9 +168,9 @@ def convert_to_reference(
         ConvertError: ``prepared`` did not come from this package's prepare, or has seen NaN or infinity.
         CustomModuleError: a quantized class does not do what the mapping promises.
     """
-    state = _Converting(prepared, settings, rules, backend, observer_qparams=observer_qparams)
     # torchao's convert of a QAT model makes random example inputs of its own.
-    with draws_kept():
+    with draws_kept(), converting_together(prepared) as parts:
+        state = _Converting(prepared, settings, rules, backend, parts, observer_qparams=observer_qparams)
         run_passes(CONVERT, state, prepared)
     return state.reference
 
@@ -191,6 +193,7 @@ class _Converting:
         settings: ConvertSettings,
         rules: qconfig_mappings.QConfigRules | None,
         backend: BackendTable | None,
+        parts: dict[int, Any],
         *,
         observer_qparams: bool,
     ) -> None:
@@ -198,6 +201,7 @@ class _Converting:
         self.settings = settings
         self.rules = rules
         self.backend = backend
+        self.parts = parts
         self.observer_qparams = observer_qparams
 
 
@@ -214,7 +218,7 @@ def _check_given(state: _Converting) -> None:
 
 @carries_out(CONVERT, "copy the prepared model")
 def _copy(state: _Converting) -> None:
-    state.working = _working_copy(state.prepared, state.settings)
+    state.working = _working_copy(state.prepared, state.settings, state.parts)
     state.removed = settle_observers(state.working, state.record)
     _check_observers(state.working)
     state.working.eval()
@@ -243,6 +247,7 @@ def _convert_graph(state: _Converting) -> None:
     )
     opaque_calls.quantize_boundaries(state.converted)
     expose_integers(state.converted, state.record.interface)
+    make_whole(state.converted, "")
     state.replaced = convert_float_calls(
         state.converted,
         state.settings.observed_to_quantized,
@@ -317,8 +322,9 @@ def _with_quantized_class(decision: Decision, replaced: dict[str, type[nn.Module
     return replace(decision, action=Action.QUANTIZED, reason=reason)
 
 
-def _working_copy(prepared: GraphModule, settings: ConvertSettings) -> GraphModule:
-    """Return a copy to use up; the parameters of opaque modules whose handlers copy them are not copied."""
+def _working_copy(prepared: GraphModule, settings: ConvertSettings, parts: dict[int, Any]) -> GraphModule:
+    """Return a copy to use up; ``parts`` of sharded parameters, and the parameters of opaque modules whose
+    handlers copy them, are not copied."""
     sharing = {
         path: opaque
         for path in {str(node.target): None for node in opaque_calls.opaque_call_nodes(prepared)}
@@ -332,8 +338,7 @@ def _working_copy(prepared: GraphModule, settings: ConvertSettings) -> GraphModu
         if not name.startswith(tuple(f"{path}." for path in sharing))
     }
     parameters = [item for opaque in sharing.values() for item in opaque.parameters() if id(item) not in tied]
-    with whole_weights(prepared) as whole:
-        return copy.deepcopy(prepared, {id(parameter): parameter for parameter in parameters} | whole)
+    return copy.deepcopy(prepared, {id(parameter): parameter for parameter in parameters} | parts)
 
 
 def _quantized_class(
@@ -364,7 +369,8 @@ def _convert_opaque_modules(
                 inner, settings, observer_qparams=observer_qparams
             ),
         )
-        working.set_submodule(path, handler.convert(request))
+        with nullcontext() if handler.carries_standalone else whole_inside(opaque, path):
+            working.set_submodule(path, handler.convert(request))
         if isinstance(opaque, PartOwner):
             owners.append(path)
     return tuple(owners)
@@ -443,7 +449,9 @@ def warn_of_loss(prepared: nn.Module, converted: graph_module.ConvertedModel) ->
     """
     last: graph_module.LastCall | None = vars(prepared).get(graph_module.LAST_CALL)
     is_integer = converted.record.interface.inputs or converted.record.interface.outputs
-    if last is None or is_integer or prepared.training or _decides(converted.reference):
+    # Ranks that have other batches would not all call a sharded model.
+    is_other = is_integer or any(map(is_sharded, prepared.parameters()))
+    if last is None or is_other or prepared.training or _decides(converted.reference):
         return
     tensors = tensors_in(last.args)
     if sum(tensor.numel() for tensor in tensors) > MOST:

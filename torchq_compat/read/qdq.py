@@ -20,7 +20,7 @@ from torch.fx.node import map_arg
 from torchao.quantization.pt2e.constant_fold import replace_node_with_constant
 
 from torchq_compat.ops import draws, those
-from torchq_compat.support.graph_nodes import attribute_of, free_name, give_back_freed
+from torchq_compat.support.graph_nodes import attribute_of, constant_of, free_name, give_back_freed
 from torchq_compat.support.process_state import is_compiling
 from torchq_compat.support.upstream import OpOverload  # The import registers quantized_decomposed.
 
@@ -203,8 +203,7 @@ def fold_weights(graph_module: GraphModule) -> None:
         if _is_constant(graph_module, node, constants, written):
             constants.add(node)
         if node.target in STATIC_QUANTIZES and node.args[0] in constants:
-            arguments = map_arg(node.args, partial(constant_value, graph_module))
-            folded = run_in_blocks(node, arguments)
+            folded = run_in_blocks(node, map_arg(node.args, partial(constant_value, graph_module)))
         elif is_scaled_weight(node) and any(user.target not in STATIC_QUANTIZES for user in node.users):
             folded = constant_value(graph_module, node)
         else:
@@ -287,7 +286,7 @@ def is_scaled_weight(node: Node) -> bool:
 def constant_value(graph_module: GraphModule, node: Node) -> Tensor:
     """Return the value of a node that is computed of constants."""
     if node.op == "get_attr":
-        value = attribute_of(graph_module, node).detach()
+        value = constant_of(graph_module, node).detach()
     else:
         args, kwargs = map_arg((node.args, node.kwargs), partial(constant_value, graph_module))
         with torch.no_grad():

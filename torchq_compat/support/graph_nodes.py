@@ -22,6 +22,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from torchq_compat.support.process_state import Lock
+from torchq_compat.support.sharded import whole
 from torchq_compat.support.upstream import (
     FakeTensor,
     data_address,
@@ -45,6 +46,12 @@ FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)')
 def attribute_of(owner: nn.Module, node: Node) -> Any:
     """Return the attribute of ``owner`` that a ``get_attr`` node reads."""
     return attribute_at(owner, str(node.target))
+
+
+def constant_of(owner: nn.Module, node: Node) -> Tensor:
+    """Return the tensor of ``owner`` that a ``get_attr`` node reads; the ranks gather it if it is sharded."""
+    value: Tensor = attribute_of(owner, node)
+    return whole(value, str(node.target))
 
 
 def attribute_at(owner: nn.Module, path: str) -> Any:

@@ -1,11 +1,12 @@
-"""What convert does under a process group: it unwraps, gathers weights, and says when the ranks differ."""
+"""What convert does first under a process group: it unwraps, waits for the ranks that share the weights, and
+says when the ranks differ."""
 
 from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from threading import Event
 from typing import Any
@@ -17,8 +18,9 @@ from torchq_compat.errors import ConvertError
 from torchq_compat.model.graph_module import Stage, record_of
 from torchq_compat.quantize.distributed.merge_observers import digest, is_merged, observers_of
 from torchq_compat.quantize.distributed.merge_rules import state_of
-from torchq_compat.quantize.distributed.wrappers import is_sharded, unwrapped
+from torchq_compat.quantize.distributed.wrappers import unwrapped
 from torchq_compat.read.qspecs import FAKE_QUANTIZES
+from torchq_compat.support.sharded import is_sharded, sharing_ranks
 from torchq_compat.support.upstream import default_store
 from torchq_compat.support.user_warnings import warn_user
 
@@ -36,7 +38,7 @@ def ready_to_convert(model: Any, function: str) -> Any:
     observers.
 
     Raises:
-        ConvertError: a wrapper has only parts of its weights.
+        ConvertError: a wrapper has only parts of its weights, or a rank with other parts does not convert.
     """
     model = unwrapped(model, function)
     record = record_of(model)
@@ -50,27 +52,30 @@ def meet_other_ranks(model: nn.Module, function: str) -> None:
     collective would hang where only some ranks convert.
 
     The rank that comes last finds the numbers of all others and warns. One that comes first waits for them
-    only if it has to tell something else: that nothing was merged, or that it waits for their weights.
+    only if it has to tell something else, that nothing was merged, or if they have parts of the weights.
+
+    Raises:
+        ConvertError: a rank with parts of the weights did not convert in the time of the process group.
     """
     if not dist.is_available() or not dist.is_initialized() or default_store() is None:
         return  # None: that of MPI
     units, rank, world = observers_of(model), dist.get_rank(), dist.get_world_size()
     is_trained = any(isinstance(unit, FAKE_QUANTIZES) for unit in units.values())
-    in_parts = any(map(is_sharded, model.parameters()))
+    sharing = sharing_ranks(model)
     is_one = world == 1 or not units or all(is_merged(unit, world) for unit in units.values())
-    if world == 1 or (is_one and not in_parts):
+    if world == 1 or (is_one and not sharing):
         return
     structure = zlib.crc32("\n".join(model.state_dict()).encode())
     _CONVERTED[structure] += 1
     prefix = f"torchq_compat/convert/{structure}/{_CONVERTED[structure]}"
     own = str(_digest_of(model, units)).encode()
     try:
-        others = _exchanged(prefix, own, waits=in_parts or not (is_trained or _ALONE.is_set()))
+        others = _exchanged(prefix, own, waits=bool(sharing) or not (is_trained or _ALONE.is_set()))
     except RuntimeError:  # A store that is gone, or that of a fake group: convert does without.
         return
-    missing = sorted({*range(world)} - {rank, *others})
-    if in_parts and missing:
-        warn_user("TQ429", function=function, rank=rank, others=", ".join(map(str, missing)))
+    if late := sorted(sharing - {rank, *others}):
+        _wait_for(late, prefix, structure, function)
+    missing = {*range(world)} - {rank, *others, *late}
     differing = [other for other, number in others.items() if number != own]
     if is_one or (not differing and (is_trained or not missing)):
         return
@@ -97,6 +102,22 @@ def _exchanged(prefix: str, own: bytes, *, waits: bool) -> dict[int, bytes]:
     return {other: store.get(key) for other, key in keys.items() if store.check([key])}
 
 
+def _wait_for(late: list[int], prefix: str, structure: int, function: str) -> None:
+    """Wait for the numbers of ranks without which the weights cannot be gathered."""
+    store, rank, others = default_store(), dist.get_rank(), ", ".join(map(str, late))
+    warn_user("TQ429", function=function, rank=rank, others=others)
+    try:
+        store.wait([f"{prefix}/{other}" for other in late])
+    except RuntimeError as cause:
+        _CONVERTED[structure] -= 1  # They meet this rank when it converts again, and not where it gave up.
+        with suppress(RuntimeError):
+            store.delete_key(f"{prefix}/{rank}")
+        seconds = round(store.timeout.total_seconds())
+        raise ConvertError.of(
+            "TQ950.sharded_not_all", function=function, rank=rank, others=others, seconds=seconds
+        ) from cause
+
+
 def _digest_of(model: nn.Module, units: Mapping[str, nn.Module]) -> int:
     values: dict[str, Any] = {
         f"{path}.{name}": value for path, unit in units.items() for name, value in state_of(unit).items()
@@ -105,64 +126,3 @@ def _digest_of(model: nn.Module, units: Mapping[str, nn.Module]) -> int:
     inside = tuple(f"{path}." for path in units)
     values |= {n: t for n, t in tensors.items() if not n.startswith(inside) and not is_sharded(t)}
     return digest(values)
-
-
-@contextmanager
-def whole_weights(model: nn.Module) -> Iterator[dict[int, Any]]:
-    """Yield the memo with which ``copy.deepcopy`` copies ``model`` with whole parameters, gathered one by
-    one, if ``fully_shard`` sharded it. Every rank of the mesh has to take part.
-
-    Raises:
-        ConvertError: there is no process group.
-    """
-    if not any(map(is_sharded, model.parameters())):
-        yield {}
-        return
-    if not dist.is_initialized():
-        raise ConvertError.of("TQ950.sharded_alone")
-    from torch.distributed.fsdp import FSDPModule
-
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-    parameters: Any = model.parameters()
-    whole: dict[int, Any] = {
-        id(parameter): nn.Parameter(parameter.full_tensor().detach(), requires_grad=parameter.requires_grad)
-        for parameter in parameters
-        if is_sharded(parameter)
-    }
-    with _without_fsdp(model):
-        yield whole
-
-
-@contextmanager
-def _without_fsdp(model: nn.Module) -> Iterator[None]:
-    """Give the modules of ``model`` the classes, hooks and attributes from before ``fully_shard``: its class
-    refuses copies, and the rest holds process groups."""
-    from torch.distributed.fsdp import FSDPModule
-
-    before: list[tuple[Any, type, dict[str, Any]]] = [
-        (module, type(module), dict(vars(module)))
-        for module in model.modules()
-        if isinstance(module, FSDPModule)
-    ]
-    try:
-        for module, cls, attributes in before:
-            module.__class__ = cls.__mro__[2]  # After FSDP's own class and FSDPModule.
-            for name, value in attributes.items():
-                if name.startswith("__composable_api"):
-                    del vars(module)[name]
-                elif name.endswith("_hooks") and isinstance(value, dict):
-                    own = ((key, hook) for key, hook in value.items() if not _is_fsdp(hook))
-                    vars(module)[name] = type(value)(own)
-        yield
-    finally:
-        for module, cls, attributes in before:
-            module.__class__ = cls
-            vars(module).update(attributes)
-
-
-def _is_fsdp(hook: Any) -> bool:
-    """Return whether ``hook``, which torch may have wrapped, is a function of torch.distributed."""
-    function = getattr(hook, "hook", hook)
-    return str(getattr(function, "__module__", "")).startswith("torch.distributed.")

@@ -5,18 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from torchq_compat.errors import ConvertError, InputError
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Return whether each rank has a part of ``tensor`` only."""
-    if not dist.is_available():
-        return False
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(tensor, DTensor)
+from torchq_compat.support.sharded import is_sharded
 
 
 def _inside(model: Any) -> Any:
@@ -33,11 +25,14 @@ def check_not_wrapped(model: nn.Module) -> None:
     """
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         problem = f"a {type(model).__name__}, which holds the model"
-    elif any(map(is_sharded, model.parameters())):
+        raise InputError.of("TQ901.wrapped_model", problem=problem)
+    check_not_sharded(model)
+
+
+def check_not_sharded(model: nn.Module) -> None:
+    if any(map(is_sharded, model.parameters())):
         problem = f"sharded: each rank has parts of the parameters of this {type(model).__name__}"
-    else:
-        return
-    raise InputError.of("TQ901.wrapped_model", problem=problem)
+        raise InputError.of("TQ901.wrapped_model", problem=problem)
 
 
 def unwrapped(model: Any, function: str) -> Any:
