@@ -255,13 +255,14 @@ FARTHEST = 4
 #: How many sizes next to the example's are tried one by one.
 NEAR = 16
 #: What is told of a rule that no dimension breaks alone.
-AS_IN_EXAMPLE = "sizes at which the model decides as in the example"
+AS_IN_EXAMPLE = "a size at which the model decides as in the example"
 
 
 def accepted_range(sizes: InputSizes, example: Mapping[Place, int]) -> InputSizes:
     """Return ``sizes`` with each rule about computed sizes told of the dimension that may break it; rules
     that no size breaks are dropped."""
-    tries = _Tries(sizes, dict(example))
+    assert sizes.program is not None
+    tries = _Tries(sizes, dict(example), {**example, **sizes.program.sizes(example)})
     by_condition: dict[str, SizeRule] = {}
     for dimension in (item for item in sizes.dimensions if item.root is None):
         broken = tries.broken_by(dimension)
@@ -278,10 +279,15 @@ def accepted_range(sizes: InputSizes, example: Mapping[Place, int]) -> InputSize
         rule.dimension.place for rule in by_condition.values() if rule.expected == str(rule.dimension.example)
     }
     rules = tuple(
-        by_condition.get(rule.condition, replace(rule, expected=AS_IN_EXAMPLE)) if rule.is_computed else rule
+        by_condition.get(
+            rule.condition, replace(rule, expected=AS_IN_EXAMPLE, dimension=mover or rule.dimension)
+        )
+        if rule.is_computed
+        else rule
         for rule in sizes.rules
+        for mover in [tries.mover(rule)]
         if rule.condition in by_condition
-        or (tries.may_break(rule) if rule.is_computed else rule.line or rule.dimension.place not in fixed)
+        or (mover if rule.is_computed else rule.line or rule.dimension.place not in fixed)
     )
     needs_program = any(rule.is_computed for rule in rules)
     return replace(sizes, rules=rules, program=sizes.program if needs_program else None)
@@ -293,8 +299,9 @@ class _Tries:
 
     sizes: InputSizes
     example: dict[Place, int]
+    known: Mapping[Place, Any]
     _refused: set[tuple[Place, int]] = field(default_factory=set)
-    _values: dict[Place, set[int]] = field(default_factory=dict)
+    _movers: dict[Place, Dimension] = field(default_factory=dict)
     _known: dict[tuple[Place, int], tuple[SizeRule, ...]] = field(default_factory=dict)
 
     def broken_by(self, dimension: Dimension) -> list[SizeRule]:
@@ -306,9 +313,9 @@ class _Tries:
                 matches[rule.condition] = rule
         return list(matches.values())
 
-    def may_break(self, rule: SizeRule) -> bool:
-        """Return whether a size that ``rule`` is about was another one in some try."""
-        return any(len(self._values.get(place, ())) > 1 for place in rule.places.values())
+    def mover(self, rule: SizeRule) -> Dimension | None:
+        """Return the dimension that changed a size which ``rule`` is about in some try; None if none did."""
+        return next((self._movers[place] for place in rule.places.values() if place in self._movers), None)
 
     def words(self, dimension: Dimension, own: str) -> tuple[str, str]:
         """Return the sizes of ``dimension`` around the example's that break no rule, as text for people, and
@@ -362,7 +369,8 @@ class _Tries:
             computed = program.sizes(known)
             known.update(computed)
             for place, value in known.items():
-                self._values.setdefault(place, set()).add(value)
+                if self.known[place] != value:
+                    self._movers.setdefault(place, dimension)
             if len(computed) < len(program.asked):
                 self._refused.add(key)
             self._known[key] = tuple(r for r in self.sizes.rules if r.is_computed and not r.holds(known))
