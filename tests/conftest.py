@@ -33,6 +33,7 @@ from tests.helpers import once
 from tests.helpers.once import SEED
 from torchq_compat.codes import CODES
 from torchq_compat.errors import QuantizationWarning, TorchQCompatError
+from torchq_compat.support.decisions import Decision
 
 torch.set_num_threads(int(os.environ.get("TORCHQ_THREADS", "1")))
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the scripts that tests start
@@ -74,6 +75,7 @@ def noting(original: Callable[..., None]) -> Callable[..., None]:
 
 TorchQCompatError.__init__ = noting(TorchQCompatError.__init__)  # type: ignore[method-assign]
 QuantizationWarning.__init__ = noting(QuantizationWarning.__init__)  # type: ignore[method-assign]
+Decision.__init__ = noting(Decision.__init__)  # type: ignore[method-assign]
 
 
 @pytest.hookimpl(wrapper=True)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.ao.quantization import QConfigMapping
 
 import torchq_compat as tc
+from torchq_compat.capture.checked import decide_values
 from torchq_compat.capture.torch_export import capture_freely
 from torchq_compat.support import metadata
 
@@ -97,3 +98,5 @@ def test_asserts_of_several_values_go_on() -> None:
     lines = [line for line, value in metadata.VALUES_DECIDED.of(captured) or () if value is None]
     assert len(lines) == 6
     assert [value for _, value in metadata.VALUES_DECIDED.of(captured) or () if value is not None] == [1]
+    codes = [decision.code for decision in decide_values(metadata.VALUES_DECIDED.of(captured) or ())]
+    assert sorted(codes) == ["TQ603"] * 6 + ["TQ604"]

@@ -33,7 +33,7 @@ from torchq_compat.port.constructs import CONSTRUCTS, RETIRED
 from torchq_compat.profiles import whole_range_dynamic
 from torchq_compat.read.qconfig_mappings import MISTAKEN_FOR_MAPPINGS
 from torchq_compat.recurrent.kernel import build
-from torchq_compat.support.decisions import Action, Decision, warn_of_decisions
+from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.user_warnings import warn_user
 
 X = torch.randn(8, 4)
@@ -133,19 +133,43 @@ def test_warnings_can_be_filtered_by_code_and_by_severity() -> None:
 
 
 def test_a_decision_that_matters_has_a_code() -> None:
-    assert not Decision("a", "Linear", Action.FLOAT, "its qconfig is None").code
     for action in Action:
         assert CODES[Decision("a", "Linear", action, "because", warn=True).code].severity != "error"
-    alike, other = (
-        [Decision(path, "Linear", Action.QUANTIZED, "", unlike_fx="FX does not", code=code) for path in paths]
-        for code, paths in (("TQ504", "abcd"), ("TQ505", "e"))
-    )
-    with pytest.warns(errors.QuantizationNote, match=r"^Linear at 'a', 'b', 'c' and 1 more: FX.*\[TQ504\]$"):
-        warn_of_decisions(alike)
-    with pytest.warns(errors.QuantizationNote, match=r"^FX gives .* 5 places .*\[TQ599\]\nLinear") as caught:
-        warn_of_decisions([*alike, *other])
+        is_told = action in (Action.FLOAT, Action.DROPPED, Action.REFERENCE)
+        assert bool(Decision("a", "Linear", action, "because").code) is is_told
+        assert not Decision("a", "Linear", action, "its qconfig is None (global)").code
+
+
+class OtherInFx(nn.Module):
+    """Is cut in FX five times, has a layer that FX leaves float, and sums that grow with the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.behind = nn.Linear(4, 2), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gates = [self.fc(torch.sigmoid(x[i : i + 1])) for i in range(5)]
+        return torch.cat([*gates, self.behind(x.reshape(-1, 4)), x.erf()[:, :2]])
+
+
+def test_several_reasons_are_one_note_and_the_same_words_everywhere() -> None:
+    with pytest.warns(errors.QuantizationNote) as caught:
+        prepared = tc.prepare_fx(OtherInFx().eval(), get_default_qconfig_mapping("x86"), (X,))
     (warning,) = caught
-    assert "explain(model)" in str(warning.message)
+    assert warning.message.code == "TQ599"
+    text = str(warning.message)
+    assert re.match(
+        r"FX gives other numbers at 6 places .*\[TQ599\]\nsigmoid.* and 2 more: FX .* \[TQ504\]\n", text
+    )
+    assert text.count("[TQ506]") == 1
+    assert "explain(model)" in text
+    report = tc.explain(prepared)
+    for row in (row for row in report.rows if row.code):
+        assert f"{row.reason} [{row.code}]" == row.note
+    assert report.to_text(400).count("[TQ504]") == 5
+    assert report.to_text(400).count("[TQ506]") == 1
+    (erf,) = report.find("erf")
+    assert (erf.action, erf.code) == (Action.FLOAT, "TQ401")
 
 
 class CutInFx(nn.Module):

@@ -39,7 +39,7 @@ from torchq_compat.read.observers import fixed_qparams_constructor, translate_co
 from torchq_compat.read.qconfig_mappings import QConfigRules
 from torchq_compat.read.qspecs import OpSpecs, check_axis, make_spec
 from torchq_compat.support import metadata
-from torchq_compat.support.decisions import Action, Decision
+from torchq_compat.support.decisions import OF_CONSTANTS, ON_FLOATS, Action, Decision
 from torchq_compat.support.dtypes import dtype_range, is_integer
 from torchq_compat.support.torch_ao import HistogramObserver, ObservationType
 from torchq_compat.support.upstream import FIXED_QPARAMS_OP_TO_OBSERVER
@@ -258,7 +258,7 @@ class _State:
         if entry is None:
             return Action.FLOAT, f"the backend config {self.backend.name!r} has no pattern for it"
         if pattern.last.output in self.constants and not pattern.first.origin.is_module_call:
-            return Action.FLOAT, "it computes with sizes and constants alone"
+            return Action.FLOAT, OF_CONSTANTS
         updated = next((self.updates[n] for n in pattern.first.nodes if n in self.updates), "")
         if updated and not pattern.first.parameters:
             return Action.FLOAT, f"it updates the buffer {updated!r} from its old value: no range holds it"
@@ -450,7 +450,7 @@ class _State:
             if specs.reuses_input:
                 borrowed = self._is_observed_before(partition.inputs[0][0])
                 self.quantized_in_fx_alone[last.output] = BORROWED_IN_FX if borrowed else LEFT_FLOAT_IN_FX
-            return Action.FLOAT, "it reuses the qparams of its input, which is float"
+            return Action.FLOAT, ON_FLOATS
         dtype = next(d for d in dtypes if d is not None)
         if len(partition.inputs) == 1 and all(preserves_values(node) for node in partition.nodes):
             self.dtype_of[last.output] = dtype

@@ -440,11 +440,10 @@ def decide_values(decided: Sequence[tuple[str, Any]]) -> Iterator[Decision]:
     Python decided by."""
     for line, value in decided:
         if value is None:
-            reason = f"{line} is not checked any more: a graph has no control flow on values"
-            yield Decision("", "assert", Action.DROPPED, reason)
+            yield Decision("", "assert", Action.DROPPED, said("TQ603", line=line), code="TQ603")
         else:
-            reason = f"{line} asks for it: it stays {value!r}, as in FX, also if the model gets another"
-            yield Decision("", "value of a buffer", Action.FIXED, reason)
+            reason = said("TQ604", line=line, value=value)
+            yield Decision("", "value of a buffer", Action.FIXED, reason, code="TQ604")
 
 
 def decide_blocks(result: Attempt, *, is_qat: bool) -> Iterator[Decision]:
@@ -455,7 +454,7 @@ def decide_blocks(result: Attempt, *, is_qat: bool) -> Iterator[Decision]:
             reason = (
                 "its ops are quantized and run in the dtype they are given, as in FX, which traced through"
             )
-            yield Decision(block.path, block.context, Action.DROPPED, reason)
+            yield Decision(block.path, block.context, Action.DROPPED, reason, code="TQ314")
         else:
             reason = said("TQ314")
             yield Decision(block.path, block.context, Action.DROPPED, reason, warn=is_qat, code="TQ314")

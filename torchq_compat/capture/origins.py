@@ -204,6 +204,7 @@ def decide_leftovers(model: nn.Module, preserved: Collection[str]) -> Iterator[D
             "attribute",
             Action.DROPPED,
             "torch.export keeps no Python attributes; PrepareCustomConfig.set_preserved_attributes does",
+            code="TQ311",
         )
     for path, module in model.named_modules():
         hooks = [hook for kind in HOOKS for hook in (getattr(module, kind, None) or {}).values()]

@@ -68,7 +68,9 @@ def decide_training_flags(
         if module.training == is_qat or is_container or any(_is_inside(path, outer) for outer in reported):
             continue
         if module in kept:
-            yield Decision(path, f"training mode of {type(module).__name__}", Action.FLOAT, KEPT)
+            yield Decision(
+                path, f"training mode of {type(module).__name__}", Action.FLOAT, KEPT, code="TQ313"
+            )
             continue
         reported.append(path)
         is_lost = not is_qat or any(norm == path or _is_inside(norm, path) for norm in fused)

@@ -317,9 +317,6 @@ WEIGHTED = (
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
     *(nn.Linear, nn.Embedding, nn.EmbeddingBag),
 )
-COMPUTED = (
-    "prepare computes the weight once, and it is quantized; FX quantizes it where a ReLU is fused with it"
-)
 
 
 def compute_weights(working: nn.Module, rules: QConfigRules) -> None:
@@ -340,7 +337,9 @@ def decide_parametrizations(model: nn.Module, rules: QConfigRules, *, is_qat: bo
         if is_qat:
             yield Decision(path, plain.__name__, Action.FLOAT, _why_float(path), warn=True, code="TQ403")
         else:
-            yield Decision(path, f"parametrization of {plain.__name__}", Action.DROPPED, COMPUTED)
+            yield Decision(
+                path, f"parametrization of {plain.__name__}", Action.DROPPED, said("TQ331"), code="TQ331"
+            )
 
 
 def _to_quantize(model: nn.Module, rules: QConfigRules) -> list[tuple[str, nn.Module, type[nn.Module]]]:

@@ -51,16 +51,19 @@ def find_causes(capture: Capture) -> tuple[Finding, ...]:
     for left in capture.left_float:
         what = f"{left.kind} stays float here"
         findings.append(_finding(left.path, "known-differences-from-fx", what, left.why, left.code))
-    of_points = [finding for point in capture.points if (finding := _of_point(point, capture)) is not None]
-    explained = {finding.where for finding in of_points}
-    if capture.fx.outcome is FxOutcome.RAN:
-        for place in (item for item in capture.unlike_fx if item.path not in explained):
-            what, link = (
-                f"{place.kind} has other numbers in FX",
-                f"{GUIDE_PAGES}/{CODES[place.code].page}#{place.code.lower()}",
-            )
-            findings.append(Finding(place.path, what, place.why, link, place.code))
-    return (*findings, *of_points, *(() if of_points else _of_outputs(capture)))
+    measured = {
+        finding.where: finding
+        for point in capture.points
+        if (finding := _of_point(point, capture)) is not None
+    }
+    of_outputs = () if measured else _of_outputs(capture)
+    for place in capture.unlike_fx if capture.fx.outcome is FxOutcome.RAN else ():
+        # In the words and with the code that prepare_fx and explain give.
+        link = f"{GUIDE_PAGES}/{CODES[place.code].page}#{place.code.lower()}"
+        alone = f"{place.kind} has other numbers in FX"
+        what = measured[place.path].what if place.path in measured else alone
+        measured[place.path] = Finding(place.path, what, place.why, link, place.code)
+    return (*findings, *measured.values(), *of_outputs)
 
 
 def _finding(where: str, anchor: str, what: str, why: str = "", code: str = "") -> Finding:

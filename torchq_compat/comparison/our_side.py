@@ -135,6 +135,7 @@ def quantize_by_us(case: Case) -> OurSide:
         warnings.simplefilter("ignore")
         deployed = convert_fx(copy.deepcopy(prepared), case.convert_custom_config, observer_qparams=as_fx)
     decisions = tuple(explain(converted))
+    names = {decision.path: _name(key) for key, decision in _op_keys(decisions)}
     places = dict(_places(converted, decisions))
     observed = _names_of_observed(prepared)
     exact = copy.deepcopy(prepared).apply(disable_fake_quant).eval()
@@ -152,7 +153,11 @@ def quantize_by_us(case: Case) -> OurSide:
             for d in decisions
             if d.action is Action.FLOAT and (d.warn or not d.node) and not computes_nothing(converted, d)
         ),
-        tuple(Explained(d.path, d.kind, d.unlike_fx, d.code) for d in decisions if d.unlike_fx),
+        tuple(
+            Explained(names.get(d.path, d.path), d.kind, d.unlike_fx, d.code)
+            for d in decisions
+            if d.unlike_fx
+        ),
         sum(d.action is Action.QUANTIZED for d in decisions),
     )
 

@@ -19,7 +19,14 @@ from torchq_compat.model.graph_module import QuantizationGraphModule, record_of
 from torchq_compat.model.quantized_interface import quantized_values, result_details
 from torchq_compat.quantize.first_call import WaitingModel
 from torchq_compat.support.argument_checks import checked_arguments, instance_of
-from torchq_compat.support.decisions import MODULE_DECISIONS, Action, Decision, QuantizedValue, Report
+from torchq_compat.support.decisions import (
+    MODULE_DECISIONS,
+    NOT_PREPARED,
+    Action,
+    Decision,
+    QuantizedValue,
+    Report,
+)
 from torchq_compat.support.dtypes import dtype_name
 from torchq_compat.support.graph_nodes import module_path_of
 from torchq_compat.support.report import ObservedRange
@@ -154,7 +161,7 @@ def _folded(
 def _of_float_model(model: nn.Module) -> Iterator[Decision]:
     for path, module in model.named_modules():
         if path and is_fx_leaf(module) and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-            yield Decision(path, type(module).__name__, Action.FLOAT, "the model has not been prepared")
+            yield Decision(path, type(module).__name__, Action.FLOAT, NOT_PREPARED)
 
 
 def _inside(modules: Mapping[str, nn.Module], decision: Decision) -> Iterator[Decision]:

@@ -5,6 +5,7 @@ A decision is a value. The stage that makes it returns it; the report only colle
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -45,9 +46,15 @@ class Action(StrEnum):
 
 #: The actions of decisions after conversion, made in addition to the decision about an op.
 LOWERINGS = (Action.LOWERED, Action.REFERENCE)
+#: The actions of decisions that matter, unless their reason begins with one by which nothing is lost.
+TOLD = (Action.FLOAT, Action.DROPPED, Action.REFERENCE)
+NOT_PREPARED = "the model has not been prepared"
+ON_FLOATS = "it reuses the qparams of its input, which is float"
+OF_CONSTANTS = "it computes with sizes and constants alone"
+NOTHING_LOST = ("its qconfig is None", NOT_PREPARED, ON_FLOATS, OF_CONSTANTS)
 #: The reason for an op that is part of another op's kernel.
 FUSED = "runs in the kernel of the op before it"
-#: The code of a decision to warn about that names none.
+#: The code of a decision that matters and names none.
 _CODES = {
     Action.QUANTIZED: "TQ415",
     Action.SHARED: "TQ415",
@@ -131,7 +138,8 @@ class Decision:
         values: the weights of the op, and the inputs that are quantized for it.
         is_part: whether the decision is about a part inside a custom module.
         unlike_fx: what FX does instead, if it gives other numbers; empty if FX does the same.
-        code: the code in the register, of a decision with ``warn`` or ``unlike_fx``.
+        code: the code in the register, of a decision with ``warn`` or ``unlike_fx``, and of what stays float,
+            is dropped or runs as q-dq without being asked for.
     """
 
     path: str
@@ -147,7 +155,8 @@ class Decision:
     code: str = ""
 
     def __post_init__(self) -> None:
-        if self.warn and not self.code:
+        is_told = self.action in TOLD and not self.is_part and not self.reason.startswith(NOTHING_LOST)
+        if not self.code and (self.warn or is_told):
             object.__setattr__(self, "code", _CODES[self.action])
 
 
@@ -254,26 +263,35 @@ class Report:
 
 
 def warn_of_decisions(decisions: Iterable[Decision]) -> None:
-    """Warn of the decisions that could mislead, once for all places with the same reason, and once of other
-    numbers than FX."""
-    alike: dict[tuple[Action, str, str], list[Decision]] = {}
-    unlike_fx: dict[tuple[str, str], list[Decision]] = {}
+    """Warn of the decisions that could mislead, once for each code, and once of other numbers than FX."""
+    alike: dict[str, dict[tuple[Action, str], list[Decision]]] = {}
+    unlike_fx: dict[str, dict[str, list[Decision]]] = {}
     for decision in decisions:
         if decision.warn:
-            alike.setdefault((decision.action, decision.reason, decision.code), []).append(decision)
+            of_code = alike.setdefault(decision.code, {})
+            of_code.setdefault((decision.action, decision.reason), []).append(decision)
         elif decision.unlike_fx:
-            unlike_fx.setdefault((decision.unlike_fx, decision.code), []).append(decision)
-    if len({code for _, code in unlike_fx}) > 1:
-        lines = [f"{_places(there)}: {sentence}. [{code}]" for (sentence, code), there in unlike_fx.items()]
-        count = sum(map(len, unlike_fx.values()))
+            unlike_fx.setdefault(decision.code, {}).setdefault(decision.unlike_fx, []).append(decision)
+    sentences = {
+        code: "; ".join(f"{_places(there)}: {what}" for what, there in places.items())
+        for code, places in unlike_fx.items()
+    }
+    if len(sentences) > 1:
+        count = sum(len(there) for places in unlike_fx.values() for there in places.values())
+        lines = [f"{sentence}. [{code}]" for code, sentence in sentences.items()]
         warn_of("TQ599", "\n".join([said("TQ599", count=count), *lines]))
-    elif unlike_fx:
-        sentences = [f"{_places(there)}: {sentence}" for (sentence, _), there in unlike_fx.items()]
-        warn_of(next(iter(unlike_fx))[1], f"{'; '.join(sentences)}.")
-    for (action, reason, code), there in alike.items():
-        outcome = (("is", "are"), ("stays", "stay"))[action is Action.FLOAT][len(there) > 1]
-        what = reason if action in LOWERINGS else f"{outcome} {action.value}: {reason}"
-        warn_of(code, f"{_places(there)} {what.rstrip('.')}.")
+    else:
+        for code, sentence in sentences.items():
+            warn_of(code, f"{sentence}.")
+    for code, places in alike.items():
+        warn_of(code, "; ".join(itertools.starmap(_outcome, places.items())) + ".")
+
+
+def _outcome(what: tuple[Action, str], there: Sequence[Decision]) -> str:
+    action, reason = what
+    verb = (("is", "are"), ("stays", "stay"))[action is Action.FLOAT][len(there) > 1]
+    reason = reason.rstrip(".")
+    return f"{_places(there)} {reason if action in LOWERINGS else f'{verb} {action.value}: {reason}'}"
 
 
 def _places(decisions: Sequence[Decision]) -> str:
@@ -336,6 +354,7 @@ def _row(decision: Decision, lowered: Sequence[Decision]) -> report.Row:
         runs_as="; ".join(dict.fromkeys(entry.reason for entry in lowered)),
         on_integers=all(item.action is Action.LOWERED for item in lowered) if lowered else None,
         reason=", ".join(filter(None, (decision.reason, *others, decision.unlike_fx))),
+        code=decision.code,
     )
 
 

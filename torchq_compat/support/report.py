@@ -201,6 +201,7 @@ class Row:
         runs_as: what the op runs as after ``convert_fx``; empty if this is not known.
         on_integers: whether the op runs on an integer kernel; None if this is not known.
         reason: why; it names the setting that decided.
+        code: the code in the register, of a decision that matters.
     """
 
     path: str
@@ -214,6 +215,12 @@ class Row:
     runs_as: str = ""
     on_integers: bool | None = None
     reason: str = ""
+    code: str = ""
+
+    @property
+    def note(self) -> str:
+        """The reason with the code behind it."""
+        return f"{self.reason} [{self.code}]" if self.code else self.reason
 
     def as_dict(self) -> dict[str, Any]:
         """Return the row as plain values."""
@@ -249,7 +256,8 @@ def headline(rows: Sequence[Row]) -> str:
 
 def default_reason(rows: Iterable[Row]) -> str:
     """Return the reason that most quantized ops have, to be shown once; empty if no two ops share it."""
-    reasons = Counter(row.reason for row in rows if row.role == "op" and row.action == "quantized")
+    plain = (row for row in rows if row.role == "op" and row.action == "quantized" and not row.code)
+    reasons = Counter(row.reason for row in plain)
     (reason, count), *_ = reasons.most_common(1) or [("", 0)]
     return reason if count > 1 else ""
 
@@ -276,14 +284,14 @@ def report_text(rows: Sequence[Row], width: int) -> str:
     if common:
         blocks.append(f"Reason, unless noted otherwise: {common}.")
     if sizes:
-        blocks.append(_table(SIZES, [(row.path, row.kind, row.action, row.reason) for row in sizes], width))
+        blocks.append(_table(SIZES, [(row.path, row.kind, row.action, row.note) for row in sizes], width))
     return "\n\n".join(blocks)
 
 
 def cells(row: Row, common: str) -> tuple[str, ...]:
     """Return the cells of the table for ``row``; a reason equal to ``common`` is left out."""
-    reason = "" if row.reason in (common, OF_PARTS) else row.reason.removeprefix(f"{OF_PARTS}; ")
-    if row.action == "shared":
+    reason = "" if row.note in (common, OF_PARTS) else row.note.removeprefix(f"{OF_PARTS}; ")
+    if row.action == "shared" and not row.code:
         reason = ""
     note = "; ".join(filter(None, (row.runs_as, reason)))
     scale = "" if row.scale is None else f"{row.scale:.6g}"
@@ -317,7 +325,7 @@ def report_html(rows: Sequence[Row]) -> str:
     """Return the headline, and the table in a ``<details>`` that is open if the table is short."""
     common = default_reason(rows)
     shown = [
-        cells(row, common) if row.role != "size" else (row.path, row.kind, row.action, "", "", row.reason)
+        cells(row, common) if row.role != "size" else (row.path, row.kind, row.action, "", "", row.note)
         for row in rows
     ]
     state = " open" if len(shown) <= 40 else ""
