@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +13,13 @@ from tests.helpers.lstm_flow import uniform
 from torchq_compat.read.qparams import PerTensorQParams
 from torchq_compat.recurrent.cell_graph import ConvertedCellGraphModule
 from torchq_compat.recurrent.kernel.bound_module import OwnedProgram, run_native_direction
+from torchq_compat.recurrent.kernel.module_numbers import (
+    CellNumbers,
+    ModuleNumbers,
+    floats_around,
+    weight_mask,
+)
+from torchq_compat.recurrent.kernel.op import recurrent
 from torchq_compat.recurrent.kernel.program import column_qparams
 
 #: The qparams of ``x``, as if from a quantized layer in front.
@@ -53,3 +61,42 @@ def attribute(cell: nn.Module, name: str) -> Tensor:
         value = getattr(value, part)
     assert isinstance(value, Tensor)
     return value
+
+
+def cell_loop(
+    x: Tensor,
+    states: Sequence[Tensor],
+    weights: Sequence[Tensor | None],
+    table: Tensor,
+    constants: Tensor,
+    input_qparams: Sequence[float],
+    *,
+    backward: bool,
+) -> tuple[Tensor, list[Tensor]]:
+    """Run one direction of one layer of a converted recurrent module as one call of the operator.
+
+    Args:
+        x: (T, B, I) float32.
+        states: (B, width) float32 each, the hidden state first.
+        weights: for each linear int8 values (N, K), scales (N,) and zero points (N,) or None if per tensor,
+            and bias (N,) or None.
+        table: the instructions, ``CellProgram.table``.
+        constants: the qparams of the instructions, ``CellProgram.constants``.
+        input_qparams: (columns, scale, zero point, quant_min, quant_max, integer of NaN) of each group of
+            columns of ``x``, one after the other; a scale of 0: x has no 8-bit qparams.
+        backward: whether to run from the last step to the first.
+
+    Returns:
+        The hidden states of all steps (T, B, width) and the last states, which are ``states`` if there are no
+        steps.
+    """
+    masks = tuple(weight_mask(weights[at + 1 : at + 4]) for at in range(0, len(weights), 4))
+    numbers = ModuleNumbers(((CellNumbers(table, constants, masks, backward=backward),),))
+    output, *last = recurrent(
+        x,
+        [state[None] for state in states],
+        [weight for weight in weights if weight is not None],
+        numbers.tensor(),
+        floats_around(list(input_qparams) or [x.shape[-1], *[0.0] * 5], len(states)),
+    )
+    return output, [state[0] for state in last]

@@ -103,7 +103,7 @@ def test_the_kernel_and_torchs_operators_agree(name: str) -> None:
         program = cell.program()
         assert program is not None
         weights = [None if n is None else attribute(cell, n) for names in program.weights for n in names]
-        interpreted = run_interpreted(x, states, weights, program.table, program.constants, (), backward=True)
+        interpreted = run_interpreted(x, states, weights, program.table, program.constants, backward=True)
         worst, share = steps_between(cell, interpreted, native(cell, x, states, backward=True))
         assert worst <= 2.01
         assert share <= 0.01

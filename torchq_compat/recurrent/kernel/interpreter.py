@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchq_compat.errors import InputError
 from torchq_compat.read.qdq import CHOOSE_QPARAMS, DEQUANTIZE_DYNAMIC, QUANTIZE_DYNAMIC
 from torchq_compat.recurrent.kernel.module_numbers import Boundary, CellNumbers, ModuleNumbers
 from torchq_compat.recurrent.kernel.program import (
@@ -41,10 +40,22 @@ def run_interpreted(
     weights: Sequence[Tensor | None],
     table: Tensor,
     constants: Tensor,
-    _input_qparams: Sequence[float],
+    *,
     backward: bool,
 ) -> tuple[Tensor, list[Tensor]]:
-    """Run one direction of a layer; arguments and results as in ``op.cell_loop``.
+    """Run one direction of a layer over time.
+
+    Args:
+        x: (T, B, I) float32.
+        states: (B, width) float32 each, the hidden state first.
+        weights: for each linear int8 values (N, K), scales (N,) and zero points (N,) or None if per tensor,
+            and bias (N,) or None.
+        table, constants: the instructions and their qparams, see ``CellProgram``.
+        backward: whether to run from the last step to the first.
+
+    Returns:
+        The hidden states of all steps (T, B, width) and the last states, which are ``states`` if there are no
+        steps.
 
     Integers are exact in float32 as long as a sum has no more than 24 bits. So linears run on dequantized
     weights, which need no prepacking and no qparams of the input.
@@ -174,9 +185,8 @@ def _run(
     def run(part: Tensor, state: State) -> tuple[Tensor, State]:
         if not part.shape[0] or not part.shape[1]:
             return part.new_empty(*part.shape[:2], state[0].shape[-1]), state
-        output, last = run_interpreted(
-            part, state, weights, cell.table, cell.constants, cell.segments, cell.backward
-        )
+        tables = (cell.table, cell.constants)
+        output, last = run_interpreted(part, state, weights, *tables, backward=cell.backward)
         return output, tuple(last)
 
     if not batch_sizes:
@@ -253,58 +263,3 @@ def _handed_out(result: Tensor, row: QParamsRow | None) -> Tensor:
 def _integers(value: Tensor, row: QParamsRow) -> Tensor:
     scaled = torch.round(value * (1.0 / row.scale)) + row.zero_point
     return scaled.clamp(row.quant_min, row.quant_max).nan_to_num(row.nan)
-
-
-# Checks the arguments of the cell loop, because the kernel reads memory by the program's numbers.
-
-
-def check_call(
-    x: Tensor,
-    states: Sequence[Tensor],
-    weights: Sequence[Tensor | None],
-    table: Tensor,
-    constants: Tensor,
-    input_qparams: Sequence[float],
-    _backward: bool = False,
-) -> None:
-    """Check that the arguments of ``op.cell_loop`` fit the program.
-
-    Raises:
-        InputError: if one does not fit; names the argument.
-    """
-    numbers: list[int] = table.tolist()
-    instructions, slots, state_count = numbers[:3]
-    first_slot = 3 + INSTRUCTION_COLUMNS * instructions
-    end = first_slot + SLOT_COLUMNS * slots
-    if len(numbers) != end + state_count or constants.shape != (instructions, 2 * QPARAMS_COLUMNS + 2):
-        raise _refused("table", "a program and its constants", f"{len(numbers)} numbers")
-    widths = numbers[first_slot:end:SLOT_COLUMNS][: 1 + state_count]
-    device, batch = x.device, x.shape[1] if x.dim() == 3 else None
-    _check_floats("x", x, (None, None, widths[0]), x.dim() == 3 and x.shape[2] == widths[0])
-    if len(states) != state_count:
-        raise _refused("states", f"{state_count} tensors", str(len(states)))
-    for index, (state, width) in enumerate(zip(states, widths[1:], strict=True)):
-        _check_floats(f"states[{index}]", state, (batch, width), state.shape == (batch, width))
-        if state.device != device:
-            raise _refused(f"states[{index}]", f"a tensor on {device}, where x is", str(state.device))
-    for index in range(0, len(weights), 4):
-        _check_weight(f"weights[{index}]", weights[index], device)
-    columns = sum(input_qparams[:: QPARAMS_COLUMNS + 1])
-    if len(input_qparams) % (QPARAMS_COLUMNS + 1) or columns not in (0, widths[0]):
-        raise _refused("input_qparams", f"qparams of {widths[0]} columns", f"qparams of {columns:.0f}")
-
-
-def _check_floats(name: str, value: Tensor, shape: tuple[int | None, ...], fits: bool) -> None:
-    if value.dtype is not torch.float32 or not fits:
-        expected = ", ".join("*" if size is None else str(size) for size in shape)
-        raise _refused(name, f"torch.float32 of shape ({expected})", f"{value.dtype} {tuple(value.shape)}")
-
-
-def _check_weight(name: str, value: Tensor | None, device: torch.device) -> None:
-    if value is None or value.dtype is not torch.int8 or value.dim() != 2 or value.device != device:
-        result = "None" if value is None else f"{value.dtype} {tuple(value.shape)} on {value.device}"
-        raise _refused(name, f"an int8 matrix on {device}", result)
-
-
-def _refused(name: str, expected: str, result: str) -> InputError:
-    return InputError.of("TQ901.cell_loop", name=name, expected=expected, result=result)

@@ -15,14 +15,8 @@ import torch
 from torch import Tensor
 
 from torchq_compat.recurrent.kernel.build import kernel_build
-from torchq_compat.recurrent.kernel.interpreter import check_call, run_by_operators
-from torchq_compat.recurrent.kernel.module_numbers import (
-    CellNumbers,
-    ModuleNumbers,
-    floats_around,
-    last_result_dtype,
-    weight_mask,
-)
+from torchq_compat.recurrent.kernel.interpreter import run_by_operators
+from torchq_compat.recurrent.kernel.module_numbers import last_result_dtype
 from torchq_compat.support.process_state import is_compiling, once
 
 NAME = "torchq_compat_native::recurrent"
@@ -180,46 +174,3 @@ def drop_forgotten() -> None:
         with suppress(IndexError):  # Another thread may take the last.
             while True:
                 OPS.forget.default(FORGOTTEN.popleft())
-
-
-def cell_loop(
-    x: Tensor,
-    states: Sequence[Tensor],
-    weights: Sequence[Tensor | None],
-    table: Tensor,
-    constants: Tensor,
-    input_qparams: Sequence[float],
-    *,
-    backward: bool,
-) -> tuple[Tensor, list[Tensor]]:
-    """Run one direction of one layer of a converted recurrent module.
-
-    Args:
-        x: (T, B, I) float32.
-        states: (B, width) float32 each, the hidden state first.
-        weights: for each linear int8 values (N, K), scales (N,) and zero points (N,) or None if per tensor,
-            and bias (N,) or None.
-        table: the instructions, ``CellProgram.table``.
-        constants: the qparams of the instructions, ``CellProgram.constants``.
-        input_qparams: (columns, scale, zero point, quant_min, quant_max, integer of NaN) of each group of
-            columns of ``x``, one after the other; a scale of 0: x has no 8-bit qparams.
-        backward: whether to run from the last step to the first.
-
-    Returns:
-        The hidden states of all steps (T, B, width) and the last states, which are ``states`` if there are no
-        steps.
-
-    Raises:
-        InputError: if the arguments do not fit the program.
-    """
-    check_call(x, states, weights, table, constants, input_qparams)
-    masks = tuple(weight_mask(weights[at + 1 : at + 4]) for at in range(0, len(weights), 4))
-    numbers = ModuleNumbers(((CellNumbers(table, constants, masks, backward=backward),),))
-    output, *last = recurrent(
-        x,
-        [state[None] for state in states],
-        [weight for weight in weights if weight is not None],
-        numbers.tensor(),
-        floats_around(list(input_qparams) or [x.shape[-1], *[0.0] * 5], len(states)),
-    )
-    return output, [state[0] for state in last]
