@@ -149,24 +149,24 @@ def covering(all_qparams: Sequence[PerTensorQParams]) -> PerTensorQParams:
     return replace(all_qparams[0], scale=scale, zero_point=zero_point)
 
 
-def combine_along(axis: int, pieces: list[tuple[PerTensorQParams, int]]) -> QParams | None:
-    """Return the qparams of a tensor concatenated from ``pieces`` along ``axis``; each piece is (qparams,
-    size along ``axis``).
+def combined(axis: int, all_qparams: Sequence[PerTensorQParams | None], size: int) -> QParams | None:
+    """Return the qparams of a tensor concatenated along ``axis`` from pieces with ``all_qparams``, each of
+    ``size``; None if one is float.
 
     Equal qparams remain per-tensor, but for those of observers that have seen no data: a state with others
     may be loaded over them. Different qparams of one dtype become per-channel, so that nothing is
     requantized. Pieces of different dtypes have no common qparams: return None.
     """
-    first = pieces[0][0]
-    is_unseen = len(pieces) > 1 and (first.scale, first.zero_point) == (1.0, 0)
-    if not is_unseen and all(qparams == first for qparams, _ in pieces):
-        return first
-    if any(
-        (g.dtype, g.quant_min, g.quant_max) != (first.dtype, first.quant_min, first.quant_max)
-        for g, _ in pieces
-    ):
+    known = [qparams for qparams in all_qparams if qparams is not None]
+    if len(known) != len(all_qparams):
         return None
-    return PerChannelQParams(tuple((size, qparams) for qparams, size in pieces), axis)
+    first = known[0]
+    is_unseen = len(known) > 1 and (first.scale, first.zero_point) == (1.0, 0)
+    if not is_unseen and known.count(first) == len(known):
+        return first
+    if len({(qparams.dtype, qparams.quant_min, qparams.quant_max) for qparams in known}) > 1:
+        return None
+    return PerChannelQParams(tuple((size, qparams) for qparams in known), axis)
 
 
 # Qparams that were loaded, not observed: they are valid until the observer sees data again.

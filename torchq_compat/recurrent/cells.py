@@ -134,8 +134,9 @@ class FloatCell(nn.Module, ABC):
         self.igates = self._projection(weights["weight_ih"], weights.get("bias_ih"))
         self.hgates = self._projection(weights["weight_hh"], weights.get("bias_hh"))
 
-    def forward(self, x: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
-        """Run one step: ``x`` (B, I) and the states -> the new states, the hidden state (B, P) first."""
+    def forward(self, x: Tensor, hx: Tensor, cx: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Run one step: ``x`` (B, I), ``hx`` (B, P), for LSTM ``cx`` (B, H) -> the new states."""
+        states: tuple[Tensor, ...] = (hx,) if cx is None else (hx, cx)
         return self.step(self.project(x), *states)
 
     def project(self, x: Tensor) -> list[Tensor]:
@@ -209,10 +210,6 @@ class GRUCellFloat(FloatCell):
         self.zgate_hx = Mul()
         self.hy = Add()
 
-    def forward(self, x: Tensor, hx: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        """Run one step: ``x`` (B, I), ``hx`` (B, H) -> ``(hy,)`` (B, H)."""
-        return self.step(self.project(x), hx)
-
     def step(self, projected: list[Tensor], hx: Tensor) -> tuple[Tensor, ...]:
         r, z, i_n, h_n = self._gate_inputs(projected, hx)
         reset, update = self.reset_gate(r), self.update_gate(z)
@@ -261,10 +258,6 @@ class LSTMCellFloat(FloatCell):
         """(P, H)."""
         return self.output_size, self.hidden_size
 
-    def forward(self, x: Tensor, hx: Tensor, cx: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        """Run one step: ``x`` (B, I), ``hx`` (B, P), ``cx`` (B, H) -> ``hy`` (B, P), ``cy`` (B, H)."""
-        return self.step(self.project(x), hx, cx)
-
     def step(  # type: ignore[override]
         self, projected: list[Tensor], hx: Tensor, cx: Tensor
     ) -> tuple[Tensor, Tensor]:
@@ -301,10 +294,6 @@ class TanhRNNCellFloat(FloatCell):
         self.gates = Add()
         self.hy = nn.Tanh()
 
-    def forward(self, x: Tensor, hx: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        """Run one step: ``x`` (B, I), ``hx`` (B, H) -> ``(hy,)`` (B, H)."""
-        return self.step(self.project(x), hx)
-
     def step(self, projected: list[Tensor], hx: Tensor) -> tuple[Tensor, ...]:
         return (self.hy(self.gates(projected[0], self.hgates(hx))),)
 
@@ -315,10 +304,6 @@ class ReLURNNCellFloat(FloatCell):
     def __init__(self, weights: dict[str, Tensor], *, split_gates: bool) -> None:
         super().__init__(weights, split_gates=split_gates)
         self.hy = AddReLU()
-
-    def forward(self, x: Tensor, hx: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        """Run one step: ``x`` (B, I), ``hx`` (B, H) -> ``(hy,)`` (B, H)."""
-        return self.step(self.project(x), hx)
 
     def step(self, projected: list[Tensor], hx: Tensor) -> tuple[Tensor, ...]:
         return (self.hy(projected[0], self.hgates(hx)),)

@@ -98,7 +98,7 @@ def call_recurrent(
     Raises:
         CustomModuleError: if the float module would refuse the arguments; the message names ``path``.
     """
-    x, hidden = _bind(path, args, kwargs)
+    x, hidden = bound_arguments(path, args, kwargs)
     if isinstance(x, PackedSequence):
         return _call_packed(structure, path, run_layers, x, hidden)
     _check_input(structure, path, x)
@@ -109,15 +109,6 @@ def call_recurrent(
     if not batched:
         return output.squeeze(1), as_given(tuple(state.squeeze(1) for state in last))
     return (output.transpose(0, 1) if structure.batch_first else output), as_given(last)
-
-
-def bound_arguments(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Return the input and the state among the arguments of a call.
-
-    Raises:
-        CustomModuleError: if the float module would refuse the arguments.
-    """
-    return _bind(path, args, kwargs)
 
 
 def _call_packed(
@@ -219,8 +210,12 @@ def check_is_float(path: str, name: str, value: Tensor) -> None:
         raise CustomModuleError.call_failed(path, f"{name} must be floating point, got {value.dtype}")
 
 
-def _bind(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Return input and state: ``input, hx`` in torch.nn, ``x, hidden`` in torch.ao's quantizable LSTM."""
+def bound_arguments(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Return input and state: ``input, hx`` in torch.nn, ``x, hidden`` in torch.ao's quantizable LSTM.
+
+    Raises:
+        CustomModuleError: if the float module would refuse the arguments.
+    """
     given = dict(zip(("input", "hx"), args, strict=False))
     for name, value in kwargs.items():
         legacy_name = {"x": "input", "hidden": "hx"}.get(name, name)
@@ -243,12 +238,8 @@ def _check_input(structure: RecurrentStructure, path: str, x: Any) -> None:
         raise CustomModuleError.call_failed(
             path, f"the input's last dimension must be {structure.input_size}, got {size}"
         )
-    if not is_exporting() and x.shape[_time_axis(structure, x)] == 0:
+    if not is_exporting() and x.shape[1 if structure.batch_first and x.dim() == 3 else 0] == 0:
         raise CustomModuleError.call_failed(path, "the sequence has no steps")
-
-
-def _time_axis(structure: RecurrentStructure, x: Tensor) -> int:
-    return 1 if structure.batch_first and x.dim() == 3 else 0
 
 
 def _steps_first(structure: RecurrentStructure, x: Tensor) -> Tensor:

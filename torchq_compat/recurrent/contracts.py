@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torchq_compat.capture.opaque_stub import FakeCall
 from torchq_compat.errors import CustomModuleError
 from torchq_compat.modules.parts import converted_qparams
-from torchq_compat.read.qparams import PerTensorQParams, QParams, combine_along
+from torchq_compat.read.qparams import QParams, combined
 from torchq_compat.recurrent.cell_graph import CellGraphModule
 from torchq_compat.recurrent.cells import CellKind, kind_of
 from torchq_compat.recurrent.contract import (
@@ -254,9 +254,9 @@ class SequenceContract(RecurrentContract):
         different qparams; None for the indices of a PackedSequence."""
         by_state = list(zip(*(converted_qparams(cell) for _, cell in self.cells(module)), strict=True))
         last_layer = by_state[0][-self.structure.num_directions :]
-        output = _combine(results[0].dim() - 1, last_layer, self.structure.output_size)
+        output = combined(results[0].dim() - 1, last_layer, self.structure.output_size)
         indices = (None,) * (len(results) - 1 - len(by_state))
-        return output, *indices, *(_combine(0, all_qparams, 1) for all_qparams in by_state)
+        return output, *indices, *(combined(0, all_qparams, 1) for all_qparams in by_state)
 
     def result_groups(self) -> tuple[str, ...]:
         states = tuple(state.group for state in self.kind.states)
@@ -400,10 +400,3 @@ def _computes_in(module: nn.Module) -> torch.dtype:
 def has_no_rows(x: Tensor) -> bool:
     """Return whether an eager ``x`` is empty: there are no values to choose dynamic qparams from."""
     return not is_compiling() and not x.numel()
-
-
-def _combine(axis: int, all_qparams: tuple[PerTensorQParams | None, ...], size: int) -> QParams | None:
-    known = [qparams for qparams in all_qparams if qparams is not None]
-    if len(known) != len(all_qparams):
-        return None
-    return combine_along(axis, [(qparams, size) for qparams in known])

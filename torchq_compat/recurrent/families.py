@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from torchq_compat.capture.checked import capture_by_structure
-from torchq_compat.capture.opaque_stub import FakeCall
 from torchq_compat.errors import CustomModuleError
 from torchq_compat.modules.parts import DynamicPartSpecs, PartGraphModule, PartKind, PartSpecs, prepare_parts
 from torchq_compat.read.qspecs import OpSpecs
@@ -158,11 +157,6 @@ FAMILIES = (
 def family_of(module: object) -> RecurrentFamily | None:
     """Return the family of a float module; None if it is not recurrent."""
     return next((family for family in FAMILIES if isinstance(module, family.float_class)), None)
-
-
-def fake_call(module: nn.Module, path: str) -> FakeCall:
-    """Return a function that computes the shapes of the results of the float recurrent module at ``path``."""
-    return contract_of(module).fake_call(path)
 
 
 # Dynamically quantized recurrent modules: integer weights, activations quantized at run time.

@@ -20,14 +20,13 @@ from torchq_compat.modules.parts import DynamicPartSpecs, Part, PartSpecs
 from torchq_compat.modules.registry import ConvertRequest, ObserveRequest, RequiredByModel, WriteOps, register
 from torchq_compat.read.backend_configs import BackendTable
 from torchq_compat.read.qspecs import OpSpecs
-from torchq_compat.recurrent.contracts import SequenceContract
+from torchq_compat.recurrent.contracts import SequenceContract, contract_of
 from torchq_compat.recurrent.exported_lstm.whole_op import whole_op_writer
 from torchq_compat.recurrent.families import (
     FAMILIES,
     DynamicRecurrent,
     RecurrentFamily,
     convert_dynamic,
-    fake_call,
     family_of,
     prepare_dynamic,
 )
@@ -39,7 +38,17 @@ from torchq_compat.support.dtypes import is_integer
 from torchq_compat.support.user_warnings import warn_user
 
 
-class RecurrentHandler(parts_handler.PartOwnerHandler):
+class _LoweredByTheCellLoop(parts_handler.PartOwnerHandler):
+    """The base of both: converted modules are lowered as programs of the cell loop."""
+
+    def lower(self, opaque: OpaqueModule) -> OpaqueModule | str:
+        assert isinstance(opaque, RecurrentModule)
+        kernel_build()  # Now and not in the first call: it takes seconds and may warn.
+        problems = opaque.program_problems()
+        return problems[0] if problems else opaque.lowered()
+
+
+class RecurrentHandler(_LoweredByTheCellLoop):
     """The handler of one family: a float class, its observed class and its converted class."""
 
     def __init__(self, family: RecurrentFamily) -> None:
@@ -73,7 +82,7 @@ class RecurrentHandler(parts_handler.PartOwnerHandler):
     def fake_call(self, module: nn.Module, path: str) -> FakeCall:
         if isinstance(module, self.family.observed):
             return module.contract.fake_call(path)
-        return fake_call(module, path)
+        return contract_of(module).fake_call(path)
 
     def owns(self, opaque: nn.Module) -> bool:
         return isinstance(opaque, (self.family.observed, self.family.converted))
@@ -150,9 +159,6 @@ class RecurrentHandler(parts_handler.PartOwnerHandler):
             )
         return result
 
-    def lower(self, opaque: OpaqueModule) -> OpaqueModule | str:
-        return _lower(opaque)
-
     def required_of_fx(
         self, opaque: OpaqueModule, state: FxState, prefix: str, required_by_model: RequiredByModel
     ) -> Required:
@@ -201,14 +207,7 @@ def _is_split(module: nn.Module) -> bool:
     return any(isinstance(getattr(m, "igates", None), nn.ModuleDict) for m in module.modules())
 
 
-def _lower(opaque: OpaqueModule) -> OpaqueModule | str:
-    assert isinstance(opaque, RecurrentModule)
-    kernel_build()  # Now and not in the first call: it takes seconds and may warn.
-    problems = opaque.program_problems()
-    return problems[0] if problems else opaque.lowered()
-
-
-class DynamicRecurrentHandler(parts_handler.PartOwnerHandler):
+class DynamicRecurrentHandler(_LoweredByTheCellLoop):
     """The handler of unmapped recurrent modules with a dynamic QConfig, if the backend lists them."""
 
     def takes_unmapped(self, module: nn.Module, specs: OpSpecs, backend: BackendTable) -> bool:
@@ -218,7 +217,7 @@ class DynamicRecurrentHandler(parts_handler.PartOwnerHandler):
         return entry is not None and takes_weight(entry, specs)
 
     def fake_call(self, module: nn.Module, path: str) -> FakeCall:
-        return fake_call(module, path)
+        return contract_of(module).fake_call(path)
 
     def owns(self, opaque: nn.Module) -> bool:
         return isinstance(opaque, DynamicRecurrent)
@@ -238,9 +237,6 @@ class DynamicRecurrentHandler(parts_handler.PartOwnerHandler):
     def convert(self, request: ConvertRequest) -> OpaqueModule:
         assert isinstance(request.observed, DynamicRecurrent)
         return convert_dynamic(request.observed)
-
-    def lower(self, opaque: OpaqueModule) -> OpaqueModule | str:
-        return _lower(opaque)
 
     def required_of_fx(
         self, opaque: OpaqueModule, state: FxState, prefix: str, required_by_model: RequiredByModel

@@ -17,7 +17,7 @@ from torchq_compat.annotate.annotation import WrappingQuantizer
 from torchq_compat.errors import AnnotationError
 from torchq_compat.modules.parts import converted_qparams
 from torchq_compat.read.qdq import DEQUANTIZE, QUANTIZE, constants_in, insert_q_dq
-from torchq_compat.read.qparams import PerTensorQParams, QParams, combine_along
+from torchq_compat.read.qparams import PerTensorQParams, QParams, combined
 from torchq_compat.recurrent.cell_graph import CellGraphModule
 from torchq_compat.recurrent.exported_lstm.aten_recurrent import (
     ATEN,
@@ -120,13 +120,13 @@ def _input_qparams(module: OpaqueRecurrent) -> tuple[QParams | None, ...]:
     first_layer = {_argument_qparams(direction.cell)[0] for direction in module.by_layer()[0]}
     x = first_layer.pop() if len(first_layer) == 1 else None
     _, *states = zip(*(_argument_qparams(direction.cell) for direction in module.directions()), strict=True)
-    return x, *(_combine(0, state, 1) for state in states)
+    return x, *(combined(0, state, 1) for state in states)
 
 
 def _result_qparams(module: OpaqueRecurrent) -> tuple[QParams | None, ...]:
     output = [converted_qparams(direction.cell)[0] for direction in module.by_layer()[-1]]
     states = zip(*(converted_qparams(direction.cell) for direction in module.directions()), strict=True)
-    return _combine(2, output, module.output_size), *(_combine(0, state, 1) for state in states)
+    return combined(2, output, module.output_size), *(combined(0, state, 1) for state in states)
 
 
 def _argument_qparams(cell: GraphModule) -> tuple[PerTensorQParams | None, ...]:
@@ -143,11 +143,6 @@ def _qparams_of(node: Node, op: Any) -> PerTensorQParams | None:
     """Return the qparams of a call of ``op``, a per-tensor quantize or dequantize; None for any other
     node."""
     return PerTensorQParams.of_node(node) if node.target is op else None
-
-
-def _combine(axis: int, all_qparams: Sequence[PerTensorQParams | None], size: int) -> QParams | None:
-    known = [(qparams, size) for qparams in all_qparams if qparams is not None]
-    return combine_along(axis, known) if len(known) == len(all_qparams) else None
 
 
 def _quantized_argument(

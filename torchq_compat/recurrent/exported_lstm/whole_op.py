@@ -81,9 +81,7 @@ def whole_op_lstm_quantizer(
         >>> convert_pt2e(prepared)(x)[0].shape
         torch.Size([5, 2, 8])
     """
-    return WholeOpLSTMQuantizer(
-        activation or _default_activation(), weight or _default_weight(), weights=weights, states=states
-    )
+    return WholeOpLSTMQuantizer(activation, weight, weights=weights, states=states)
 
 
 @checked_arguments(activation=SPEC, weight=SPEC, weights=FLAG, states=FLAG)
@@ -120,9 +118,7 @@ def whole_op_recurrent_quantizer(
         >>> convert_fx(prepared)(x)[0].shape
         torch.Size([5, 1, 8])
     """
-    return WholeOpRecurrentQuantizer(
-        activation or _default_activation(), weight or _default_weight(), weights=weights, states=states
-    )
+    return WholeOpRecurrentQuantizer(activation, weight, weights=weights, states=states)
 
 
 class WholeOpRecurrentQuantizer(Quantizer):  # type: ignore[misc]
@@ -132,15 +128,16 @@ class WholeOpRecurrentQuantizer(Quantizer):  # type: ignore[misc]
 
     def __init__(
         self,
-        activation: QuantizationSpec,
-        weight: QuantizationSpec,
+        activation: QuantizationSpec | None,
+        weight: QuantizationSpec | None,
         *,
-        weights: bool = True,
-        states: bool = True,
+        weights: bool,
+        states: bool,
     ) -> None:
         super().__init__()
-        self.activation = activation
-        self.weight = weight
+        histogram = HistogramObserver.with_args(eps=2**-12)
+        self.activation = activation or _int8(torch.per_tensor_affine, histogram)
+        self.weight = weight or _int8(torch.per_tensor_symmetric, MinMaxObserver)
         self.weights = weights
         self.states = states
 
@@ -223,24 +220,8 @@ def product_of_scales(observers: list[Any]) -> tuple[Tensor, Tensor]:
     return scale, torch.zeros_like(scale, dtype=torch.int32)
 
 
-def _default_activation() -> QuantizationSpec:
-    return QuantizationSpec(
-        dtype=torch.int8,
-        quant_min=-128,
-        quant_max=127,
-        qscheme=torch.per_tensor_affine,
-        observer_or_fake_quant_ctr=HistogramObserver.with_args(eps=2**-12),
-    )
-
-
-def _default_weight() -> QuantizationSpec:
-    return QuantizationSpec(
-        dtype=torch.int8,
-        quant_min=-128,
-        quant_max=127,
-        qscheme=torch.per_tensor_symmetric,
-        observer_or_fake_quant_ctr=MinMaxObserver,
-    )
+def _int8(qscheme: torch.qscheme, constructor: Any) -> QuantizationSpec:
+    return QuantizationSpec(torch.int8, constructor, -128, 127, qscheme)
 
 
 # Writes a float recurrent module as the operator torch.export captures for it, such as ``aten.lstm.input``.
@@ -250,11 +231,6 @@ def _default_weight() -> QuantizationSpec:
 
 
 ATEN = torch.ops.aten
-
-
-def operator_of(module: nn.RNNBase) -> Any:
-    """Return the aten operator that ``module`` calls."""
-    return getattr(ATEN, module.mode.lower()).input
 
 
 def whole_op_writer(module: nn.Module, float_class: type[nn.Module]) -> WriteOps | None:
@@ -280,95 +256,71 @@ def whole_op_writer(module: nn.Module, float_class: type[nn.Module]) -> WriteOps
     return write
 
 
-class _Writer:
-    """Writes the nodes of one call of ``module``, whose path is ``path``, before the node ``call``."""
+class _Writer(aten_recurrent.NodeWriter):
+    """Writes the nodes of one call of ``recurrent``, whose path is ``path``, before the node ``call``."""
 
     def __init__(
         self,
         graph_module: GraphModule,
         call: Node,
         path: str,
-        module: nn.RNNBase,
+        recurrent: nn.RNNBase,
         float_class: type[nn.Module],
     ) -> None:
-        self.graph = graph_module.graph
-        self.call_node = call
+        super().__init__(graph_module, call)
         self.path = path
-        self.module = module
-        self.float_class = float_class
-        self.structure = RecurrentStructure.of(module)
+        self.recurrent = recurrent
+        name = recurrent.mode.lower()
+        self.operator = getattr(ATEN, name).input
+        self.origin = {
+            "torch_fn": (f"{name}_1", f"builtin_function_or_method.{name}"),
+            SOURCE_FUNCTIONS: [(call.name, float_class)],
+        }
 
     def write(self, x: Node, state: Any) -> list[Node]:
         """Return nodes for the output and the last states, as the module returns them."""
-        structure, module = self.structure, self.module
-        results = list(self.call_node.meta["val"])
-        is_batched, batch = x.meta["val"].dim() == 3, self._batch_axis()
+        recurrent = self.recurrent
+        results = list(self.place.meta["val"])
+        is_batched, batch = x.meta["val"].dim() == 3, 0 if recurrent.batch_first else 1
         given = [] if state is None else list(state) if isinstance(state, (tuple, list)) else [state]
         if not is_batched:
             # torch.nn computes one sequence as a batch of one.
             x = self._op(ATEN.unsqueeze.default, x, batch)
             given = [self._op(ATEN.unsqueeze.default, item, 1) for item in given]
             results = [results[0].unsqueeze(batch), *(value.unsqueeze(1) for value in results[1:])]
-        states = given or self._zeros(x)
-        parameters = [self._parameter(name) for name in module._flat_weights_names]
-        called = self._write(
-            operator_of(module),
-            (
-                x,
-                states if len(structure.state_widths) > 1 else states[0],
-                parameters,
-                module.bias,
-                module.num_layers,
-                float(module.dropout),
-                module.training,
-                module.bidirectional,
-                module.batch_first,
-            ),
-            tuple(results),
+        states = given or self._zeros(x, batch)
+        called = self._op(
+            self.operator,
+            x,
+            states if len(states) > 1 else states[0],
+            [self._parameter(name) for name in recurrent._flat_weights_names],
+            recurrent.bias,
+            recurrent.num_layers,
+            float(recurrent.dropout),
+            recurrent.training,
+            recurrent.bidirectional,
+            recurrent.batch_first,
+            value=tuple(results),
         )
         nodes = []
         for index, value in enumerate(results):
-            node = self._getitem(called, index, value)
+            node = self._op(operator.getitem, called, index, value=value)
             if not is_batched:
                 node = self._op(ATEN.squeeze.dim, node, batch if index == 0 else 1)
             nodes.append(node)
         return nodes
 
-    def _zeros(self, x: Node) -> list[Node]:
+    def _zeros(self, x: Node, axis: int) -> list[Node]:
         """Return zeros for the states of a call that passes none, in the dtype and on the device of ``x``."""
-        axis = self._batch_axis()
-        batch = self._write(ATEN.sym_size.int, (x, axis), x.meta["val"].shape[axis])
-        rows = self.structure.state_rows
-        return [
-            self._op(ATEN.new_zeros.default, x, [rows, batch, width]) for width in self.structure.state_widths
-        ]
-
-    def _batch_axis(self) -> int:
-        return 0 if self.structure.batch_first else 1
+        structure = RecurrentStructure.of(self.recurrent)
+        batch = self._op(ATEN.sym_size.int, x, axis, value=x.meta["val"].shape[axis])
+        rows = structure.state_rows
+        return [self._op(ATEN.new_zeros.default, x, [rows, batch, width]) for width in structure.state_widths]
 
     def _parameter(self, name: str) -> Node:
-        with self.graph.inserting_before(self.call_node):
-            node = self.graph.get_attr(f"{self.path}.{name}")
-        value = getattr(self.module, name)
-        node.meta["val"] = self._fake_mode().from_tensor(value.detach(), static_shapes=True)
+        node = self.attribute(f"{self.path}.{name}", getattr(self.recurrent, name))
+        node.meta = {"val": node.meta["val"]}
         return node
 
-    def _getitem(self, source: Node, index: int, value: Any) -> Node:
-        return self._write(operator.getitem, (source, index), value)
-
-    def _op(self, target: Any, *args: Any) -> Node:
-        with self._fake_mode(), torch.no_grad():
-            value = target(*torch.fx.node.map_arg(args, lambda node: node.meta["val"]))
-        return self._write(target, args, value)
-
-    def _write(self, target: Any, args: tuple[Any, ...], value: Any) -> Node:
-        with self.graph.inserting_before(self.call_node):
-            node = self.graph.call_function(target, args)
-        node.meta = {**self.call_node.meta, "val": value}
-        name = self.module.mode.lower()
-        node.meta["torch_fn"] = (f"{name}_1", f"builtin_function_or_method.{name}")
-        node.meta[SOURCE_FUNCTIONS] = [(self.call_node.name, self.float_class)]
-        return node
-
-    def _fake_mode(self) -> Any:
-        return self.call_node.meta["val"][0].fake_mode
+    def _op(self, target: Any, *args: Any, value: Any = None) -> Node:
+        return self.call(target, *args, value=value, **self.origin)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torchq_compat.recurrent.kernel import module_numbers
 from torchq_compat.recurrent.kernel.op import NO_SIZES, drop_forgotten, forget, recurrent
 from torchq_compat.recurrent.kernel.program import CellProgram, ColumnQParams, as_numbers
+from torchq_compat.support.graph_nodes import attribute_at
 from torchq_compat.support.process_state import is_compiling
 
 # A module's arguments of the native operator that do not change from call to call, bound once.
@@ -114,7 +115,7 @@ class BoundModule:
         """Return the current weights."""
         if is_compiling():
             # Dynamo knows where attributes of modules come from.
-            return [operator.attrgetter(name)(item.owner) for item in self.bound for name in item.names]
+            return [attribute_at(item.owner, name) for item in self.bound for name in item.names]
         return self.weights_now()
 
     def weights_now(self) -> list[Tensor]:
@@ -197,14 +198,9 @@ def run_native_direction(
     output, *last = recurrent(
         x,
         [entry[None] for entry in state],
-        [_attribute(owned.owner, name) for names in program.weights for name in names if name is not None],
+        [attribute_at(owned.owner, name) for names in program.weights for name in names if name is not None],
         module_numbers.ModuleNumbers(((numbers,),)).tensor(),
         module_numbers.floats_around(as_numbers(columns), len(state)),
         batch_sizes=batch_sizes,
     )
     return output, tuple(item[0] for item in last)
-
-
-def _attribute(owner: nn.Module, name: str) -> Tensor:
-    value: Tensor = operator.attrgetter(name)(owner)
-    return value

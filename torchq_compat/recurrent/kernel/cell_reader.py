@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from torchq_compat.ops import those
@@ -26,6 +25,7 @@ from torchq_compat.recurrent.kernel.program import (
     Slot,
     WeightNames,
 )
+from torchq_compat.support.graph_nodes import attribute_of
 
 ATEN = torch.ops.aten
 #: Operator -> instruction, and the number of its arguments.
@@ -176,7 +176,7 @@ class _CellReader:
         values, *qparams = _arguments(node)[:3]
         if not isinstance(values, Node) or values.op != "get_attr":
             raise UnsupportedCellError(f"{node.name} dequantizes a value that is no constant")
-        tensor = _attribute(self.graph_module, str(values.target))
+        tensor = attribute_of(self.graph_module, values)
         if tensor.dtype is not torch.int8 or tensor.dim() != 2:
             raise UnsupportedCellError(f"a weight is {tensor.dtype}")
         names = WeightNames(f"{self.prefix}{values.target}", None, None, None)
@@ -301,9 +301,3 @@ def _eight_bits(
     if qparams is None or qparams.dtype not in (torch.uint8, torch.int8):
         return None
     return qparams
-
-
-def _attribute(cell: GraphModule, path: str) -> Tensor:
-    *owner, name = path.split(".")
-    value: Tensor = getattr(cell.get_submodule(".".join(owner)), name)
-    return value

@@ -95,7 +95,17 @@ class DirectCall:
             if self.layout is None or self.bound_to is None or not bound.are_in_state:
                 self._bind_to(bound)
             if self.bound_to is None:
-                results = self._looked_at(bound, tensors)
+                # The operator has to check the weights itself.
+                results = op.recurrent(
+                    tensors[0],
+                    tensors[1:],
+                    bound.weights_now(),
+                    bound.program,
+                    self.boundary,
+                    directions=bound.directions,
+                    batch_first=self.batch_first,
+                    owner=bound.owner,
+                )
             else:
                 results = op.bound_operator()(
                     tensors[0], tensors[1:], self.ticket, self.batch_first, op.WORK_PER_THREAD
@@ -125,19 +135,6 @@ class DirectCall:
             raise RuntimeError("there is no kernel")
         self.ticket = op.bind_call(weights, bound.program, self.boundary, bound.owner, sum(versions))
         self.bound_to = bound_to
-
-    def _looked_at(self, bound: BoundModule, tensors: tuple[Tensor, ...]) -> list[Tensor]:
-        """Run the operator with weights that it has to check on every call, and return the results."""
-        return op.recurrent(
-            tensors[0],
-            tensors[1:],
-            bound.weights_now(),
-            bound.program,
-            self.boundary,
-            directions=bound.directions,
-            batch_first=self.batch_first,
-            owner=bound.owner,
-        )
 
 
 def direct_call(contract: Any, layout: CallLayout | None, quantized: tuple[int, ...] = ()) -> DirectCall:
