@@ -16,7 +16,7 @@ import torch
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
-from torchq_compat.support.graph_nodes import module_path_of
+from torchq_compat.support.graph_nodes import module_path_of, source_of
 
 ATEN = torch.ops.aten
 PRELU = ATEN.prelu.default
@@ -148,7 +148,6 @@ def batch_norms_by_path(graph_module: GraphModule) -> dict[str, str]:
     """Return the path of every batch norm -> the path of the op before it, empty if that is no module."""
     result = {}
     for _, node in batch_norm_nodes(graph_module):
-        source = node.args[0]
-        assert isinstance(source, Node)
+        source = source_of(node)
         result[module_path_of(node)] = module_path_of(source)
     return result

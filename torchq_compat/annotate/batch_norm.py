@@ -17,7 +17,7 @@ from torchq_compat import ops
 from torchq_compat.annotate.annotation import WrappingQuantizer
 from torchq_compat.capture.training import batch_counters, drop_batch_counters, has_fixed_mode, training_flag
 from torchq_compat.read.qdq import FOLDED_SCALE
-from torchq_compat.support.graph_nodes import attribute_of, constant_of
+from torchq_compat.support.graph_nodes import attribute_of, constant_of, source_of
 from torchq_compat.support.process_state import convert_pt2e, prepare_pt2e, prepare_qat_pt2e, without_code
 from torchq_compat.support.upstream import BatchNormBase, is_activation_post_process
 
@@ -292,8 +292,7 @@ def _can_be_fused(prepared: GraphModule, op: Node, batch_norm: Node) -> bool:
 def _fuse(graph: Graph, op: Node, batch_norm: Node) -> None:
     fake_quantize = op.args[1]
     assert isinstance(fake_quantize, Node)
-    weight = fake_quantize.args[0]
-    assert isinstance(weight, Node)
+    weight = source_of(fake_quantize)
     bias, options = op.args[2] if len(op.args) > 2 else None, op.args[3:]
 
     def call(target: Any, *args: Any) -> Node:

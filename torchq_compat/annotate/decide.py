@@ -41,6 +41,7 @@ from torchq_compat.read.qspecs import OpSpecs, check_axis, make_spec
 from torchq_compat.support import metadata
 from torchq_compat.support.decisions import OF_CONSTANTS, ON_FLOATS, Action, Decision
 from torchq_compat.support.dtypes import dtype_range, is_integer
+from torchq_compat.support.graph_nodes import position_of
 from torchq_compat.support.torch_ao import HistogramObserver, ObservationType
 from torchq_compat.support.upstream import FIXED_QPARAMS_OP_TO_OBSERVER
 
@@ -163,8 +164,7 @@ class _State:
             if self.dtype_of.get(producer) not in boundary.accepted:
                 self._observe_input(producer, node, spec)
         for getitem in node.users:
-            position = getitem.args[1]
-            assert isinstance(position, int)
+            position = position_of(getitem)
             self._take_opaque_output(getitem, position, boundary)
 
     def _take_opaque_output(self, getitem: Node, position: int, boundary: OpaqueBoundary) -> None:

@@ -30,7 +30,7 @@ from torchq_compat.read.qdq import LARGE, constant_value, fold_weights, is_scale
 from torchq_compat.read.qparams import fold_weight, has_loaded_qparams, qparams_of, set_loaded_observer
 from torchq_compat.support import metadata
 from torchq_compat.support.dtypes import SIXTEEN_BITS, dtype_range, is_integer, plain_dtype
-from torchq_compat.support.graph_nodes import attribute_of, give_back_freed, module_path_of
+from torchq_compat.support.graph_nodes import attribute_of, give_back_freed, module_path_of, source_of
 from torchq_compat.support.process_state import prepare_pt2e
 from torchq_compat.support.sharded import is_sharded
 from torchq_compat.support.torch_ao import observer as legacy_observer
@@ -151,8 +151,7 @@ def prepare_with(
 def calibrate_with_float_weights(prepared: GraphModule) -> None:
     """Let the fake-quantizes of weights only observe, for calibration: FX has them in training only."""
     for node, module in observer_nodes(prepared):
-        source = node.args[0]
-        assert isinstance(source, Node)
+        source = source_of(node)
         if _fake_quantizes_weight(source, module):
             module.disable_fake_quant()  # type: ignore[operator]
 
@@ -250,8 +249,7 @@ def observers_without_infinity(graph_module: GraphModule) -> list[str]:
 
 def observer_label(node: Node) -> str:
     """Return a readable label of the observer that ``node`` calls: module path, observed op, observer."""
-    source = node.args[0]
-    assert isinstance(source, Node)
+    source = source_of(node)
     path = module_path_of(source)
     if not path:
         return f"{source.name} ({node.target})"
@@ -295,8 +293,7 @@ def _observe_weights(prepared: GraphModule) -> None:
     call in evaluation would: since the last call the optimizer and the folded batch norm changed the weights.
     """
     for node, module in observer_nodes(prepared):
-        source = node.args[0]
-        assert isinstance(source, Node)
+        source = source_of(node)
         if isinstance(module, observers.WeightObserver):
             module.observe_weight(constant_value(prepared, source), str(source.target))
         elif _fake_quantizes_weight(source, module) and not has_loaded_qparams(module):
@@ -358,8 +355,7 @@ def activations_as_observed(prepared: GraphModule) -> None:
     """Let the fake-quantizes of activations convert with their observers' qparams, for custom modules, which
     read them before the graph is converted."""
     for node, module in observer_nodes(prepared):
-        source = node.args[0]
-        assert isinstance(source, Node)
+        source = source_of(node)
         if source.op != "get_attr":
             use_observer_qparams(module)
 
@@ -407,8 +403,7 @@ def _cast_around_observers(prepared: GraphModule) -> None:
     """
     graph = prepared.graph
     for node, module in list(observer_nodes(prepared)):
-        source = node.args[0]
-        assert isinstance(source, Node)
+        source = source_of(node)
         value = source.meta.get("val")
         if not isinstance(value, Tensor) or not _comes_out_narrow(module, value.dtype):
             continue

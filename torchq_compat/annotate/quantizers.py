@@ -40,6 +40,7 @@ from torchq_compat.read.qconfig_mappings import read_qconfig_mapping
 from torchq_compat.read.qspecs import make_spec
 from torchq_compat.support.decisions import Action, Decision, Report
 from torchq_compat.support.dtypes import is_integer
+from torchq_compat.support.graph_nodes import position_of, source_of
 from torchq_compat.support.torch_ao import BackendConfig, QConfigMapping
 from torchq_compat.support.upstream import is_activation_post_process
 from torchq_compat.support.user_warnings import warn_user
@@ -256,13 +257,11 @@ def unread_points(prepared: GraphModule) -> set[PointName]:
 
 def _observed(node: Node, prepared: GraphModule) -> Node:
     """Return the node that the observer called by ``node`` observes, perhaps through other observers."""
-    source = node.args[0]
-    assert isinstance(source, Node)
+    source = source_of(node)
     while source.op == "call_module" and is_activation_post_process(
         prepared.get_submodule(str(source.target))
     ):
-        source = source.args[0]
-        assert isinstance(source, Node)
+        source = source_of(source)
     return source
 
 
@@ -373,8 +372,7 @@ class UserQuantizer(WrappingQuantizer):
             _warn_if_annotated(call, self.quantizer)
             call.meta[Q_ANNOTATION_KEY] = _annotation(call, boundary)
             for getitem in call.users:
-                position = getitem.args[1]
-                assert isinstance(position, int)
+                position = position_of(getitem)
                 _annotate_output(getitem, boundary.output_specs[position])
         check_annotations(model)
         if self._points is None:

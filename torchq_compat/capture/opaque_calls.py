@@ -6,7 +6,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,10 @@ from torchao.quantization.pt2e.quantizer import QuantizationSpec
 from torchq_compat.capture.call_layouts import CallLayout, Field, Structure
 from torchq_compat.capture.opaque_stub import OPAQUE_OP, ORIGINAL, StubRegistry
 from torchq_compat.ops import those
-from torchq_compat.read.qdq import DEQUANTIZE, QUANTIZE, constants_in, insert_dequantize, integers_behind
+from torchq_compat.read.qdq import DEQUANTIZE, QUANTIZE, constants_in, insert_dequantize
 from torchq_compat.read.qparams import PerTensorQParams, QParams
 from torchq_compat.support import metadata
-from torchq_compat.support.graph_nodes import copied_values
+from torchq_compat.support.graph_nodes import copied_values, source_of
 from torchq_compat.support.torch_ao import QuantType
 from torchq_compat.support.upstream import pytree
 
@@ -205,6 +205,12 @@ def opaque_call_nodes(graph_module: GraphModule) -> list[Node]:
     ]
 
 
+def opaque_modules(graph_module: GraphModule) -> dict[str, OpaqueModule]:
+    """Return the opaque modules that ``graph_module`` calls, by path, in the order of their first calls."""
+    called = [str(call.target) for call in opaque_call_nodes(graph_module)]
+    return {path: cast("OpaqueModule", graph_module.get_submodule(path)) for path in called}
+
+
 def tensor_arguments(call: Node, module: OpaqueModule) -> tuple[Node, ...]:
     """Return the tensor arguments of an opaque call, which precede its sizes."""
     index = call.kwargs["opaque_layout"]
@@ -349,9 +355,9 @@ def _decide_input(arg: Node) -> _Input:
     if arg.target is TO_DTYPE and isinstance(arg.args[0], Node) and arg.args[0].target is DEQUANTIZE:
         arg = arg.args[0]
     if metadata.DEQUANTIZED.is_on(arg):
-        return _Input(integers_behind(arg), metadata.DEQUANTIZED.required(arg))
+        return _Input(source_of(arg), metadata.DEQUANTIZED.required(arg))
     if arg.target is DEQUANTIZE:
-        return _Input(integers_behind(arg), PerTensorQParams.of_node(arg))
+        return _Input(source_of(arg), PerTensorQParams.of_node(arg))
     return _Input(arg, None)
 
 

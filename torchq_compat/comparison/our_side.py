@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
-from torchq_compat.capture.opaque_calls import opaque_call_nodes, qparams_of_integers
+from torchq_compat.capture.opaque_calls import opaque_call_nodes, opaque_modules, qparams_of_integers
 from torchq_compat.checkpoints import load_fx_state
 from torchq_compat.comparison import sides
 from torchq_compat.comparison.cases import Case
@@ -28,6 +28,7 @@ from torchq_compat.quantize_fx import convert_fx, convert_to_reference_fx, prepa
 from torchq_compat.read.qdq import QUANTIZE, is_dequantize
 from torchq_compat.read.qparams import QParams
 from torchq_compat.support.decisions import Action, Decision
+from torchq_compat.support.graph_nodes import position_of, source_of
 from torchq_compat.support.torch_ao import disable_fake_quant
 from torchq_compat.support.upstream import pytree
 
@@ -40,8 +41,7 @@ CELL_INPUT = "input of the cell"
 
 def cell_graphs(converted: GraphModule) -> Iterator[CellGraph]:
     """Yield every cell of every custom module in ``converted``."""
-    for path in dict.fromkeys(str(call.target) for call in opaque_call_nodes(converted)):
-        opaque = converted.get_submodule(path)
+    for path, opaque in opaque_modules(converted).items():
         for cell_path, cell in opaque.graphs() if isinstance(opaque, PartOwner) else ():
             yield CellGraph(f"{path}.{cell_path}", tuple(_cell_nodes(cell)))
 
@@ -224,8 +224,7 @@ def _of_opaque_call(
         for part, node in part_nodes(cell):
             yield sides.PartKey(f"{path}.{cell_path}", part), (cell, node)
     for getitem in call.users:
-        position = getitem.args[1]
-        assert isinstance(position, int)
+        position = position_of(getitem)
         yield sides.ResultKey(path, position), (graph_module, getitem)
 
 
@@ -306,6 +305,5 @@ def _output_qparams(converted: GraphModule, result: Any) -> tuple[QParams | None
 def _qparams_behind(node: Any) -> QParams | None:
     if not is_dequantize(node):
         return None
-    source = node.args[0]
-    assert isinstance(source, Node)
+    source = source_of(node)
     return qparams_of_integers(source)

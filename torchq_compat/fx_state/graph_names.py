@@ -42,7 +42,8 @@ from torchq_compat.ops import named_parameters_of, those, weight_of
 from torchq_compat.read.observers import WeightObserver
 from torchq_compat.read.qconfig_mappings import QConfigRules
 from torchq_compat.read.qparams import Qparams, release_qparams
-from torchq_compat.read.torch_ao_classes import FIXED_QPARAMS
+from torchq_compat.read.torch_ao_classes import has_fixed_qparams
+from torchq_compat.support.graph_nodes import source_of
 from torchq_compat.support.upstream import FIXED_QPARAMS_OP_TO_OBSERVER
 
 ATEN = torch.ops.aten
@@ -89,8 +90,7 @@ class _ObserverCall:
 
     @property
     def observed(self) -> Node:
-        source = self.node.args[0]
-        assert isinstance(source, Node)
+        source = source_of(self.node)
         return source
 
 
@@ -328,7 +328,7 @@ class _GraphReader:
             and record.origin.is_module_call
             and f"{self.prefix}{self._path(record)}.scale" in state.entries
         )
-        is_fixed = _has_fixed_qparams(site.observer) or self._kernel_of_join(site) is not None
+        is_fixed = has_fixed_qparams(site.observer) or self._kernel_of_join(site) is not None
         may_lack = is_packed or is_held or self._passes_on(site) or is_fixed
         return QuantizedValue(
             site.node, may_lack and state.is_lowered, None if is_fixed else is_new, as_before
@@ -341,7 +341,7 @@ class _GraphReader:
             return None
         first = site.observed.all_input_nodes[0]
         observer = self.observer_of.get(first)
-        if observer is None or not _has_fixed_qparams(observer):
+        if observer is None or not has_fixed_qparams(observer):
             return None
         scale, zero_point = observer.calculate_qparams()  # type: ignore[operator]
         return float(scale), int(zero_point)
@@ -494,10 +494,6 @@ def _repeated(names: list[str], state: FxState, beside: Collection[str] = ()) ->
             result.add(name)
         seen.add(content)
     return result
-
-
-def _has_fixed_qparams(observer: nn.Module) -> bool:
-    return isinstance(getattr(observer, "activation_post_process", observer), FIXED_QPARAMS)
 
 
 def _difference(expected: Qparams | None, qparams: Qparams | None) -> float:

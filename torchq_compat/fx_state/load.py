@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from torchq_compat.capture.opaque_calls import OpaqueModule, opaque_call_nodes
+from torchq_compat.capture.opaque_calls import OpaqueModule, opaque_modules
 from torchq_compat.errors import CheckpointError
 from torchq_compat.fx_state.graph_names import PARAMETRIZATIONS, required_by_graph
 from torchq_compat.fx_state.numbered import FoldedBatchNorm, Required, RequiredObserver, RequiredTensor
@@ -22,7 +22,8 @@ from torchq_compat.model.graph_module import QuantizationGraphModule, record_of
 from torchq_compat.read.observers import WeightObserver
 from torchq_compat.read.qconfig_mappings import QConfigRules
 from torchq_compat.read.qparams import hold_qparams, release_qparams
-from torchq_compat.read.torch_ao_classes import FIXED_QPARAMS
+from torchq_compat.read.torch_ao_classes import has_fixed_qparams
+from torchq_compat.support.argument_checks import listed
 from torchq_compat.support.graph_nodes import attribute_of
 from torchq_compat.support.torch_ao import FakeQuantizeBase, ObserverBase, fused_module
 from torchq_compat.support.user_warnings import warn_user
@@ -33,7 +34,6 @@ COUNTS = ("seen", "saturated")
 EPS = "eps"
 #: The attribute of a float module that has the qparams with which its weight was loaded.
 WEIGHT_QPARAMS = "loaded_weight_qparams"
-SHOWN = 6
 
 
 def load_state(
@@ -50,12 +50,12 @@ def load_state(
     plan = _Planner(prepared, state, expected).plan()
     _carry_out(prepared, plan)
     if plan.dropped:
-        warn_user("TQ501", count=len(plan.dropped), values=_shorten(plan.dropped))
+        warn_user("TQ501", count=len(plan.dropped), values=listed(plan.dropped))
     if plan.of_several_calls:
-        warn_user("TQ502", modules=_shorten(plan.of_several_calls))
+        warn_user("TQ502", modules=listed(plan.of_several_calls))
 
     if plan.trained_float:
-        warn_user("TQ431", observers=_shorten(list(plan.trained_float.values())))
+        warn_user("TQ431", observers=listed(list(plan.trained_float.values())))
 
 
 def load_module_state(
@@ -158,10 +158,9 @@ def required_by_model(
 ) -> Required:
     """Return what a prepared model wants, with its custom modules, whose handler ``handler_of`` returns."""
     expected = required_by_graph(graph_module, state, rules, prefix)
-    for path in dict.fromkeys(str(node.target) for node in opaque_call_nodes(graph_module)):
-        leaf = graph_module.get_submodule(path)
+    for path, leaf in opaque_modules(graph_module).items():
         handler = handler_of(leaf)
-        if handler is not None and isinstance(leaf, OpaqueModule):
+        if handler is not None:
             inside = handler.required_of_fx(
                 leaf, state, f"{prefix}{path}", partial(required_by_model, handler_of=handler_of)
             )
@@ -307,7 +306,7 @@ class _Planner:
         if not result:
             if required.trained_float:
                 self.assigned.trained_float[required.path] = required.prefixes[0]
-            elif not _has_fixed_qparams(observer):
+            elif not has_fixed_qparams(observer):
                 self.missing.append(required.prefixes[0] if required.prefixes else required.path)
             return
         prefix = self._most_common(list(result))
@@ -328,7 +327,7 @@ class _Planner:
         given = _current_observer(given, own, observer)
         learned = dict(getattr(observer, "legacy", observer).named_parameters())
         lacking = sorted(item for item in own - given.keys() if not item.endswith(EPS))
-        if _has_fixed_qparams(observer):
+        if has_fixed_qparams(observer):
             return {}  # Those of FX are equal, or of the value before, which a sum or product shares in FX.
         unknown = sorted(given.keys() - own)
         fixed = {item.rpartition(".")[2]: given[item] for item in unknown}
@@ -488,11 +487,11 @@ class _Planner:
                 why = "FX's lowered ELU, PReLU, Sigmoid and Softmax keep their qparams outside of the state"
                 self.required = replace(self.required, problems=(*self.required.problems, why))
             problems = "".join(f"; {problem}" for problem in self.required.problems)
-            raise _incomplete(f"it lacks {_shorten(self.missing)}{problems}.", left, key)
+            raise _incomplete(f"it lacks {listed(self.missing)}{problems}.", left, key)
         if self.required.problems:
             raise _incomplete(f"{'; '.join(self.required.problems)}.", left, key)
         if left:
-            raise _incomplete(f"this model has no place for {_shorten(left)}.", [], key)
+            raise _incomplete(f"this model has no place for {listed(left)}.", [], key)
 
 
 def _next_weight(functional: Iterator[tuple[str, Entry]]) -> tuple[str, Entry] | None:
@@ -524,7 +523,7 @@ def _current_observer(given: dict[str, Tensor], own: set[str], observer: Any) ->
     source = getattr(observer, "activation_post_process", observer)
     current = {}
     for name, value in given.items():
-        if name not in own and _has_fixed_qparams(observer):
+        if name not in own and has_fixed_qparams(observer):
             continue
         low = name.endswith("min_val")
         if (low or name.endswith("max_val")) and not value.numel() and not hasattr(source, "ch_axis"):
@@ -546,12 +545,7 @@ def _names_of(observer: nn.Module) -> set[str]:
 def _needs_no_qparams(observer: Any, required: RequiredObserver) -> bool:
     """Return whether a converted state may lack the qparams of ``observer``: FX's kernels know fixed qparams,
     and dynamic activations and float weights have none."""
-    return _has_fixed_qparams(observer) or not observer.state_dict() or required.is_weight
-
-
-def _has_fixed_qparams(observer: nn.Module) -> bool:
-    """Return whether the qparams are fixed: FX's modules and kernels know them, and a state may lack them."""
-    return isinstance(getattr(observer, "activation_post_process", observer), FIXED_QPARAMS)
+    return has_fixed_qparams(observer) or not observer.state_dict() or required.is_weight
 
 
 def _carry_out(prepared: nn.Module, plan: _Assignments) -> None:
@@ -640,13 +634,9 @@ def _set_range(source: Any, scale: Tensor, zero_point: Tensor) -> None:
 def _parametrized(names: Iterable[str]) -> str:
     """Say which weights are computed by a parametrization on one side alone; empty if none is."""
     paths = sorted({name.split(PARAMETRIZATIONS)[0] for name in names if PARAMETRIZATIONS in name})
-    return f"a parametrization computes a tensor of {_shorten(paths)}, on one side alone" if paths else ""
+    return f"a parametrization computes a tensor of {listed(paths)}, on one side alone" if paths else ""
 
 
 def _incomplete(problem: str, left: list[str], key: str) -> CheckpointError:
-    more = f" It has, without a place here, {_shorten(left)}." if left else ""
+    more = f" It has, without a place here, {listed(left)}." if left else ""
     return CheckpointError.of(key, problem=problem, more=more)
-
-
-def _shorten(names: list[str]) -> str:
-    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")

@@ -22,7 +22,7 @@ from torchq_compat.model.view_hooks import HOOK_STATE, HOOKED, check_hookable, h
 from torchq_compat.ops import those
 from torchq_compat.read.observers import LegacyFakeQuantizeAdapter
 from torchq_compat.read.qdq import DEQUANTIZE_DYNAMIC, DEQUANTIZE_PER_CHANNEL, DEQUANTIZES, QUANTIZE
-from torchq_compat.support.graph_nodes import attribute_of, module_path_of
+from torchq_compat.support.graph_nodes import attribute_of, module_path_of, source_of
 from torchq_compat.support.quantized_tensors import of_integers, of_integers_per_channel
 from torchq_compat.support.torch_ao import fake_quantize as legacy_fake_quantize
 
@@ -341,8 +341,7 @@ def _weight_node(owner: GraphModule, path: str) -> Node | None:
 
 
 def _weight_attribute(owner: GraphModule, dequantize: Node) -> Any:
-    source = dequantize.args[0]
-    assert isinstance(source, Node)
+    source = source_of(dequantize)
     return attribute_of(owner, source)
 
 

@@ -27,7 +27,7 @@ from torchq_compat.read.qparams import PerTensorQParams, QParams
 from torchq_compat.read.qspecs import OpSpecs, make_spec
 from torchq_compat.support import metadata
 from torchq_compat.support.dtypes import dtype_name, dtype_range, is_integer, plain_dtype
-from torchq_compat.support.graph_nodes import copied_values, module_path_of
+from torchq_compat.support.graph_nodes import copied_values, module_path_of, source_of
 from torchq_compat.support.quantized_tensors import as_float
 from torchq_compat.support.upstream import pytree
 
@@ -393,8 +393,7 @@ def _decide(
     for _, node in part_nodes(graph_module):
         part = part_of(node)
         node_specs = NodeSpecs(output=specs.output_spec(part))
-        source = node.args[0]
-        assert isinstance(source, Node)
+        source = source_of(node)
         if part.kind is PartKind.LINEAR:
             input_spec = specs.linear_input_spec(_dtype_of(source, specs, input_dtypes))
             weight, weight_spec = node.args[1], specs.weight_spec()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node
 
 from torchq_compat.annotate import observed_graph
 from torchq_compat.annotate.annotation import op_record
+from torchq_compat.annotate.observed_graph import ObserverFault
 from torchq_compat.annotate.unmatched import unmatched_at_convert
 from torchq_compat.capture import opaque_calls
 from torchq_compat.capture.torch_export import copied_inputs
@@ -35,8 +36,9 @@ from torchq_compat.read.backend_configs import BackendTable
 from torchq_compat.read.custom_configs import ConvertSettings
 from torchq_compat.read.qspecs import OpSpecs
 from torchq_compat.support import metadata
+from torchq_compat.support.argument_checks import listed
 from torchq_compat.support.decisions import Action, Decision
-from torchq_compat.support.graph_nodes import give_back_freed, tensors_in
+from torchq_compat.support.graph_nodes import give_back_freed, position_of, source_of, tensors_in
 from torchq_compat.support.process_state import draws_kept
 from torchq_compat.support.sharded import converting_together, is_sharded, make_whole, whole_inside
 from torchq_compat.support.torch_ao import QuantType
@@ -89,8 +91,7 @@ def remove_observers(prepared: GraphModule, switched_off: SwitchedOff) -> None:
         )
 
     for node, _ in list(observed_graph.observer_nodes(prepared)):
-        source = node.args[0]
-        assert isinstance(source, Node)
+        source = source_of(node)
         # The producer of a weight does not count: in QAT the weight is computed from that of a batch norm.
         is_weight = any(weight_of(user) is node for user in node.users)
         neighbours = [*node.users] if is_weight else [source, *node.users]
@@ -170,39 +171,29 @@ def convert_to_reference(
     """
     # torchao's convert of a QAT model makes random example inputs of its own.
     with draws_kept(), converting_together(prepared) as parts:
-        state = _Converting(prepared, settings, rules, backend, parts, observer_qparams=observer_qparams)
+        state = _Converting(prepared, settings, rules, backend, parts, observer_qparams)
         run_passes(CONVERT, state, prepared)
     return state.reference
 
 
+@dataclass
 class _Converting:
     """What the passes of convert hand on; see ``CONVERT``."""
 
-    record: graph_module.ModelRecord
-    switched_off: dict[str, str]
-    working: GraphModule
-    removed: tuple[observed_graph.ObservedPlace, ...]
-    owners: tuple[str, ...]
-    converted: GraphModule
-    replaced: dict[str, type[nn.Module]]
-    reference: graph_module.ConvertedGraphModule
-
-    def __init__(
-        self,
-        prepared: GraphModule,
-        settings: ConvertSettings,
-        rules: qconfig_mappings.QConfigRules | None,
-        backend: BackendTable | None,
-        parts: dict[int, Any],
-        *,
-        observer_qparams: bool,
-    ) -> None:
-        self.prepared = prepared
-        self.settings = settings
-        self.rules = rules
-        self.backend = backend
-        self.parts = parts
-        self.observer_qparams = observer_qparams
+    prepared: GraphModule
+    settings: ConvertSettings
+    rules: qconfig_mappings.QConfigRules | None
+    backend: BackendTable | None
+    parts: dict[int, Any]
+    observer_qparams: bool
+    record: graph_module.ModelRecord = field(init=False)
+    switched_off: dict[str, str] = field(init=False)
+    working: GraphModule = field(init=False)
+    removed: tuple[observed_graph.ObservedPlace, ...] = field(init=False)
+    owners: tuple[str, ...] = field(init=False)
+    converted: GraphModule = field(init=False)
+    replaced: dict[str, type[nn.Module]] = field(init=False)
+    reference: graph_module.ConvertedGraphModule = field(init=False)
 
 
 @carries_out(CONVERT, "check what is given")
@@ -271,7 +262,7 @@ def _wrap(state: _Converting) -> None:
     decisions = with_removed_observers(decisions, state.removed, record.observed)
     otherwise = metadata.FX_CONVERTS_OTHERWISE.of(state.converted) or ()
     if otherwise and not state.observer_qparams:
-        warn_user("TQ511", observers=_shorten(list(otherwise)))
+        warn_user("TQ511", observers=listed(list(otherwise)))
     if state.observer_qparams:
         decisions = with_observer_qparams(decisions, otherwise, state.owners if record.is_qat else ())
     record = replace(
@@ -327,9 +318,8 @@ def _working_copy(prepared: GraphModule, settings: ConvertSettings, parts: dict[
     handlers copy them, are not copied."""
     sharing = {
         path: opaque
-        for path in {str(node.target): None for node in opaque_calls.opaque_call_nodes(prepared)}
-        if isinstance(opaque := prepared.get_submodule(path), opaque_calls.OpaqueModule)
-        and (handler := handler_of(opaque)) is not None
+        for path, opaque in opaque_calls.opaque_modules(prepared).items()
+        if (handler := handler_of(opaque)) is not None
         and handler.copies_parameters(_quantized_class(handler, opaque, settings))
     }
     tied = {
@@ -353,10 +343,8 @@ def _convert_opaque_modules(
 ) -> tuple[str, ...]:
     """Replace the opaque modules by their converted forms; return the paths of those with parts."""
     owners = []
-    for path in {str(node.target): None for node in opaque_calls.opaque_call_nodes(working)}:
-        opaque = working.get_submodule(path)
+    for path, opaque in opaque_calls.opaque_modules(working).items():
         handler = handler_of(opaque)
-        assert isinstance(opaque, opaque_calls.OpaqueModule)
         assert handler is not None
         observers = _output_observers(working, path)
         request = ConvertRequest(
@@ -392,8 +380,7 @@ def _output_observers(working: GraphModule, path: str) -> tuple[tuple[nn.Module,
     matches: dict[int, list[nn.Module]] = {}
     for call in opaque_calls.opaque_call_nodes(working):
         for getitem in call.users if call.target == path else ():
-            position = getitem.args[1]
-            assert isinstance(position, int)
+            position = position_of(getitem)
             if getitem in observers:
                 matches.setdefault(position, []).append(observers[getitem])
     return tuple(tuple(matches[position]) for position in sorted(matches))
@@ -402,30 +389,21 @@ def _output_observers(working: GraphModule, path: str) -> tuple[tuple[nn.Module,
 def _check_observers(prepared: GraphModule) -> None:
     """Raise for observers that have no finite qparams; warn about observers that saw no data."""
     faults = observed_graph.observer_faults(prepared)
-    for path in {str(node.target): None for node in opaque_calls.opaque_call_nodes(prepared)}:
-        opaque = prepared.get_submodule(path)
+    for path, opaque in opaque_calls.opaque_modules(prepared).items():
         handler = handler_of(opaque)
-        if handler is not None and isinstance(opaque, opaque_calls.OpaqueModule):
+        if handler is not None:
             faults.extend((f"{path}.{name}", fault) for name, fault in handler.observer_faults(opaque))
-    without_qparams = [where for where, fault in faults if fault is observed_graph.ObserverFault.NO_QPARAMS]
-    if without_qparams:
-        raise ConvertError.of("TQ950.no_qparams", observers=_shorten(without_qparams))
-    not_finite = [where for where, fault in faults if fault is observed_graph.ObserverFault.NOT_FINITE]
-    if not_finite:
-        raise ConvertError.of("TQ950.not_finite", observers=_shorten(not_finite))
+    places = {kind: [where for where, fault in faults if fault is kind] for kind in ObserverFault}
+    for kind, key in ((ObserverFault.NO_QPARAMS, "no_qparams"), (ObserverFault.NOT_FINITE, "not_finite")):
+        if places[kind]:
+            raise ConvertError.of(f"TQ950.{key}", observers=listed(places[kind]))
     left_out = observed_graph.observers_without_infinity(prepared)
     if left_out:
-        warn_user("TQ406", observers=_shorten(left_out))
-    accidents = [where for where, fault in faults if fault is observed_graph.ObserverFault.ACCIDENT]
-    if accidents:
-        warn_user("TQ419", observers=_shorten(accidents))
-    unseen = [where for where, fault in faults if fault is observed_graph.ObserverFault.UNSEEN]
-    if unseen:
-        warn_user("TQ405", count=len(unseen), observers=_shorten(unseen))
-
-
-def _shorten(places: list[str]) -> str:
-    return ", ".join(places[:5]) + (f" and {len(places) - 5} more" if len(places) > 5 else "")
+        warn_user("TQ406", observers=listed(left_out))
+    if accidents := places[ObserverFault.ACCIDENT]:
+        warn_user("TQ419", observers=listed(accidents))
+    if unseen := places[ObserverFault.UNSEEN]:
+        warn_user("TQ405", count=len(unseen), observers=listed(unseen))
 
 
 # Tell, at convert, what a converted model loses on the last calibration batch.

@@ -28,7 +28,7 @@ from torchq_compat.support.decisions import (
     Report,
 )
 from torchq_compat.support.dtypes import dtype_name
-from torchq_compat.support.graph_nodes import module_path_of
+from torchq_compat.support.graph_nodes import module_path_of, source_of
 from torchq_compat.support.report import ObservedRange
 
 
@@ -184,8 +184,7 @@ def _ranges(model: nn.Module) -> Iterator[ObservedRange]:
                 continue  # Fixed qparams, channels, or no data yet.
             scale, zero_point = (float(value) for value in observer.calculate_qparams())
             first, last = ((value - zero_point) * scale for value in (observer.quant_min, observer.quant_max))
-            source = node.args[0]
-            assert isinstance(source, Node)
+            source = source_of(node)
             place = ".".join(filter(None, (path, module_path_of(source) or source.name)))
             dtype = dtype_name(observer.dtype)
             clipped = _clipped(observer, first, last)

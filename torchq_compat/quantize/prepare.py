@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
@@ -66,40 +66,19 @@ from torchq_compat.support.process_state import draws_kept
 Observed = tuple[GraphModule, tuple[Decision, ...]]
 
 
-@dataclass(frozen=True)
-class Captured:
-    """A captured model.
-
-    Attributes:
-        graph_module: the captured graph, with custom modules as opaque calls.
-        model: the exported module.
-        boundaries: the specs around each opaque call.
-        interface: which inputs and outputs are integers.
-        cumulative: what ``batch_norm.before_capture`` returned.
-        batch_norms: path of every batch norm -> label of the op it follows.
-    """
-
-    graph_module: GraphModule
-    model: nn.Module
-    boundaries: Mapping[Node, OpaqueBoundary]
-    interface: QuantizedInterface
-    cumulative: Collection[str] = ()
-    batch_norms: Mapping[str, str] = field(default_factory=dict)
-
-
-def observe_by_rules(captured: Captured, request: PrepareRequest) -> Observed:
+def _observe_by_rules(state: _Preparing) -> Observed:
     """Annotate and prepare the graph by a QConfigMapping and a BackendConfig; return the decisions too."""
     decisions: list[Decision] = []
-    rules, backend = request.rules, request.backend
+    request, model = state.request, state.with_loops.model
 
     def may_fold(op: Node, norm: Node) -> bool:
-        if is_folded_in_fx(op, norm, captured.model, backend):
+        if is_folded_in_fx(op, norm, model, request.backend):
             return True
         # FX fuses it with the ReLU instead, and is nearer to float: the weight has one scale for all.
         if op.target in those("transposed") and any(user.target in those("relu") for user in norm.users):
             return False
-        if not request.fuse_as_fx and not request.is_qat:
-            path, kind = module_path_of(norm), find_origin(norm, captured.model).module_type.__name__
+        if not request.fuse_as_fx and not state.is_qat:
+            path, kind = module_path_of(norm), find_origin(norm, model).module_type.__name__
             reason = f"it is in the weight of {module_path_of(op)}"
             unlike = said("TQ584")
             decisions.append(Decision(path, kind, Action.FOLDED, reason, unlike_fx=unlike, code="TQ584"))
@@ -108,35 +87,35 @@ def observe_by_rules(captured: Captured, request: PrepareRequest) -> Observed:
     def decide(graph_module: GraphModule) -> dict[Node, NodeSpecs]:
         decided = decide_graph(
             graph_module,
-            captured.model,
-            rules,
-            backend,
-            captured.boundaries,
-            captured.interface.input_nodes(graph_module),
-            captured.interface.output_edges(graph_module),
-            frozenset(captured.batch_norms.values()),
+            model,
+            request.rules,
+            request.backend,
+            state.boundaries,
+            state.interface.input_nodes(graph_module),
+            state.interface.output_edges(graph_module),
+            frozenset(state.batch_norms.values()),
         )
         decisions.extend(decided.decisions)
         write_op_records(decided.records)
         return decided.specs
 
     prepared = observed_graph.prepare_graph(
-        captured.graph_module,
+        state.captured.attempt.graph_module,
         decide,
-        is_qat=request.is_qat,
-        cumulative=captured.cumulative,
+        is_qat=state.is_qat,
+        cumulative=state.cumulative,
         may_fold=may_fold,
     )
     return prepared, tuple(decisions)
 
 
-def observe_by_quantizer(
-    captured: Captured, quantizer: Quantizer, *, is_qat: bool, is_fixed: bool
-) -> Observed:
+def _observe_by_quantizer(state: _Preparing, quantizer: Quantizer) -> Observed:
     """Annotate everything but custom modules by ``quantizer``, and prepare; return the decisions too."""
-    around = UserQuantizer(quantizer, captured.boundaries, captured.model, is_fixed=is_fixed)
+    is_fixed = bool(state.request.fixed_because)
+    around = UserQuantizer(quantizer, state.boundaries, state.with_loops.model, is_fixed=is_fixed)
+    graph_module = state.captured.attempt.graph_module
     prepared = observed_graph.prepare_with(
-        captured.graph_module, around, is_qat=is_qat, cumulative=captured.cumulative
+        graph_module, around, is_qat=state.is_qat, cumulative=state.cumulative
     )
     return prepared, around.decisions(prepared)
 
@@ -322,17 +301,21 @@ def _observe(state: _Preparing) -> None:
         )
         if known is not None:
             reads_growing.setdefault(node.name, known)
-    state.interface = _read_interface(state.captured, state.request)
-    state.batch_norms = batch_norms_by_path(graph_module)
-    captured = Captured(
+    request, settings = state.request, state.request.settings
+    state.interface = QuantizedInterface.read(
+        settings.input_quantized_indexes,
+        settings.output_quantized_indexes,
+        request.example_inputs,
         graph_module,
-        state.with_loops.model,
-        state.boundaries,
-        state.interface,
-        state.cumulative,
-        state.batch_norms,
+        whole_result=state.captured.stubs.results.returns_whole_result,
     )
-    state.observed, decided = _insert_observers(captured, state.request)
+    state.batch_norms = batch_norms_by_path(graph_module)
+    if request.quantizer is None:
+        state.observed, decided = _observe_by_rules(state)
+    else:
+        state.observed, decided = _observe_by_quantizer(state, request.quantizer)
+    if not state.is_qat:
+        observed_graph.calibrate_with_float_weights(state.observed)
     named = {decision.path for decision in state.decisions}
     decided = tuple(_with_growth(item, reads_growing.get(item.node)) for item in decided)
     state.decisions.extend(decision for decision in decided if decision.path not in named)
@@ -414,28 +397,3 @@ def _about_rules(model: nn.Module, working: nn.Module, request: PrepareRequest) 
         *decide_unmatched_rules(working, request.rules),
         *decide_parametrizations(model, request.rules, is_qat=request.is_qat),
     )
-
-
-def _read_interface(captured: CapturedModel, request: PrepareRequest) -> QuantizedInterface:
-    settings = request.settings
-    return QuantizedInterface.read(
-        settings.input_quantized_indexes,
-        settings.output_quantized_indexes,
-        request.example_inputs,
-        captured.attempt.graph_module,
-        whole_result=captured.stubs.results.returns_whole_result,
-    )
-
-
-def _insert_observers(
-    captured: Captured, request: PrepareRequest
-) -> tuple[GraphModule, tuple[Decision, ...]]:
-    if request.quantizer is not None:
-        prepared, decided = observe_by_quantizer(
-            captured, request.quantizer, is_qat=request.is_qat, is_fixed=bool(request.fixed_because)
-        )
-    else:
-        prepared, decided = observe_by_rules(captured, request)
-    if not request.is_qat:
-        observed_graph.calibrate_with_float_weights(prepared)
-    return prepared, decided

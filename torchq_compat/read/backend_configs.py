@@ -15,8 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from torchq_compat.errors import ConfigError
-from torchq_compat.read.old_forms import check_keys, read_dict_form
+from torchq_compat.read.old_forms import check_keys, read_config
 from torchq_compat.read.qconfig_mappings import ObjectType
 from torchq_compat.support import torch_ao
 from torchq_compat.support.argument_checks import (
@@ -130,10 +129,7 @@ def read_backend_config(value: torch_ao.BackendConfig | dict[str, Any] | None) -
         return _native_table()
     if isinstance(value, dict):
         _check_keys_of_patterns(value.get("configs", ()))
-        value = read_dict_form("backend_config", value, ("name", "configs"), torch_ao.BackendConfig)
-    if not isinstance(value, torch_ao.BackendConfig):
-        raise ConfigError.wrong_type("backend_config", "a BackendConfig", value)
-    check_settings("backend_config", ENTRIES, vars(value))
+    value = read_config("backend_config", value, ("name", "configs"), torch_ao.BackendConfig, ENTRIES)
     configs = dict(_configs_by_pattern(value))
     entries = {pattern: _entry(pattern, config, configs) for pattern, config in configs.items()}
     return BackendTable(name=value.name, entries=MappingProxyType(entries))

@@ -11,7 +11,7 @@ from torch import nn
 
 from torchq_compat.errors import ConfigError, CustomModuleError
 from torchq_compat.read.backend_configs import BackendTable, read_backend_config
-from torchq_compat.read.old_forms import read_dict_form
+from torchq_compat.read.old_forms import read_config
 from torchq_compat.read.qconfig_mappings import DICT_KEYS, QConfigRules, read_qconfig_mapping
 from torchq_compat.support import argument_checks, torch_ao
 from torchq_compat.support.user_warnings import warn_user
@@ -96,23 +96,18 @@ def read_prepare_custom_config(
         ConfigError: wrong type, unknown dict key, or a setting that this release does not support.
         CustomModuleError: an observed class without ``from_float``.
     """
-    if isinstance(value, dict):
-        value = read_dict_form("prepare_custom_config", value, PREPARE_KEYS, torch_ao.PrepareCustomConfig)
-    if value is None:
-        value = torch_ao.PrepareCustomConfig()
-    if not isinstance(value, torch_ao.PrepareCustomConfig):
-        raise ConfigError.wrong_type("prepare_custom_config", "a PrepareCustomConfig", value)
-    argument_checks.check_settings("prepare_custom_config", ENTRIES, vars(value))
-    mapping = _read_mapping("float_to_observed_mapping", value.float_to_observed_mapping, "from_float")
+    setting = "prepare_custom_config"
+    config = read_config(setting, value, PREPARE_KEYS, torch_ao.PrepareCustomConfig, ENTRIES)
+    mapping = _read_mapping("float_to_observed_mapping", config.float_to_observed_mapping, "from_float")
     return PrepareSettings(
         float_to_observed=mapping,
-        kept_float_names=tuple(value.non_traceable_module_names),
-        kept_float_classes=tuple(value.non_traceable_module_classes),
-        preserved_attributes=tuple(value.preserved_attributes),
-        input_quantized_indexes=tuple(value.input_quantized_indexes),
-        output_quantized_indexes=tuple(value.output_quantized_indexes),
-        standalone_names=_read_standalone(value.standalone_module_names),
-        standalone_classes=_read_standalone(value.standalone_module_classes),
+        kept_float_names=tuple(config.non_traceable_module_names),
+        kept_float_classes=tuple(config.non_traceable_module_classes),
+        preserved_attributes=tuple(config.preserved_attributes),
+        input_quantized_indexes=tuple(config.input_quantized_indexes),
+        output_quantized_indexes=tuple(config.output_quantized_indexes),
+        standalone_names=_read_standalone(config.standalone_module_names),
+        standalone_classes=_read_standalone(config.standalone_module_classes),
     )
 
 
@@ -125,55 +120,36 @@ def read_convert_custom_config(
         ConfigError: wrong type or unknown dict key.
         CustomModuleError: a quantized class without ``from_observed``.
     """
-    if _is_qconfig_dict(value):
+    # Some scripts give the qconfig dict to ``convert_fx`` too.
+    if isinstance(value, dict) and value and set(value) <= set(DICT_KEYS):
         warn_user("TQ305")
         value = None
-    if isinstance(value, dict):
-        value = read_dict_form("convert_custom_config", value, CONVERT_KEYS, torch_ao.ConvertCustomConfig)
-    if value is None:
-        value = torch_ao.ConvertCustomConfig()
     if isinstance(value, torch_ao.QConfigMapping):
         raise ConfigError.of("TQ910.mapping_for_custom_config")
-    if not isinstance(value, torch_ao.ConvertCustomConfig):
-        raise ConfigError.wrong_type("convert_custom_config", "a ConvertCustomConfig", value)
-    argument_checks.check_settings("convert_custom_config", ENTRIES, vars(value))
+    setting = "convert_custom_config"
+    config = read_config(setting, value, CONVERT_KEYS, torch_ao.ConvertCustomConfig, ENTRIES)
     mapping = _read_mapping(
-        "observed_to_quantized_mapping", value.observed_to_quantized_mapping, "from_observed"
+        "observed_to_quantized_mapping", config.observed_to_quantized_mapping, "from_observed"
     )
     return ConvertSettings(
-        observed_to_quantized=mapping,
-        preserved_attributes=tuple(value.preserved_attributes),
+        observed_to_quantized=mapping, preserved_attributes=tuple(config.preserved_attributes)
     )
-
-
-def _is_qconfig_dict(value: Any) -> bool:
-    """Return whether ``value`` is a qconfig dict, which some scripts give to ``convert_fx`` too."""
-    return isinstance(value, dict) and bool(value) and set(value) <= set(DICT_KEYS)
 
 
 def read_fuse_custom_config(value: torch_ao.FuseCustomConfig | dict[str, Any] | None) -> tuple[str, ...]:
     """Return the preserved attributes of a FuseCustomConfig, its only setting."""
-    if isinstance(value, dict):
-        value = read_dict_form("fuse_custom_config", value, FUSE_KEYS, torch_ao.FuseCustomConfig)
-    if value is None:
-        return ()
-    if not isinstance(value, torch_ao.FuseCustomConfig):
-        raise ConfigError.wrong_type("fuse_custom_config", "a FuseCustomConfig", value)
-    argument_checks.check_settings("fuse_custom_config", ENTRIES, vars(value))
-    return tuple(value.preserved_attributes)
+    config = read_config("fuse_custom_config", value, FUSE_KEYS, torch_ao.FuseCustomConfig, ENTRIES)
+    return tuple(config.preserved_attributes)
 
 
 def _read_mapping(setting: str, mapping: ClassMapping, method: str) -> ClassMapping:
-    for result in (cls for classes in mapping.values() for cls in classes.values()):
-        _check_method(setting, result, method)
+    for cls in (cls for classes in mapping.values() for cls in classes.values()):
+        if not callable(getattr(cls, method, None)):
+            module, kind = cls.__module__, cls.__qualname__
+            raise CustomModuleError.of(
+                "TQ940.no_method", module=module, kind=kind, mapping=setting, method=method
+            )
     return MappingProxyType({kind: MappingProxyType(dict(classes)) for kind, classes in mapping.items()})
-
-
-def _check_method(mapping: str, cls: type, method: str) -> None:
-    if not callable(getattr(cls, method, None)):
-        raise CustomModuleError.of(
-            "TQ940.no_method", module=cls.__module__, kind=cls.__qualname__, mapping=mapping, method=method
-        )
 
 
 def _read_standalone(entries: Mapping[Any, Any]) -> MappingProxyType[Any, StandaloneSettings]:

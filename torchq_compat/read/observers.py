@@ -17,7 +17,7 @@ from torchq_compat.errors import ConfigError
 from torchq_compat.read import observer_classes, qparams, torch_ao_classes
 from torchq_compat.read.qdq import CONVERT_DTYPE, insert_dynamic_q_dq
 from torchq_compat.support.dtypes import KERNEL_DTYPES, PACKED_DTYPES, dtype_range, is_integer, plain_dtype
-from torchq_compat.support.graph_nodes import attribute_at
+from torchq_compat.support.graph_nodes import attribute_at, source_of
 from torchq_compat.support.process_state import Kept
 from torchq_compat.support.torch_ao import PlaceholderObserver, QConfig
 from torchq_compat.support.torch_ao import fake_quantize as legacy_fake_quantize
@@ -92,7 +92,9 @@ class ObserverConstructor:
         except TypeError as cause:
             raise _not_a_constructor(self.setting, self.legacy) from cause
         except Exception as cause:
-            raise _cannot_instantiate(self.setting, cause) from cause
+            raise ConfigError.of(
+                "TQ910.observer_cannot_be_made", setting=self.setting, cause=cause
+            ) from cause
         if not isinstance(result, (*PT2E_BASES, *LEGACY_BASES)):
             raise _not_a_constructor(self.setting, self.legacy)
         return result
@@ -230,8 +232,30 @@ def _copy_settings(adapter: nn.Module, legacy: nn.Module) -> None:
         adapter.ch_axis = first_given("ch_axis", None)
 
 
+class _Adapter(nn.Module):
+    """The base of adapters: the user's object, ``legacy``, observes and computes the qparams."""
+
+    legacy: Any
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the user's object: ``scale`` of a learnable one, or ``min_val``."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            legacy = vars(self).get("_modules", {}).get("legacy")
+            # activation_post_process is read to find out whether the adapter has an observer of its own.
+            is_private = name.startswith("_") or name == "activation_post_process"
+            if legacy is None or is_private or not hasattr(legacy, name):
+                raise
+            return getattr(legacy, name)
+
+    def calculate_qparams(self, **_: Any) -> tuple[Tensor, Tensor]:
+        scale, zero_point = self.legacy.calculate_qparams()
+        return scale, zero_point
+
+
 @torch_ao_classes.recognised_by_torch_ao
-class LegacyObserverAdapter(pt2e_observer.ObserverBase):  # type: ignore[misc]
+class LegacyObserverAdapter(_Adapter, pt2e_observer.ObserverBase):  # type: ignore[misc]
     """A user's own torch.ao observer as a torchao observer; the user's object does the observing."""
 
     def __init__(self, legacy: nn.Module) -> None:
@@ -239,20 +263,13 @@ class LegacyObserverAdapter(pt2e_observer.ObserverBase):  # type: ignore[misc]
         self.legacy = legacy
         _copy_settings(self, legacy)
 
-    def __getattr__(self, name: str) -> Any:
-        return _of_legacy(self, name, super().__getattr__)
-
     def forward(self, x: Tensor) -> Tensor:
         self.legacy(x)
         return x
 
-    def calculate_qparams(self, **_: Any) -> tuple[Tensor, Tensor]:
-        scale, zero_point = self.legacy.calculate_qparams()  # type: ignore[operator]
-        return scale, zero_point
-
 
 @torch_ao_classes.recognised_by_torch_ao
-class LegacyFakeQuantizeAdapter(pt2e_fake_quantize.FakeQuantizeBase):  # type: ignore[misc]
+class LegacyFakeQuantizeAdapter(_Adapter, pt2e_fake_quantize.FakeQuantizeBase):  # type: ignore[misc]
     """A user's own torch.ao fake-quantize, or torch.ao's private learnable one, as a torchao class."""
 
     def __init__(self, legacy: nn.Module) -> None:
@@ -260,16 +277,9 @@ class LegacyFakeQuantizeAdapter(pt2e_fake_quantize.FakeQuantizeBase):  # type: i
         self.legacy = legacy
         _copy_settings(self, legacy)
 
-    def __getattr__(self, name: str) -> Any:
-        return _of_legacy(self, name, super().__getattr__)
-
     def forward(self, x: Tensor) -> Tensor:
         fake_quantized: Tensor = self.legacy(x)
         return fake_quantized
-
-    def calculate_qparams(self, **_: Any) -> tuple[Tensor, Tensor]:
-        scale, zero_point = self.legacy.calculate_qparams()  # type: ignore[operator]
-        return scale, zero_point
 
     @property
     def learns_qparams(self) -> bool:
@@ -278,31 +288,14 @@ class LegacyFakeQuantizeAdapter(pt2e_fake_quantize.FakeQuantizeBase):  # type: i
         return isinstance(learning, Tensor) and bool(learning)
 
     def enable_fake_quant(self, enabled: bool = True) -> None:
-        self.legacy.enable_fake_quant(enabled)  # type: ignore[operator]
+        self.legacy.enable_fake_quant(enabled)
 
     def enable_observer(self, enabled: bool = True) -> None:
-        self.legacy.enable_observer(enabled)  # type: ignore[operator]
-
-
-def _of_legacy(adapter: nn.Module, name: str, own: Callable[[str], Any]) -> Any:
-    """Return an attribute of the user's object: ``scale`` of a learnable fake-quantize, or ``min_val``."""
-    try:
-        return own(name)
-    except AttributeError:
-        legacy = vars(adapter).get("_modules", {}).get("legacy")
-        # activation_post_process is read to find out whether the adapter has an observer of its own.
-        is_private = name.startswith("_") or name == "activation_post_process"
-        if legacy is None or is_private or not hasattr(legacy, name):
-            raise
-        return getattr(legacy, name)
+        self.legacy.enable_observer(enabled)
 
 
 def _not_a_constructor(setting: str, value: object) -> ConfigError:
     return ConfigError.of("TQ910.no_constructor", setting=setting, value=value)
-
-
-def _cannot_instantiate(setting: str, cause: BaseException) -> ConfigError:
-    return ConfigError.of("TQ910.observer_cannot_be_made", setting=setting, cause=cause)
 
 
 # Weight observers that observe the weight once, at convert, as FX's do.
@@ -363,8 +356,7 @@ class FloatQParamsWeightObserver(WeightObserver):
 
     def convert(self, model: GraphModule, observer_node: Node) -> None:
         """Replace ``observer_node`` by the dequantize of a folded integer weight; torchao calls this."""
-        source = observer_node.args[0]
-        assert isinstance(source, Node)
+        source = source_of(observer_node)
         self.observe_weight(attribute_at(model, str(source.target)), str(source.target))
         scale, zero_point = self.calculate_qparams()
         qparams.fold_weight(model, observer_node, scale, zero_point, self)
@@ -474,8 +466,7 @@ class DynamicQuantization(pt2e_observer.ObserverBase):  # type: ignore[misc]
 
     def convert(self, model: GraphModule, observer_node: Node) -> None:
         """Replace ``observer_node`` by nodes that quantize and dequantize its input."""
-        source = observer_node.args[0]
-        assert isinstance(source, Node)
+        source = source_of(observer_node)
         graph = model.graph
         with graph.inserting_before(observer_node):
             insert = _to_half_and_back if self.dtype is torch.float16 else self._insert_quantization

@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from torchq_compat.errors import ArgumentError, ConfigError
+from torchq_compat.support import argument_checks
 from torchq_compat.support.user_warnings import warn_user
 
 # Read the deprecated dict forms, all by the same rule.
@@ -16,28 +17,35 @@ from torchq_compat.support.user_warnings import warn_user
 # Here the keys are checked first; the reading itself is torch.ao's.
 
 
-T_co = TypeVar("T_co", covariant=True)
+Config = TypeVar("Config")
 
 
-class FromDict(Protocol[T_co]):
-    """A torch.ao config class that can read its own dict form."""
+def read_config(
+    setting: str,
+    value: Any,
+    known_keys: Iterable[str],
+    config_class: type[Config],
+    entries: Mapping[str, argument_checks.Expected],
+) -> Config:
+    """Return ``value``, an object of ``config_class`` or its dict form; an empty one for None.
 
-    def from_dict(self, config: dict[str, Any], /) -> T_co: ...
-
-
-def read_dict_form(
-    setting: str, value: dict[str, Any], known_keys: Iterable[str], config_class: FromDict[T_co]
-) -> T_co:
-    """Return ``value`` as an object of ``config_class``.
+    Args:
+        entries: what is accepted as attributes that torch.ao's setters do not check.
 
     Raises:
-        ConfigError: a key that is not in ``known_keys``, or an entry ``from_dict`` cannot read.
+        ConfigError: another type, a key that is not in ``known_keys``, or an entry that cannot be read.
     """
-    check_keys(setting, value, known_keys)
-    try:
-        return config_class.from_dict(value)
-    except Exception as cause:
-        raise ConfigError.of("TQ910.unreadable", setting=setting, cause=cause) from cause
+    if isinstance(value, dict):
+        check_keys(setting, value, known_keys)
+        try:
+            value = config_class.from_dict(value)  # type: ignore[attr-defined]
+        except Exception as cause:
+            raise ConfigError.of("TQ910.unreadable", setting=setting, cause=cause) from cause
+    value = config_class() if value is None else value
+    if not isinstance(value, config_class):
+        raise ConfigError.wrong_type(setting, f"a {config_class.__name__}", value)
+    argument_checks.check_settings(setting, entries, vars(value))
+    return value
 
 
 def check_keys(setting: str, value: dict[str, Any], known_keys: Iterable[str]) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from torchq_compat.errors import ConfigError
-from torchq_compat.read.old_forms import read_dict_form
+from torchq_compat.read.old_forms import read_config
 from torchq_compat.support import argument_checks
 from torchq_compat.support.torch_ao import QConfig, QConfigMapping, qconfig_equals
 
@@ -103,11 +103,9 @@ def read_qconfig_mapping(value: QConfigMapping | dict[str, Any]) -> QConfigRules
         ConfigError: neither a QConfigMapping nor a dict; an unknown key; a regular expression that does
             not compile; a value that is not a QConfig.
     """
-    if isinstance(value, dict):
-        value = read_dict_form(SETTING, value, DICT_KEYS, QConfigMapping)
-    if not isinstance(value, QConfigMapping):
+    if not isinstance(value, (dict, QConfigMapping)):
         raise _no_mapping(value)
-    argument_checks.check_settings(SETTING, ENTRIES, vars(value))
+    value = read_config(SETTING, value, DICT_KEYS, QConfigMapping, ENTRIES)
     rules = QConfigRules(
         global_qconfig=value.global_qconfig,
         object_types=MappingProxyType(dict(value.object_type_qconfigs)),

@@ -20,7 +20,7 @@ from torch.fx.node import map_arg
 from torchao.quantization.pt2e.constant_fold import replace_node_with_constant
 
 from torchq_compat.ops import draws, those
-from torchq_compat.support.graph_nodes import attribute_of, constant_of, free_name, give_back_freed
+from torchq_compat.support.graph_nodes import attribute_of, constant_of, free_name, give_back_freed, source_of
 from torchq_compat.support.process_state import is_compiling
 from torchq_compat.support.upstream import OpOverload  # The import registers quantized_decomposed.
 
@@ -66,18 +66,6 @@ def embedding_byte() -> Any:
 def is_dequantize(node: Any) -> bool:
     """Return whether ``node`` is a static dequantize."""
     return isinstance(node, Node) and node.target in DEQUANTIZES
-
-
-def integers_behind(dequantize: Node) -> Node:
-    """Return the node whose integers ``dequantize`` reads."""
-    source = dequantize.args[0]
-    assert isinstance(source, Node)
-    return source
-
-
-def insert_quantize(graph: Graph, source: Node, qparams: Any, constant: MakeConstant) -> Node:
-    """Insert the quantize of ``source`` at the graph's insertion point, without ``meta``."""
-    return graph.call_function(qparams.quantize_op, (source, *_arguments(source, qparams, constant)))
 
 
 def insert_dequantize(
@@ -301,7 +289,7 @@ EMBEDDING = torch.ops.aten.embedding.default
 
 
 def dequantizes_constant(node: Node) -> bool:
-    return node.target in DEQUANTIZES and integers_behind(node).op == "get_attr"
+    return node.target in DEQUANTIZES and source_of(node).op == "get_attr"
 
 
 class WeightByWeight(Interpreter):
@@ -330,7 +318,7 @@ class WeightByWeight(Interpreter):
             and n.args[1] is weight
             and args[6:] in ((), (1,))
         ):
-            integers = self.fetch_attr(str(integers_behind(weight).target))
+            integers = self.fetch_attr(str(source_of(weight).target))
             step = max(1, BLOCK * len(integers) // max(1, integers.numel()))
             blocks = [slice(start, start + step) for start in range(0, len(integers), step)]
             biases = [args[2][block] if args[2:3] not in ((), (None,)) else None for block in blocks]

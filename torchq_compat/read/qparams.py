@@ -16,7 +16,7 @@ from torchq_compat.read import qdq
 from torchq_compat.read.qdq import DEQUANTIZE_PER_CHANNEL
 from torchq_compat.read.torch_ao_classes import recognised_by_torch_ao
 from torchq_compat.support.dtypes import as_dtype
-from torchq_compat.support.graph_nodes import constant_of
+from torchq_compat.support.graph_nodes import constant_of, source_of
 from torchq_compat.support.process_state import is_exporting
 
 # QParams: the affine quantization parameters of a tensor, as frozen values.
@@ -300,8 +300,7 @@ def fold_weight(
         zero_point: one per channel, as floats.
         settings: has ``ch_axis``, ``quant_min``, ``quant_max`` and ``dtype``.
     """
-    source = observer_node.args[0]
-    assert isinstance(source, Node)
+    source = source_of(observer_node)
     name = str(source.target).replace(".", "_")
     weight = constant_of(model, source).detach()
     axis, low, high = int(settings.ch_axis), int(settings.quant_min), int(settings.quant_max)

@@ -82,6 +82,13 @@ globals().update(SUBCLASSES)
 
 
 FIXED_QPARAMS = (legacy_observer.FixedQParamsObserver, pt2e_observer.FixedQParamsObserver)
+
+
+def has_fixed_qparams(observer: nn.Module) -> bool:
+    """Return whether an observer, or the observer inside a fake-quantize, has qparams that were given."""
+    return isinstance(getattr(observer, "activation_post_process", observer), FIXED_QPARAMS)
+
+
 PER_CHANNEL = (
     torch.per_channel_affine,
     torch.per_channel_symmetric,

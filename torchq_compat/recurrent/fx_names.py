@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 from torchq_compat.fx_state.numbered import Required, RequiredObserver, RequiredTensor
 from torchq_compat.fx_state.states import FxState
 from torchq_compat.modules import parts_handler
-from torchq_compat.read.torch_ao_classes import FIXED_QPARAMS
+from torchq_compat.read.torch_ao_classes import has_fixed_qparams
 from torchq_compat.recurrent.cell_graph import CellGraphModule
 from torchq_compat.recurrent.cells import LSTM_GATES
 from torchq_compat.recurrent.families import DynamicRecurrent
@@ -173,8 +173,4 @@ def _requantized_gates(module: RecurrentModule, cell: CellGraphModule) -> set[st
 def _differ_in_kind(observer: nn.Module, name: str, state: FxState) -> bool:
     """Return whether ``observer`` has fixed qparams where FX's observes values: FX has no constructor for the
     tanh of the cell state."""
-    return _is_fixed(observer) and f"{name}.min_val" in state.entries
-
-
-def _is_fixed(observer: nn.Module) -> bool:
-    return isinstance(getattr(observer, "activation_post_process", observer), FIXED_QPARAMS)
+    return has_fixed_qparams(observer) and f"{name}.min_val" in state.entries

@@ -175,6 +175,12 @@ def shown(value: object) -> str:
     return f"{kind} {text}" if text and len(text) <= SHOWN else _with_article(kind)
 
 
+def listed(names: Sequence[str], most: int = 5) -> str:
+    """Return the first ``most`` of ``names``, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
 def _is_sequence(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
 

@@ -59,6 +59,20 @@ def attribute_at(owner: nn.Module, path: str) -> Any:
     return operator.attrgetter(path)(owner)
 
 
+def source_of(node: Node) -> Node:
+    """Return the first input of ``node``: what an observer observes, or what a dequantize reads."""
+    source = node.args[0]
+    assert isinstance(source, Node)
+    return source
+
+
+def position_of(getitem: Node) -> int:
+    """Return which result of a node ``getitem`` picks."""
+    position = getitem.args[1]
+    assert isinstance(position, int)
+    return position
+
+
 def follow_devices(model: nn.Module, move: Callable[[Tensor], Tensor]) -> None:
     """Let the graphs in ``model``, whose state ``move`` has moved, make their constants where the state is.
 
