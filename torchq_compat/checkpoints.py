@@ -180,8 +180,7 @@ def _not_written(path: str, cause: BaseException) -> CheckpointError:
 
 
 def _packed(path: str, names: list[str]) -> CheckpointError:
-    shown_names = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    return CheckpointError.of("TQ960.packed_objects", path=path, shown_names=shown_names)
+    return CheckpointError.of("TQ960.packed_objects", path=path, shown_names=argument_checks.listed(names))
 
 
 def _unreadable(path: str, cause: BaseException) -> CheckpointError:

@@ -19,7 +19,7 @@ from torchq_compat.errors import ConfigError
 from torchq_compat.ops import parameter_nodes, parameters_of, those, weight_of
 from torchq_compat.read.backend_configs import BATCH_NORMS, BackendTable, Join, PatternEntry, PatternPart
 from torchq_compat.read.observers import ObserverConstructor
-from torchq_compat.read.qconfig_mappings import ObjectType, QConfigRules, Selection
+from torchq_compat.read.qconfig_mappings import QConfigRules, Selection
 from torchq_compat.read.qspecs import OpSpecs
 from torchq_compat.support.dtypes import PACKED_DTYPES, dtype_name, plain_dtype
 from torchq_compat.support.torch_ao import DTypeConfig, DTypeWithConstraints, qconfig_equals
@@ -384,7 +384,8 @@ def _record(op: SourcePartition, label: str) -> OpRecord:
 
 def _check_one_qconfig(ops: tuple[SourcePartition, ...], entry: PatternEntry, rules: QConfigRules) -> None:
     pattern = entry.pattern if isinstance(entry.pattern, tuple) else (entry.pattern,)
-    types = [_module_type(part) for part in pattern if not isinstance(part, Join)]
+    # FX puts an nn.ReLU into the fused module for a functional relu.
+    types = [part if isinstance(part, type) else nn.ReLU for part in pattern if not isinstance(part, Join)]
     first, *others = (rules.object_types.get(kind) for kind in types)
     is_transposed = ops[0].nodes[-1].target in those("transposed")
     for kind, qconfig in zip(types[1:], others, strict=True):
@@ -395,12 +396,6 @@ def _check_one_qconfig(ops: tuple[SourcePartition, ...], entry: PatternEntry, ru
             raise _conflict_in_fused_pattern(
                 ops[0].label, [getattr(part, "__name__", str(part)) for part in types], str(kind.__name__)
             )
-
-
-def _module_type(part: ObjectType) -> type:
-    """Return ``part`` if it is a class, else nn.ReLU: FX puts an nn.ReLU into the fused module for a
-    functional relu."""
-    return part if isinstance(part, type) else nn.ReLU
 
 
 def _conflict_in_fused_pattern(path: str, types: list[str], other: str) -> ConfigError:

@@ -61,7 +61,12 @@ def reroute_tuples(graph: Graph) -> int:
     """
     erased = 0
     for node in list(graph.nodes):
-        if _is_access(node):
+        if (
+            node.op == "call_function"
+            and node.target in (operator.getitem, getattr)
+            and len(node.args) == 2
+            and not node.kwargs
+        ):
             result, element = _element(node)
             if result:
                 _replace(node, element)
@@ -72,15 +77,6 @@ def reroute_tuples(graph: Graph) -> int:
             graph.erase_node(node)
             erased += 1
     return erased
-
-
-def _is_access(node: Node) -> bool:
-    return (
-        node.op == "call_function"
-        and node.target in (operator.getitem, getattr)
-        and len(node.args) == 2
-        and not node.kwargs
-    )
 
 
 def _element(access: Node) -> tuple[bool, Any]:

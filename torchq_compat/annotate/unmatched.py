@@ -76,7 +76,7 @@ def decide_unmatched_settings(model: nn.Module, settings: PrepareSettings) -> It
         if not any(result is expected or (of_base and computes_like(result, expected)) for result in classes):
             derived = [match for match in classes if issubclass(match, expected)]
             # Mappings of torch's own classes are written for many models: only ``explain`` reports them.
-            is_standing = of_base and _is_torchs(expected) and not derived
+            is_standing = of_base and expected.__module__.startswith("torch.") and not derived
             decision = _unmatched(
                 f"{setting} {expected.__name__}", _no_such_class(expected, classes), "custom config"
             )
@@ -97,10 +97,6 @@ def _classes_named(settings: PrepareSettings) -> Iterator[tuple[str, type[nn.Mod
             # The default config maps every class that this package has an observed class for.
             if not observed.__module__.startswith("torchq_compat."):
                 yield "float_to_observed_mapping", float_class
-
-
-def _is_torchs(cls: type) -> bool:
-    return cls.__module__.startswith("torch.")
 
 
 def _no_such_class(expected: type[nn.Module], classes: set[type[nn.Module]]) -> str:

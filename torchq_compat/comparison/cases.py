@@ -228,7 +228,7 @@ class ScriptRecorder:
     def _prepare_fx(self, call: Function, arguments: dict[str, Any], *, is_qat: bool = False) -> Any:
         recording = Recording(
             copy.deepcopy(arguments["model"]),
-            _copied(arguments),
+            {name: copy.deepcopy(value) for name, value in arguments.items() if name != "model"},
             is_qat,
             deque(maxlen=LAST_BATCHES if is_qat else None),
         )
@@ -300,10 +300,6 @@ def _note_call(module: nn.Module, args: tuple[Any, ...]) -> None:
 def _kept(values: Any) -> Any:
     """Return ``values`` with copies of their tensors, since a script may reuse the same buffers."""
     return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), values)
-
-
-def _copied(arguments: dict[str, Any]) -> dict[str, Any]:
-    return {name: copy.deepcopy(value) for name, value in arguments.items() if name != "model"}
 
 
 def _case(recording: Recording) -> Case:

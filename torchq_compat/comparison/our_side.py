@@ -270,18 +270,13 @@ def _runner(model: GraphModule, values: Mapping[sides.Key, tuple[GraphModule, No
         for key, (graph, node, qparams) in values.items():
             passes = taken[id(graph), node]
             if passes:
-                whole = _joined(passes)
+                whole = passes[0] if len(passes) == 1 else torch.stack(passes)
                 readings[key] = sides.Reading(
                     whole if qparams is None else qparams.dequantize(whole), qparams
                 )
         return result, readings
 
     return run
-
-
-def _joined(passes: list[Tensor]) -> Tensor:
-    """Return the tensors that passed a node as one tensor; a node of a cell has one for every time step."""
-    return passes[0] if len(passes) == 1 else torch.stack(passes)
 
 
 def _integers_of(node: Node) -> tuple[Node, QParams | None]:

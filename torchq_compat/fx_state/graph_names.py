@@ -410,7 +410,7 @@ class _GraphReader:
         return sum(item is not None and item.origin.call == record.origin.call for item in calls) > 1
 
     def _path(self, record: OpRecord) -> str:
-        path = _once(record.origin.module_path)
+        path = record.origin.module_path.partition("@")[0]
         return self.first_path.get(path, path)
 
     def _module_path(self, op: Node) -> str:
@@ -544,11 +544,6 @@ def _aligned(
 
 def _is_apart(path: str, module: nn.Module) -> bool:
     return bool(path) and isinstance(module, (OpaqueModule, GraphModule))
-
-
-def _once(path: str) -> str:
-    """Return the path of a module without the suffix, such as ``@1``, of a second call."""
-    return path.partition("@")[0]
 
 
 def _flat(path: str) -> str:

@@ -375,7 +375,8 @@ class _Planner:
                 fixed_scale, fixed_zero_point = required.kernel
                 qparams = torch.tensor([fixed_scale]), torch.tensor([fixed_zero_point])
                 self.assigned.qparams[required.path] = qparams
-            elif not _needs_no_qparams(observer, required):
+            # FX's kernels know fixed qparams; dynamic activations and float weights have none.
+            elif not (has_fixed_qparams(observer) or not observer.state_dict() or required.is_weight):
                 self.without_qparams.append(required)
             return
         name = next(iter(result)) if required.is_weight else self._most_common(list(result))
@@ -540,12 +541,6 @@ def _names_of(observer: nn.Module) -> set[str]:
         for name in target.state_dict()
         if name.rpartition(".")[2] not in (*COUNTS, "loaded_scale", "loaded_zero_point")
     }
-
-
-def _needs_no_qparams(observer: Any, required: RequiredObserver) -> bool:
-    """Return whether a converted state may lack the qparams of ``observer``: FX's kernels know fixed qparams,
-    and dynamic activations and float weights have none."""
-    return has_fixed_qparams(observer) or not observer.state_dict() or required.is_weight
 
 
 def _carry_out(prepared: nn.Module, plan: _Assignments) -> None:

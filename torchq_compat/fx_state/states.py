@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torchq_compat.errors import CheckpointError
 from torchq_compat.support import quantized_tensors
-from torchq_compat.support.argument_checks import shown
+from torchq_compat.support.argument_checks import listed, shown
 
 # Weights in the forms in which FX's converted models save them, as floats with their qparams.
 #
@@ -287,7 +287,8 @@ class _StateReader:
         )
         self.is_lowered = self.is_converted or not all(_is_in_observer(path) for path in modules)
         if self.refused:
-            raise _unknown_values(self.refused, self.state)
+            refused = listed([f"{name} ({shown(self.state[name])})" for name in self.refused])
+            raise CheckpointError.of("TQ960.unknown_values", result=refused)
         self._join_reference_weights()
         # The scale of a quantized module, or of a former quantize operator.
         if any(SCALE_NAME.match(name) for name in self.entries):
@@ -393,12 +394,6 @@ def _reference_weight(
 def _is_in_observer(path: str) -> bool:
     names = (re.sub(r"_\d+$", "", part) for part in path.split("."))
     return any(name == "weight_fake_quant" or name.endswith("activation_post_process") for name in names)
-
-
-def _unknown_values(names: list[str], state: Mapping[str, Any]) -> CheckpointError:
-    result = ", ".join(f"{name} ({shown(state[name])})" for name in names[:5])
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return CheckpointError.of("TQ960.unknown_values", result=result, more=more)
 
 
 # Find the entries of a checkpoint file that ``torch.load(weights_only=True)`` does not load.

@@ -289,7 +289,7 @@ class QuantizationGraphModule(GraphModule):
         if stage is Stage.PREPARED and not self.record.is_qat and isinstance(cause, RuntimeError):
             place = _failing_observer(self, cause)
             if place is not None:
-                return _observer_failed(place, cause)
+                return errors.ConvertError.of("TQ951", place=place, cause=cause)
         return failed_calls.explain_failed_call(self.reference, stage.value, args, cause)
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
@@ -560,7 +560,3 @@ def record_of(model: object) -> ModelRecord | None:
 def _is_of_fx(names: list[str]) -> errors.CheckpointError:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return errors.CheckpointError.of("TQ960.fx_names", names=", ".join(names[:3]), more=more)
-
-
-def _observer_failed(place: str, cause: BaseException) -> errors.ConvertError:
-    return errors.ConvertError.of("TQ951", place=place, cause=cause)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 import torch
@@ -139,15 +139,8 @@ class AttentionStructure:
 
     @classmethod
     def of(cls, module: nn.MultiheadAttention) -> AttentionStructure:
-        return cls(
-            embed_dim=module.embed_dim,
-            num_heads=module.num_heads,
-            dropout=float(module.dropout),
-            batch_first=module.batch_first,
-            kdim=module.kdim,
-            vdim=module.vdim,
-            add_zero_attn=module.add_zero_attn,
-        )
+        given = {field.name: getattr(module, field.name) for field in fields(cls)}
+        return cls(**{**given, "dropout": float(module.dropout)})
 
     @property
     def head_dim(self) -> int:
@@ -382,10 +375,7 @@ class ObservedMultiheadAttention(AttentionModule, quantizable.MultiheadAttention
             _prepare(ProjectOut(module), (attended,), OUT_PARTS, specs, {"attended": activation}),
             _prepare(ReturnedWeights(), (torch.zeros(4, device=device),), WEIGHTS_PARTS, specs, {}),
         )
-        observed.specs = specs
-        observed.qconfig = specs.op_specs.qconfig
-        observed.train(module.training)
-        return observed
+        return observed.observed_by(specs, training=module.training)
 
     @classmethod
     @checked_arguments(other=instance_of(nn.MultiheadAttention))

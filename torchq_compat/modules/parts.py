@@ -188,25 +188,6 @@ def _spec_of_integers(constructor: observers.ObserverConstructor) -> Quantizatio
     return make_spec(constructor) if is_integer(constructor.settings.dtype) else None
 
 
-class FloatPartSpecs(PartSpecs):
-    """The specs of a module without a QConfig: nothing is observed."""
-
-    def output_spec(self, part: Part) -> QuantizationSpec | None:
-        return None
-
-    def input_spec(self, part: Part) -> QuantizationSpec | None:
-        return None
-
-    def linear_input_spec(self, input_dtype: torch.dtype | None) -> QuantizationSpec | None:
-        return None
-
-    def weight_spec(self) -> QuantizationSpec | None:
-        return None
-
-    def group_dtype(self, group: str) -> torch.dtype:
-        return torch.float32
-
-
 class DynamicPartSpecs(PartSpecs):
     """The specs of a dynamic QConfig: linears quantize their inputs at run time; nothing else is quantized.
 
@@ -221,6 +202,19 @@ class DynamicPartSpecs(PartSpecs):
 
     def linear_input_spec(self, input_dtype: torch.dtype | None) -> QuantizationSpec | None:
         return self.op_specs.activation if is_integer(self.op_specs.activation_dtype) else None
+
+
+class FloatPartSpecs(DynamicPartSpecs):
+    """The specs of a module without a QConfig: nothing is observed."""
+
+    def linear_input_spec(self, input_dtype: torch.dtype | None) -> QuantizationSpec | None:
+        return None
+
+    def weight_spec(self) -> QuantizationSpec | None:
+        return None
+
+    def group_dtype(self, group: str) -> torch.dtype:
+        return torch.float32
 
 
 # Checks that a BackendConfig allows the dtypes in which parts are observed.
@@ -446,7 +440,7 @@ class PartOwner(OpaqueModule, ABC):
         """Run a call. The caller may be a user's quantized module, which may pass quantized tensors of
         torch.ao."""
         if opaque_layout is None:
-            args, kwargs = pytree.tree_map_only(Tensor, _float_values, (args, kwargs))
+            args, kwargs = pytree.tree_map_only(Tensor, as_float, (args, kwargs))
         return super().forward(*args, opaque_layout=opaque_layout, **kwargs)
 
     @abstractmethod
@@ -470,13 +464,15 @@ class PartOwner(OpaqueModule, ABC):
         single = {label: all_qparams.pop() for label, all_qparams in matches.items() if len(all_qparams) == 1}
         return {label: qparams for label, qparams in single.items() if isinstance(qparams, PerTensorQParams)}
 
+    def observed_by(self, specs: PartSpecs, *, training: bool) -> Self:
+        """Return this module, whose parts are observed by ``specs``, in the mode of the float module."""
+        self.specs = specs
+        self.qconfig = specs.op_specs.qconfig
+        return self.train(training)
+
     def take_over(self, other: PartOwner) -> None:
         """Take over the specs, path, layouts and mode of ``other``, which this module replaces."""
         self.specs = other.specs
         self.module_path = other.module_path
         self.opaque_layouts = list(other.opaque_layouts)
         self.train(other.training)
-
-
-def _float_values(tensor: Tensor) -> Tensor:
-    return as_float(tensor)

@@ -161,7 +161,7 @@ class OpaqueUserModule(OpaqueModule):
     def opaque_receive(self, q: Tensor, qparams: QParams) -> Tensor:
         if self.opaque_takes_floats:
             return super().opaque_receive(q, qparams)
-        if not _has_legacy_dtype(qparams):
+        if qparams.dtype not in LEGACY_DTYPES:
             raise CustomModuleError.of(
                 "TQ942.input_dtype",
                 kind=self.opaque_users_class.__qualname__,
@@ -236,12 +236,6 @@ def as_users_module(opaque: OpaqueUserModule) -> nn.Module:
 def _shown(structure: Structure) -> str:
     """Return a structure for messages, without dtypes."""
     return str(structure.put_together(["tensor"] * structure.count()))
-
-
-def _has_legacy_dtype(qparams: QParams) -> bool:
-    """Return whether quantized tensors have a dtype for the integers of ``qparams``: quint8, qint8 or
-    qint32."""
-    return qparams.dtype in LEGACY_DTYPES
 
 
 def _legacy_tensor(q: Tensor, qparams: QParams) -> Tensor:
@@ -368,7 +362,13 @@ def call_class_method(owner: type[nn.Module], method: str, module: nn.Module, pa
     except TorchQCompatError:
         raise
     except Exception as cause:
-        raise _method_raised(path, owner, method, cause) from cause
+        raise CustomModuleError.of(
+            "TQ942.method_raised",
+            owner=owner.__qualname__,
+            method=method,
+            path=path,
+            cause=cause,
+        ) from cause
     if not isinstance(result, nn.Module):
         raise CustomModuleError.of(
             "TQ942.result_type", owner=owner.__qualname__, method=method, path=path, result=result
@@ -389,16 +389,6 @@ registry.register(UserModuleHandler())
 
 def _call_raised(path: str, owner: type, cause: BaseException) -> CustomModuleError:
     return CustomModuleError.of("TQ942.call_raised", owner=owner.__qualname__, path=path, cause=cause)
-
-
-def _method_raised(path: str, owner: type, method: str, cause: BaseException) -> CustomModuleError:
-    return CustomModuleError.of(
-        "TQ942.method_raised",
-        owner=owner.__qualname__,
-        method=method,
-        path=path,
-        cause=cause,
-    )
 
 
 # Converts non-traceable modules whose class the script maps.

@@ -17,11 +17,11 @@ from torchq_compat.annotate.observed_graph import ObservedPlace, adopt_observers
 from torchq_compat.model.graph_module import ModelRecord
 from torchq_compat.read.qconfig_mappings import QConfigRules
 from torchq_compat.read.qspecs import OpSpecs
+from torchq_compat.support.argument_checks import listed
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.dtypes import plain_dtype
 from torchq_compat.support.user_warnings import warn_user
 
-MAX_SHOWN = 5
 UNSIGNED = (torch.uint8, torch.uint16)
 
 
@@ -39,9 +39,8 @@ def settle_observers(working: GraphModule, record: ModelRecord) -> tuple[Observe
     there = {place.target for place in observed_places(working)}
     removed = tuple(place for place in record.observed if place.target not in there)
     if removed:
-        shown = ", ".join(f"{place.target} ({place.op or 'no op'})" for place in removed[:MAX_SHOWN])
-        more = f" and {len(removed) - MAX_SHOWN} more" if len(removed) > MAX_SHOWN else ""
-        warn_user("TQ404", count=len(removed), observers=f"{shown}{more}")
+        names = [f"{place.target} ({place.op or 'no op'})" for place in removed]
+        warn_user("TQ404", count=len(removed), observers=listed(names))
     return removed
 
 
@@ -78,7 +77,7 @@ def _warn_of_activations_on_weights(
         and plain_dtype(working.get_submodule(place.target).dtype) in UNSIGNED  # type: ignore[arg-type]
     ]
     if replaced:
-        warn_user("TQ330", observers=_some(replaced))
+        warn_user("TQ330", observers=listed(replaced))
 
 
 def _restore_weight_observers(
@@ -97,8 +96,4 @@ def _restore_weight_observers(
             working.set_submodule(str(node.target), spec.observer_or_fake_quant_ctr())
             restored.append(f"{node.target} ({records[0].label})")
     if restored:
-        warn_user("TQ319", observers=_some(restored))
-
-
-def _some(places: list[str]) -> str:
-    return ", ".join(places[:MAX_SHOWN]) + (", ..." if len(places) > MAX_SHOWN else "")
+        warn_user("TQ319", observers=listed(restored))

@@ -9,7 +9,7 @@ receive ``h`` itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 import torch
@@ -54,17 +54,8 @@ class RecurrentStructure:
 
     @classmethod
     def of(cls, module: nn.RNNBase) -> RecurrentStructure:
-        return cls(
-            kind=kind_of(module),
-            input_size=module.input_size,
-            hidden_size=module.hidden_size,
-            num_layers=module.num_layers,
-            bias=module.bias,
-            batch_first=module.batch_first,
-            dropout=float(module.dropout),
-            bidirectional=module.bidirectional,
-            proj_size=module.proj_size,
-        )
+        given = {field.name: getattr(module, field.name) for field in fields(cls) if field.name != "kind"}
+        return cls(kind_of(module), **{**given, "dropout": float(module.dropout)})
 
     @property
     def num_directions(self) -> int:

@@ -289,11 +289,8 @@ def prepare_dynamic(module: nn.Module, specs: PartSpecs) -> DynamicRecurrent:
     quantization."""
     contract = contract_of(module)
     dynamic_recurrent = DynamicRecurrent(contract, _prepared_layers(contract, module, specs))
-    dynamic_recurrent.specs = specs
     dynamic_recurrent.split_gates = False
-    dynamic_recurrent.qconfig = specs.op_specs.qconfig
-    dynamic_recurrent.train(module.training)
-    return dynamic_recurrent
+    return dynamic_recurrent.observed_by(specs, training=module.training)
 
 
 def convert_dynamic(prepared: DynamicRecurrent) -> DynamicRecurrent:

@@ -400,10 +400,7 @@ class ObservedRecurrent(RecurrentModule):
         contract = contract_of(module)
         observed = cls(contract, prepared_layers(contract, module, specs, split_gates=split_gates))
         observed.split_gates = split_gates
-        observed.specs = specs
-        observed.qconfig = specs.op_specs.qconfig
-        observed.train(module.training)
-        return observed
+        return observed.observed_by(specs, training=module.training)
 
     def opaque_call_from_graph(
         self, layout: CallLayout, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -148,17 +148,10 @@ def has_seen_no_hidden_state(cells: Iterable[GraphModule]) -> bool:
     result = [
         _reads_zeros(cell, node) or _is_bias_alone(cell, node)
         for cell in cells
-        for node in _hidden_projections(cell)
-    ]
-    return bool(result) and all(result)
-
-
-def _hidden_projections(cell: GraphModule) -> list[Node]:
-    return [
-        node
         for _, node in part_nodes(cell)
         if part_of(node).group == GROUP and part_of(node).kind is PartKind.LINEAR
     ]
+    return bool(result) and all(result)
 
 
 def _reads_zeros(cell: GraphModule, node: Node) -> bool:
