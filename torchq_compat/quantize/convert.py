@@ -394,9 +394,10 @@ def _check_observers(prepared: GraphModule) -> None:
         if handler is not None:
             faults.extend((f"{path}.{name}", fault) for name, fault in handler.observer_faults(opaque))
     places = {kind: [where for where, fault in faults if fault is kind] for kind in ObserverFault}
-    for kind, key in ((ObserverFault.NO_QPARAMS, "no_qparams"), (ObserverFault.NOT_FINITE, "not_finite")):
-        if places[kind]:
-            raise ConvertError.of(f"TQ950.{key}", observers=listed(places[kind]))
+    if without_qparams := places[ObserverFault.NO_QPARAMS]:
+        raise ConvertError.of("TQ950.no_qparams", observers=listed(without_qparams))
+    if not_finite := places[ObserverFault.NOT_FINITE]:
+        raise ConvertError.of("TQ950.not_finite", observers=listed(not_finite))
     left_out = observed_graph.observers_without_infinity(prepared)
     if left_out:
         warn_user("TQ406", observers=listed(left_out))
