@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.ao.quantization import get_default_qconfig_mapping
+from torch.fx.passes.split_module import split_module
 
 from torchq_compat import (
     convert_fx,
@@ -90,6 +92,40 @@ def test_torch_fx_traces_converted_models() -> None:
     assert torch.equal(torch.fx.Transformer(converted).transform()(x), converted(x))
     with pytest.raises(ConvertError, match=r"(?s)its observers look at values.*TQ961"):
         torch.fx.symbolic_trace(prepared)
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, more: Any = None) -> Any:
+        y = self.fc(x if more is None else x + more["k"])
+        return {"y": y, "all": (self.fc(y), [y.relu()])}
+
+
+def test_passes_that_make_a_graph_of_their_own_keep_the_structure_of_results() -> None:
+    """As with FX's graphs; where arguments nest, and the structure would be lost, they are refused."""
+    for net in (nn.Sequential(nn.Linear(4, 2)), Nested()):
+        prepared = prepare_fx(net.eval(), get_default_qconfig_mapping("x86"), (X,))
+        prepared(X)
+        converted = convert_fx(prepared)
+        spec = torch.utils._pytree.tree_structure(converted(X))
+        for model in (converted, converted.reference):
+            copied = torch.fx.Graph()
+            copied.output(copied.graph_copy(model.graph, {}))
+            numbers = {node: i for i, node in enumerate(model.graph.nodes)}
+            parts = split_module(model, model, lambda node, numbers=numbers: int(numbers[node] > 4))
+            expected = torch.utils._pytree.tree_leaves(model(X))
+            for made in (torch.fx.GraphModule(model, copied), parts):
+                results, made_spec = torch.utils._pytree.tree_flatten(made(X))
+                assert made_spec == spec
+                assert all(map(torch.equal, results, expected))
+    prepared = prepare_fx(Nested().eval(), get_default_qconfig_mapping("x86"), (X, {"k": X}))
+    prepared(X, {"k": X})
+    converted = convert_fx(prepared)
+    with pytest.raises(ConvertError, match="would lose how the arguments"):
+        split_module(converted, converted, lambda node: 0)
 
 
 def test_a_parent_of_a_converted_child_is_prepared() -> None:

@@ -29,6 +29,7 @@ from torchq_compat.model.quantized_interface import (
     QuantizedInterface,
     input_qparams,
     output_qparams,
+    return_structure,
     take_integers,
 )
 from torchq_compat.model.state import (
@@ -167,11 +168,11 @@ class QuantizationGraphModule(GraphModule):
 
     @property
     def graph(self) -> Graph:
-        record = record_of(self)
+        record, graph = record_of(self), cast("Graph", GraphModule.graph.fget(self))  # type: ignore[attr-defined]
         if record is not None:
-            other_tools.refuse_torchao_prepare(record.stage.value)
+            other_tools.refuse_reader(record.stage.value, graph)
             other_tools.tell_of_layers(record.stage.value)
-        return GraphModule.graph.fget(self)  # type: ignore[attr-defined, no-any-return]
+        return graph
 
     @graph.setter
     def graph(self, graph: Graph) -> None:
@@ -441,6 +442,7 @@ class ConvertedGraphModule(ConvertedModel):
     @classmethod
     def wrap(cls, graph_module: GraphModule, record: ModelRecord, preserved: Mapping[str, Any]) -> Self:
         """See ``QuantizationGraphModule``."""
+        return_structure(graph_module.graph)
         wrapped = super().wrap(graph_module, record, preserved)
         install_views(wrapped, record.modules)
         wrapped._note_input_qparams()

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-from torch.fx import GraphModule, Tracer
+from torch.fx import Graph, GraphModule, Tracer
+from torch.fx.passes.split_module import split_module
 
 from torchq_compat.errors import ConvertError, ScriptError
 from torchq_compat.support.torch_ao import FX_ENGINE, QuantizationTracer
@@ -175,14 +176,15 @@ def _refuse_to_trace_observers(model: GraphModule, tracer: Tracer) -> None:
     observers = ((n, m) for n, m in model._modules.items() if n.startswith(OBSERVER) and m is not None)
     name, observer = next(observers, ("", None))
     if observer is not None and not tracer.is_leaf_module(observer, name):
-        raise ConvertError.of("TQ961", name=name)
+        raise ConvertError.of("TQ961.observers", name=name)
 
 
-def refuse_torchao_prepare(stage: str) -> None:
-    """Raise if torchao's prepare is the caller; called where the graph of a model is read.
+def refuse_reader(stage: str, graph: Graph) -> None:
+    """Raise if the reader of a model's ``graph`` is torchao's prepare, or would lose how arguments nest.
 
     Raises:
-        ConvertError: ``prepare_pt2e`` or ``prepare_qat_pt2e`` was given a model of this package.
+        ConvertError: ``prepare_pt2e`` or ``prepare_qat_pt2e`` was given a model of this package, or
+            ``split_module`` one that takes nested arguments.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and str(frame.f_globals.get("__name__")).startswith("torchq_compat."):
@@ -190,6 +192,10 @@ def refuse_torchao_prepare(stage: str) -> None:
     # This is the function of torchao's prepare that reads the graph first (torchao 0.18).
     if frame is not None and frame.f_code is get_node_name_to_scope.__code__:
         raise _other_engine(stage)
+    if frame is not None and frame.f_code is split_module.__code__:
+        info = getattr(graph._codegen, "pytree_info", None)
+        if info is not None and not all(spec.is_leaf() for spec in info.in_spec.child(0).children()):
+            raise ConvertError.of("TQ961.nested")
 
 
 class _Guard:

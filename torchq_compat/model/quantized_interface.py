@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.graph import CodeGen
 
 from torchq_compat.capture.opaque_calls import qparams_of_integers
 from torchq_compat.errors import ConfigError, InputError
@@ -16,7 +17,7 @@ from torchq_compat.read.qparams import PerTensorQParams, QParams
 from torchq_compat.support.decisions import QuantizedValue
 from torchq_compat.support.graph_nodes import attribute_of
 from torchq_compat.support.quantized_tensors import as_float, is_quantized
-from torchq_compat.support.upstream import is_activation_post_process, pytree
+from torchq_compat.support.upstream import PyTreeCodeGen, is_activation_post_process, pytree
 from torchq_compat.support.user_warnings import warn_user
 
 # The quantized interface of a graph: the inputs it accepts and the outputs it returns as integers.
@@ -151,9 +152,7 @@ def _flat(setting: str, indexes: Iterable[int], sizes: list[int]) -> frozenset[i
 
 
 def _returned(graph_module: GraphModule) -> list[Any]:
-    returned = graph_module.graph.output_node().args[0]
-    assert isinstance(returned, (tuple, list))
-    return list(returned)
+    return pytree.tree_leaves(graph_module.graph.output_node().args[0])
 
 
 def _take_integers(placeholder: Node) -> None:
@@ -318,3 +317,30 @@ def _of_observer(observer: Any, source: Node) -> dict[str, Any]:
         known = scale.numel() if isinstance(scale, Tensor) and scale.numel() > 1 else None
         settings |= {"channels": int(value.shape[axis]) if isinstance(value, Tensor) else known, "axis": axis}
     return settings
+
+
+# The structure of results in the graph itself, as FX's graphs have it: code that copies nodes into a graph of
+# its own, as ``split_module`` does, loses what only the codegen knows.
+
+
+class StructuredCodeGen(PyTreeCodeGen):
+    """Codegen of a graph whose output node holds the structure of the results."""
+
+    def process_outputs(self, out: Any) -> Any:
+        return super().process_outputs(pytree.tree_leaves(out))
+
+    def generate_output(self, output_args: Any, **options: Any) -> str:
+        return CodeGen.generate_output(self, output_args, **options)
+
+
+def return_structure(graph: Graph) -> None:
+    """Put the structure of the results into the output node, if it is of tuples, lists and dicts."""
+    info = getattr(graph._codegen, "pytree_info", None)
+    if type(graph._codegen) is PyTreeCodeGen and info is not None and _is_builtin(info.out_spec):
+        output = graph.output_node()
+        output.args = (pytree.tree_unflatten(pytree.tree_leaves(output.args[0]), info.out_spec),)
+        graph.set_codegen(StructuredCodeGen(info))
+
+
+def _is_builtin(spec: pytree.TreeSpec) -> bool:
+    return spec.is_leaf() or (spec.type in (tuple, list, dict) and all(map(_is_builtin, spec.children())))

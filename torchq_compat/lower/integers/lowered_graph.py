@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,26 +13,23 @@ from torch.fx.graph import CodeGen
 
 from torchq_compat.lower.integers.operators import DEQUANTIZE, QUANTIZE
 from torchq_compat.lower.integers.qdq_graph import OpSite
+from torchq_compat.model.quantized_interface import StructuredCodeGen
 from torchq_compat.read.qparams import PerTensorQParams
-from torchq_compat.support.upstream import PyTreeCodeGen, pytree
+from torchq_compat.support.upstream import pytree
 
-# Codegen of a lowered graph whose inputs and results are tensors, tuples and lists, without pytree.
-#
-# To flatten the arguments and rebuild the results, pytree takes longer than a small kernel.
+# Codegen of a lowered graph whose inputs are tensors, tuples and lists, without pytree, which takes longer to
+# flatten them than a small kernel.
 
 
 def without_pytree(codegen: CodeGen) -> CodeGen:
     """Return ``codegen``, or a codegen for the same call that writes tuples and lists out."""
-    info = getattr(codegen, "pytree_info", None)
-    if type(codegen) is not PyTreeCodeGen or info is None or info.out_spec is None:
+    if not isinstance(codegen, StructuredCodeGen):
         return codegen
-    args, kwargs = info.in_spec.children()
-    if kwargs.num_leaves or not _is_plain(args) or not _is_plain(info.out_spec):
-        return codegen
-    return _TupleCodeGen(info)
+    args, kwargs = codegen.pytree_info.in_spec.children()
+    return codegen if kwargs.num_leaves or not _is_plain(args) else _TupleCodeGen(codegen.pytree_info)
 
 
-class _TupleCodeGen(PyTreeCodeGen):
+class _TupleCodeGen(StructuredCodeGen):
     def gen_var_bindings(self, fn_args: list[str], free_vars: list[str], expanded_def: bool) -> str:
         names = (name.split(":")[0].split("#")[0].strip() for name in free_vars if name != "self")
         arguments = [argument for argument in self.pytree_info.orig_args if argument != "self"]
@@ -43,18 +40,6 @@ class _TupleCodeGen(PyTreeCodeGen):
             if written != argument:
                 lines += f"\n    {written} = {argument}"
         return lines
-
-    def generate_output(
-        self,
-        output_args: Any,
-        *,
-        descs: Sequence[str] | None = None,
-        repr_fn: Callable[[object], str] | None = None,
-    ) -> str:
-        show = repr if repr_fn is None else repr_fn
-        spec = self.pytree_info.out_spec
-        assert spec is not None
-        return f"return {_written(spec, map(show, output_args))}"
 
 
 def _is_plain(spec: pytree.TreeSpec) -> bool:

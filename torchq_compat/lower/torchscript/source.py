@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 from torchq_compat.errors import ExportError
 from torchq_compat.read import qdq
 from torchq_compat.support.graph_nodes import module_path_of
-from torchq_compat.support.upstream import OpOverload
+from torchq_compat.support.upstream import OpOverload, pytree
 
 # TorchScript forms of the Python functions of a captured graph and of q-dq operators.
 #
@@ -292,8 +292,7 @@ class _Writer:
 
 def flat_results(output: Node) -> list[Any]:
     """Return the flat results of a graph: nodes and constants."""
-    returned = output.args[0]
-    return list(returned) if isinstance(returned, (tuple, list)) else [returned]
+    return pytree.tree_leaves(output.args[0])
 
 
 def _input_type(node: Node) -> str:
