@@ -21,10 +21,9 @@ from dataclasses import replace
 from typing import Any
 
 from torch import nn
-from torch.fx import GraphModule
 from torch.nn.utils.parametrize import type_before_parametrizations
-from torchao.quantization.pt2e.quantizer import Quantizer
 
+from torchq_compat.annotate.annotation import annotating_nothing
 from torchq_compat.capture.opaque_calls import OpaqueModule
 from torchq_compat.eager.convert import ConvertSettings, convert_children, convert_module, tell_of_observers
 from torchq_compat.eager.grid import ConvertedEager, decide, mark_converted, rounding_as_graph
@@ -35,6 +34,7 @@ from torchq_compat.model.graph_module import ConvertedGraphModule, ConvertedMode
 from torchq_compat.quantize.distributed.ranks import meet_other_ranks
 from torchq_compat.quantize.distributed.wrappers import check_not_sharded, unwrapped
 from torchq_compat.quantize_fx import convert_to_reference_fx, prepare_fx
+from torchq_compat.support import torch_ao
 from torchq_compat.support.argument_checks import (
     ANYTHING,
     FLAG,
@@ -58,13 +58,8 @@ from torchq_compat.support.torch_ao import (
     QuantStub,
     QuantWrapper,
     default_qconfig,
-    fuse_known_modules,
-    get_default_custom_config_dict,
-    get_default_qat_module_mappings,
     get_default_qat_qconfig,
     get_default_qconfig,
-    get_default_qconfig_propagation_list,
-    get_default_static_quant_module_mappings,
 )
 from torchq_compat.support.torch_ao import fuse_modules as legacy_fuse_modules
 from torchq_compat.support.torch_ao import fuse_modules_qat as legacy_fuse_modules_qat
@@ -165,7 +160,7 @@ def prepare(
     working = _working(model, "prepare", inplace=inplace)
     set_qconfigs(working, {})
     settings = ObserveSettings(
-        get_default_qconfig_propagation_list() if allow_list is None else tuple(allow_list),
+        torch_ao.get_default_qconfig_propagation_list() if allow_list is None else tuple(allow_list),
         tuple(observer_non_leaf_module_list or ()),
         config.get("float_to_observed_custom_module_class", {}),
     )
@@ -202,7 +197,7 @@ def prepare_qat(
     """
     if not model.training:
         raise ConfigError.of("TQ905.evaluation_mode")
-    classes = get_default_qat_module_mappings() if mapping is None else mapping
+    classes = torch_ao.get_default_qat_module_mappings() if mapping is None else mapping
     working = _working(model, "prepare_qat", inplace=inplace)
     set_qconfigs(working, {})
     convert_children(working, ConvertSettings(classes, {}))
@@ -268,7 +263,7 @@ def convert(
     """
     config = _config(convert_custom_config_dict)
     settings = ConvertSettings(
-        get_default_static_quant_module_mappings() if mapping is None else mapping,
+        torch_ao.get_default_static_quant_module_mappings() if mapping is None else mapping,
         config.get("observed_to_quantized_custom_module_class", {}),
         as_trained=use_precomputed_fake_quant,
     )
@@ -287,16 +282,6 @@ def convert(
     mark_converted(working)
     decide(working, settings.decisions)
     return working
-
-
-class _Nothing(Quantizer):  # type: ignore[misc]
-    """Annotates nothing: the graph of a converted model is q-dq already."""
-
-    def annotate(self, model: GraphModule) -> GraphModule:
-        return model
-
-    def validate(self, model: GraphModule) -> None:
-        return
 
 
 @checked_arguments(converted=MODULE, example_inputs=ARGUMENTS)
@@ -325,7 +310,7 @@ def lower(converted: nn.Module, example_inputs: tuple[Any, ...]) -> ConvertedMod
     converted = copied_model(converted).eval()
     # What is left to the Quantizer is quantized already.
     with rounding_as_graph(), silenced(lambda text: text.endswith(("[TQ401]", "[TQ423]"))):
-        prepared = prepare_fx(converted, _Nothing(), example_inputs)
+        prepared = prepare_fx(converted, annotating_nothing(), example_inputs)
         trial = None if (record := record_of(prepared)) is None else record.trial_inputs
         reference = convert_to_reference_fx(prepared).reference
     decisions = vars(converted)[MODULE_DECISIONS]
@@ -389,7 +374,7 @@ def fuse_modules(
     model: nn.Module,
     modules_to_fuse: Sequence[Any],
     inplace: bool = False,
-    fuser_func: Callable[..., Any] = fuse_known_modules,
+    fuser_func: Callable[..., Any] = torch_ao.fuse_known_modules,
     fuse_custom_config_dict: Mapping[str, Any] | None = None,
 ) -> nn.Module:
     """Make one module of each chain of a convolution or linear module, a batch norm and a ReLU.
@@ -418,7 +403,7 @@ def fuse_modules_qat(
     model: nn.Module,
     modules_to_fuse: Sequence[Any],
     inplace: bool = False,
-    fuser_func: Callable[..., Any] = fuse_known_modules,
+    fuser_func: Callable[..., Any] = torch_ao.fuse_known_modules,
     fuse_custom_config_dict: Mapping[str, Any] | None = None,
 ) -> nn.Module:
     """Make one module, which trains, of each chain; as ``fuse_modules``, with batch norms that are kept.
@@ -486,7 +471,7 @@ def add_quant_dequant(module: nn.Module) -> nn.Module:
     """
     is_leaf = not any(name != "parametrizations" for name, _ in module.named_children())
     if is_leaf and getattr(module, "qconfig", None):
-        wrapper: nn.Module = QuantWrapper(module)
+        wrapper: nn.Module = torch_ao.QuantWrapper(module)
         return wrapper
     for name, child in list(module.named_children()):
         module._modules[name] = add_quant_dequant(child)
@@ -526,7 +511,7 @@ def swap_module(
 
 
 def _config(given: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    default: Mapping[str, Any] = get_default_custom_config_dict()  # type: ignore[no-untyped-call]
+    default: Mapping[str, Any] = torch_ao.get_default_custom_config_dict()  # type: ignore[no-untyped-call]
     return default if given is None else given
 
 

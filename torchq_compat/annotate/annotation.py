@@ -61,6 +61,11 @@ class SpecQuantizer(Quantizer):  # type: ignore[misc]
         """Check nothing: the decisions were made from this graph."""
 
 
+def annotating_nothing() -> SpecQuantizer:
+    """Return a Quantizer that leaves every op as it is."""
+    return SpecQuantizer(lambda _: {})
+
+
 # Observed edges and nodes of a graph, and which of them share an observer.
 #
 # An edge leads into a node; a node means its output. Edges and nodes that share use one observer, as FX
@@ -219,24 +224,9 @@ class OuterGraphQuantizer(WrappingQuantizer):
     run during training, and cannot be converted.
     """
 
-    def __init__(self, quantizer: Quantizer) -> None:
-        super().__init__(quantizer)
-        self._is_inside = False
-
-    def transform_for_annotation(self, model: GraphModule) -> GraphModule:
-        return model if self._is_inside else super().transform_for_annotation(model)
-
-    def annotate(self, model: GraphModule) -> GraphModule:
-        return model if self._is_inside else super().annotate(model)
-
-    def validate(self, model: GraphModule) -> None:
-        if not self._is_inside:
-            super().validate(model)
-
     def prepare_obs_or_fq_callback(self, model: GraphModule, observers: dict[Any, Any]) -> None:
-        if not self._is_inside:
-            super().prepare_obs_or_fq_callback(model, observers)
-        self._is_inside = True
+        super().prepare_obs_or_fq_callback(model, observers)
+        self.quantizer = annotating_nothing()
 
 
 # Ops that update a buffer from its own old value, like a counter or a moving average: they stay float.

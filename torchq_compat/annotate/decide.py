@@ -33,7 +33,7 @@ from torchq_compat.annotate.patterns import (
 from torchq_compat.annotate.unmatched import decide_order_rules
 from torchq_compat.capture.opaque_calls import OpaqueBoundary
 from torchq_compat.codes import said
-from torchq_compat.ops import moved_by, preserves_values
+from torchq_compat.ops import PRELU, moved_by, preserves_values, those
 from torchq_compat.read.backend_configs import BackendTable, PatternEntry
 from torchq_compat.read.observers import fixed_qparams_constructor, translate_constructor
 from torchq_compat.read.qconfig_mappings import QConfigRules
@@ -59,18 +59,10 @@ class UnlikeFx(NamedTuple):
 
 LEFT_FLOAT_IN_FX = UnlikeFx.of("TQ506")
 PRELU_IN_FX = UnlikeFx.of("TQ509")
-#: FX's lowering runs it on quantized tensors wherever a quantize follows, and drops that quantize.
-JOINS = (torch.ops.aten.cat.default,)
 JOINED_IN_FX = UnlikeFx.of("TQ508")
-INTEGER_KERNELS = {
-    torch.ops.aten.sigmoid.default: "sigmoid",
-    torch.ops.aten.hardsigmoid.default: "hardsigmoid",
-    torch.ops.aten.tanh.default: "tanh",
-}
 RESULT_BORROWED_IN_FX = UnlikeFx.of("TQ505", what="result")
 CUT_IN_FX = UnlikeFx.of("TQ504")
 BORROWED_IN_FX = UnlikeFx.of("TQ505", what="input")
-PRELU = (torch.ops.aten.prelu.default,)
 #: Ops that return values without computing, which are neither reported nor observed.
 SILENT_TARGETS = {"getitem", "sym_size.int"}
 
@@ -204,13 +196,12 @@ class _State:
         producers = {producer for producer, _ in pattern.first.inputs}
         if not producers or not producers.issubset(self.dtype_of) or pattern.last.output is None:
             return
-        if len(producers) > 1 and any(node.target in JOINS for node in pattern.first.nodes):
-            self.quantized_in_fx_alone[pattern.last.output] = JOINED_IN_FX
         for node in pattern.first.nodes:
-            if node.target in INTEGER_KERNELS:
-                self.quantized_in_fx_alone[pattern.last.output] = UnlikeFx.of(
-                    "TQ507", op=INTEGER_KERNELS[node.target]
-                )
+            if len(producers) > 1 and node.target is torch.ops.aten.cat.default:
+                self.quantized_in_fx_alone[pattern.last.output] = JOINED_IN_FX
+            elif node.target in those("integers in FX"):
+                op = node.target._schema.name.removeprefix("aten::")  # type: ignore[union-attr]
+                self.quantized_in_fx_alone[pattern.last.output] = UnlikeFx.of("TQ507", op=op)
 
     def _unlike_fx(self, pattern: FusedPattern, action: Action) -> UnlikeFx | None:
         """Return what FX does if it treats a float input as quantized; record the same for the output of an
@@ -229,7 +220,7 @@ class _State:
 
     def _other_numbers_in_fx(self, pattern: FusedPattern, inputs: list[Node]) -> UnlikeFx | None:
         """Return what FX does to an op that both quantize, if its numbers differ."""
-        if any(node.target in PRELU for node in pattern.first.nodes):
+        if any(node.target is PRELU for node in pattern.first.nodes):
             return PRELU_IN_FX
         qconfig = pattern.selection.qconfig
         is_float = any(producer not in self.dtype_of for producer in inputs)
@@ -280,8 +271,10 @@ class _State:
         is_module = partition.origin.is_module_call
         quantize_weight = takes_weight(entry, specs) if is_module else _is_quantized(config.weight_dtype)
         self._observe_op(partition, pattern.last, specs, quantize_weight=quantize_weight)
-        if not is_module and is_half_static(specs):
-            self._round_bias(partition, specs)
+        edge = partition.parameters.get("bias")
+        if not is_module and is_half_static(specs) and edge is not None and specs.activation is not None:
+            # As FX does, which leaves the bias of a module alone.
+            self.observed.observe(edge, specs.activation)
         return Action.QUANTIZED, f"qconfig from {pattern.selection.rule}"
 
     def _observe_op(
@@ -301,12 +294,6 @@ class _State:
             assert last.output is not None
             self.observed.observe(last.output, activation)
             self.dtype_of[last.output] = specs.activation_dtype
-
-    def _round_bias(self, partition: SourcePartition, specs: OpSpecs) -> None:
-        """Observe the bias of a function like its input, as FX does; FX leaves the bias of a module alone."""
-        edge = partition.parameters.get("bias")
-        if edge is not None and specs.activation is not None:
-            self.observed.observe(edge, specs.activation)
 
     def _input_spec(self, partition: SourcePartition, specs: OpSpecs) -> QuantizationSpec:
         """Return the spec of the inputs.

@@ -28,6 +28,7 @@ from torchq_compat.read import observers
 from torchq_compat.read.observer_classes import converts_otherwise, use_observer_qparams
 from torchq_compat.read.qdq import LARGE, constant_value, fold_weights, is_scaled_weight
 from torchq_compat.read.qparams import fold_weight, has_loaded_qparams, qparams_of, set_loaded_observer
+from torchq_compat.read.torch_ao_classes import is_of_torch_ao
 from torchq_compat.support import metadata
 from torchq_compat.support.dtypes import SIXTEEN_BITS, dtype_range, is_integer, plain_dtype
 from torchq_compat.support.graph_nodes import attribute_of, give_back_freed, module_path_of, source_of
@@ -68,11 +69,8 @@ def observed_op(observer_node: Node) -> str:
 
 def observed_places(prepared: GraphModule) -> Iterator[ObservedPlace]:
     """Yield the places that ``prepared`` observes, in graph order."""
-    for node, module in _called(prepared):
-        if is_activation_post_process(module):
-            source = node.args[0]
-            is_weight = isinstance(source, Node) and source.op == "get_attr"
-            yield ObservedPlace(str(node.target), observed_op(node), is_weight)
+    for node, _ in observer_nodes(prepared):
+        yield ObservedPlace(str(node.target), observed_op(node), source_of(node).op == "get_attr")
 
 
 def adopt_observers(prepared: GraphModule) -> tuple[str, ...]:
@@ -80,7 +78,7 @@ def adopt_observers(prepared: GraphModule) -> tuple[str, ...]:
     they have observed. Return their paths."""
     adopted: dict[int, nn.Module] = {}
     for node, module in _called(prepared):
-        if observers.is_of_torch_ao(module):
+        if is_of_torch_ao(module):
             # A shared observer is one module under several names.
             prepared.set_submodule(
                 str(node.target), adopted.setdefault(id(module), observers.adapted(module))
@@ -151,8 +149,7 @@ def prepare_with(
 def calibrate_with_float_weights(prepared: GraphModule) -> None:
     """Let the fake-quantizes of weights only observe, for calibration: FX has them in training only."""
     for node, module in observer_nodes(prepared):
-        source = source_of(node)
-        if _fake_quantizes_weight(source, module):
+        if _fake_quantizes_weight(source_of(node), module):
             module.disable_fake_quant()  # type: ignore[operator]
 
 
@@ -175,7 +172,8 @@ def convert_graph(
         if as_fx:
             otherwise.extend(_ops_converted_otherwise(folded, is_trained=is_trained))
             if observer_qparams:
-                _use_observer_qparams(folded)
+                for _, module in observer_nodes(folded):
+                    use_observer_qparams(module)
             _freeze_activation_observers(folded, is_trained=is_trained and not observer_qparams)
             _quantize_on_the_fly(folded)
         _fold_float_qparams(folded)
@@ -344,10 +342,7 @@ def _freeze_activation_observers(prepared: GraphModule, *, is_trained: bool) -> 
 def _ops_converted_otherwise(prepared: GraphModule, *, is_trained: bool) -> Iterator[str]:
     """Yield the labels of the ops with a result, an input or a weight that FX does not convert as trained."""
     for node, module in observer_nodes(prepared):
-        if not converts_otherwise(module, is_trained=is_trained):
-            continue
-        label = observed_op(node)
-        if label:
+        if converts_otherwise(module, is_trained=is_trained) and (label := observed_op(node)):
             yield label
 
 
@@ -355,21 +350,14 @@ def activations_as_observed(prepared: GraphModule) -> None:
     """Let the fake-quantizes of activations convert with their observers' qparams, for custom modules, which
     read them before the graph is converted."""
     for node, module in observer_nodes(prepared):
-        source = source_of(node)
-        if source.op != "get_attr":
+        if source_of(node).op != "get_attr":
             use_observer_qparams(module)
-
-
-def _use_observer_qparams(prepared: GraphModule) -> None:
-    for _, module in observer_nodes(prepared):
-        use_observer_qparams(module)
 
 
 def _fold_float_qparams(prepared: GraphModule) -> None:
     """Fold the weights with float zero points, whatever observes them and wherever their qparams are from."""
     for node, module in observer_nodes(prepared):
-        source = node.args[0]
-        is_weight = isinstance(source, Node) and source.op == "get_attr"
+        is_weight = source_of(node).op == "get_attr"
         if is_weight and getattr(module, "qscheme", None) is torch.per_channel_affine_float_qparams:
             fold_weight(prepared, node, *qparams_of(module), module)
 

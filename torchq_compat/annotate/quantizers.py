@@ -27,6 +27,7 @@ from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY, Edge
 
 from torchq_compat.annotate.annotation import NodeSpecs, SpecQuantizer, WrappingQuantizer
 from torchq_compat.annotate.decide import decide_graph
+from torchq_compat.annotate.observed_graph import observer_nodes
 from torchq_compat.annotate.outputs import check_annotations
 from torchq_compat.annotate.patterns import SourcePartition, find_source_partitions, is_float_tensor
 from torchq_compat.annotate.sharing import has_several
@@ -227,11 +228,8 @@ def unobserved_points(
     torchao silently does not observe a buffer that its consumer writes into.
     """
     called: dict[int, set[Node]] = {}
-    for node in prepared.graph.nodes:
-        if node.op == "call_module":
-            module = prepared.get_submodule(str(node.target))
-            if is_activation_post_process(module):
-                called.setdefault(id(module), set()).add(_observed(node, prepared))
+    for node, module in observer_nodes(prepared):
+        called.setdefault(id(module), set()).add(_observed(node, prepared))
     shared = Counter(id(observer) for observer in observers.values())
     missing = set()
     for point, observer in observers.items():
@@ -246,13 +244,7 @@ def unobserved_points(
 
 def unread_points(prepared: GraphModule) -> set[PointName]:
     """Return the outputs in ``prepared`` that are observed and then read by nothing: convert drops them."""
-    return {
-        name_of(_observed(node, prepared))
-        for node in prepared.graph.nodes
-        if node.op == "call_module"
-        and not node.users
-        and is_activation_post_process(prepared.get_submodule(str(node.target)))
-    }
+    return {name_of(_observed(node, prepared)) for node, _ in observer_nodes(prepared) if not node.users}
 
 
 def _observed(node: Node, prepared: GraphModule) -> Node:
@@ -369,7 +361,8 @@ class UserQuantizer(WrappingQuantizer):
             boundary = self.boundaries.get(_key(call))
             if boundary is None:
                 continue
-            _warn_if_annotated(call, self.quantizer)
+            if annotated_points(call):
+                warn_user("TQ315", quantizer=type(self.quantizer).__name__, path=call.target)
             call.meta[Q_ANNOTATION_KEY] = _annotation(call, boundary)
             for getitem in call.users:
                 position = position_of(getitem)
@@ -491,11 +484,6 @@ def _points_of(partition: SourcePartition) -> list[PointName]:
     ]
 
 
-def _warn_if_annotated(call: Node, quantizer: Quantizer) -> None:
-    if annotated_points(call):
-        warn_user("TQ315", quantizer=type(quantizer).__name__, path=call.target)
-
-
 def _annotation(call: Node, boundary: OpaqueBoundary) -> QuantizationAnnotation:
     """Return an annotation that observes each float input. An input whose producer is annotated with a dtype
     that the opaque module accepts shares the producer's observer."""
@@ -528,31 +516,26 @@ def _decision(
 ) -> Decision:
     output = partition.output.name if partition.output else ""
     lost = [point for point in points if point in missing]
-    if any(point not in missing | idle | unread for point in points):
-        reason = f"annotated by {name}"
-        if lost:
-            reason += f", but torchao observes nothing at {_shown(lost)}"
-        return Decision(
-            partition.label,
-            partition.kind,
-            Action.QUANTIZED,
-            reason,
-            node=output,
-            warn=bool(lost),
-            code="TQ415" if lost else "",
-        )
+    is_quantized = any(point not in missing | idle | unread for point in points)
+    is_misleading = bool(lost or (points and not is_quantized and not unread.intersection(points)))
     if lost:
         reason = f"annotated by {name}, but torchao observes nothing at {_shown(lost)}"
+    elif is_quantized:
+        reason = f"annotated by {name}"
     elif unread.intersection(points):
         reason = f"annotated by {name} where nothing reads it: {_shown(points)}"
     elif points:
         reason = f"annotated by {name} with observers that quantize nothing"
     else:
         reason = f"{name} does not annotate it"
-    is_misleading = bool(points) and not unread.intersection(points)
-    code = "TQ415" if is_misleading else ""
     return Decision(
-        partition.label, partition.kind, Action.FLOAT, reason, node=output, warn=is_misleading, code=code
+        partition.label,
+        partition.kind,
+        Action.QUANTIZED if is_quantized else Action.FLOAT,
+        reason,
+        node=output,
+        warn=is_misleading,
+        code="TQ415" if is_misleading else "",
     )
 
 

@@ -6,17 +6,7 @@ import math
 from collections.abc import Iterator
 
 from torchq_compat.codes import CODES, DIFFERENCES
-from torchq_compat.comparison.results import (
-    Capture,
-    Finding,
-    FxOutcome,
-    Kind,
-    Point,
-    QParamsView,
-    Side,
-    Status,
-    Verdict,
-)
+from torchq_compat.comparison import results
 from torchq_compat.port.constructs import GUIDE, GUIDE_PAGES
 
 # Explain why the two sides differ, based on measured values only.
@@ -41,10 +31,10 @@ CODE_OF = {known.anchor: known.code for known in DIFFERENCES.values()}
 LOWERING = "Only FX's reference conversion is compared; its size and latency are not known."
 
 
-def find_causes(capture: Capture) -> tuple[Finding, ...]:
+def find_causes(capture: results.Capture) -> tuple[results.Finding, ...]:
     """Return what differs, where and why; the places are in graph order."""
-    findings: list[Finding] = []
-    if capture.fx.outcome is FxOutcome.RAISED:
+    findings: list[results.Finding] = []
+    if capture.fx.outcome is results.FxOutcome.RAISED:
         findings.append(_finding("FX", "what-fx-cannot-run", f"raised {capture.fx.error}"))
     if capture.fx.lowering_error:
         findings.append(_finding("FX", "", f"convert_fx raised {capture.fx.lowering_error}", LOWERING))
@@ -57,21 +47,21 @@ def find_causes(capture: Capture) -> tuple[Finding, ...]:
         if (finding := _of_point(point, capture)) is not None
     }
     of_outputs = () if measured else _of_outputs(capture)
-    for place in capture.unlike_fx if capture.fx.outcome is FxOutcome.RAN else ():
+    for place in capture.unlike_fx if capture.fx.outcome is results.FxOutcome.RAN else ():
         # In the words and with the code that prepare_fx and explain give.
         link = f"{GUIDE_PAGES}/{CODES[place.code].page}#{place.code.lower()}"
         alone = f"{place.kind} has other numbers in FX"
         what = measured[place.path].what if place.path in measured else alone
-        measured[place.path] = Finding(place.path, what, place.why, link, place.code)
+        measured[place.path] = results.Finding(place.path, what, place.why, link, place.code)
     return (*findings, *measured.values(), *of_outputs)
 
 
-def _finding(where: str, anchor: str, what: str, why: str = "", code: str = "") -> Finding:
+def _finding(where: str, anchor: str, what: str, why: str = "", code: str = "") -> results.Finding:
     link = f"{GUIDE}#{anchor}" if anchor else ""
-    return Finding(where, what, why or WHY[anchor], link, code or CODE_OF.get(anchor, ""))
+    return results.Finding(where, what, why or WHY[anchor], link, code or CODE_OF.get(anchor, ""))
 
 
-def _of_point(point: Point, capture: Capture) -> Finding | None:
+def _of_point(point: results.Point, capture: results.Capture) -> results.Finding | None:
     """Return the first known difference that explains ``point``, or that none does; None if it is alike."""
     ours, fx = point.ours.qparams, point.fx.qparams if point.fx else None
     # Their range ends at the limits of the function, so values at the limits are no saturation.
@@ -81,7 +71,7 @@ def _of_point(point: Point, capture: Capture) -> Finding | None:
         decibels = f"{point.ours.sqnr:.1f} dB here, {point.fx.sqnr:.1f} dB in FX"
         both = f"{qparams_text(ours)} here, {qparams_text(fx)} in FX; {decibels}"
         is_same = ours.same_qparams(fx)
-        if point.kind is Kind.RESULT and len(ours.scales) >= 2 and len(fx.scales) <= 1:
+        if point.kind is results.Kind.RESULT and len(ours.scales) >= 2 and len(fx.scales) <= 1:
             owner = _owner_of(fx, point, capture)
             on = f"with the qparams of {owner}" if owner else "on one set of qparams"
             what = (
@@ -93,37 +83,37 @@ def _of_point(point: Point, capture: Capture) -> Finding | None:
         # Equal qparams with a far worse SQNR in FX: there the input was saturated.
         gap = point.ours.sqnr - point.fx.sqnr
         if is_fixed and is_same and not gap < MUCH_DECIBELS and point.fx.sqnr < 20:
-            anchor = "input-of-gates" if point.kind is Kind.PART else "input-of-fixed-qparams-ops"
+            anchor = "input-of-gates" if point.kind is results.Kind.PART else "input-of-fixed-qparams-ops"
             return _finding(point.name, anchor, decibels)
-        if point.kind is Kind.PART and is_fixed and not is_same:
+        if point.kind is results.Kind.PART and is_fixed and not is_same:
             return _finding(point.name, "tanh-of-the-cell-state", both)
         if ours.dtype == fx.dtype and not ours.is_full_range and fx.is_full_range:
             return _finding(point.name, "range-of-a-fake-quantize", both)
         if not is_same:
-            is_behind = any(other.kind is Kind.RESULT for other in capture.points)
+            is_behind = any(other.kind is results.Kind.RESULT for other in capture.points)
             is_shared = is_behind and point.operation.lower().startswith(SHARING_OPS)
             return _finding(point.name, "observer-behind-a-custom-module" if is_shared else "", both)
     elif point.fx is not None and (ours is None) != (fx is None):
         by, in_float = ("by FX", "here") if ours is None else ("here", "in FX")
         what = f"quantized {by} ({qparams_text(ours or fx)}), float {in_float}"
-        return Finding(point.name, what, point.reason, f"{GUIDE}#known-differences-from-fx")
+        return results.Finding(point.name, what, point.reason, f"{GUIDE}#known-differences-from-fx")
     if (point.ours.saturated or 0.0) < SATURATED or is_fixed:
         return None
     also = f", in FX {_saturation(point.fx)}" if point.fx else ""
     return _finding(point.name, "moving-averages", f"{_saturation(point.ours)}{also}")
 
 
-def _owner_of(qparams: QParamsView, point: Point, capture: Capture) -> str:
+def _owner_of(qparams: results.QParamsView, point: results.Point, capture: results.Capture) -> str:
     """Return the cell whose part has these qparams on FX's side; empty if there is none."""
     module = point.name.partition("[")[0]
     for other in capture.points:
-        is_inside = other.kind is Kind.PART and other.name.startswith(f"{module}.")
+        is_inside = other.kind is results.Kind.PART and other.name.startswith(f"{module}.")
         if is_inside and other.fx and other.fx.qparams and other.fx.qparams.same_qparams(qparams):
             return other.name.rpartition(".cell.")[0] or other.name
     return ""
 
 
-def _of_outputs(capture: Capture) -> Iterator[Finding]:
+def _of_outputs(capture: results.Capture) -> Iterator[results.Finding]:
     """Yield the differences at the outputs."""
     for output in capture.outputs:
         if output.steps is not None and output.fx is not None and output.steps.share != 0:
@@ -132,11 +122,11 @@ def _of_outputs(capture: Capture) -> Iterator[Finding]:
             yield _finding(output.name, "" if worse else "rounding", by)
 
 
-def _saturation(side: Side) -> str:
+def _saturation(side: results.Side) -> str:
     return f"{side.saturated or 0.0:.1%} saturated"
 
 
-def qparams_text(qparams: QParamsView | None) -> str:
+def qparams_text(qparams: results.QParamsView | None) -> str:
     """Return dtype, scale (s) and zero point (z) as a short text."""
     if qparams is None:
         return "float"
@@ -153,55 +143,57 @@ def qparams_text(qparams: QParamsView | None) -> str:
 BEYOND_ONE_STEP = 0.001
 
 
-def judge(capture: Capture) -> Verdict:
+def judge(capture: results.Capture) -> results.Verdict:
     status = _status(capture)
     nothing = capture.quantized_count == 0
-    return Verdict(status, _headline(status, capture, nothing), find_causes(capture), nothing)
+    return results.Verdict(status, _headline(status, capture, nothing), find_causes(capture), nothing)
 
 
-def _status(capture: Capture) -> Status:
+def _status(capture: results.Capture) -> results.Status:
     compared = [output for output in capture.outputs if output.fx is not None]
     if not compared:
-        return Status.WITHOUT_FX
+        return results.Status.WITHOUT_FX
     if all(_same(output) for output in compared):
-        return Status.SAME
+        return results.Status.SAME
     gains = [gain(output) for output in compared]
     if min(gains) < -DECIBELS:
-        return Status.WORSE
-    return Status.BETTER if max(gains) > DECIBELS else Status.SIMILAR
+        return results.Status.WORSE
+    return results.Status.BETTER if max(gains) > DECIBELS else results.Status.SIMILAR
 
 
-def _same(output: Point) -> bool:
+def _same(output: results.Point) -> bool:
     steps = output.steps
     return steps is not None and steps.by_two + steps.by_more <= BEYOND_ONE_STEP
 
 
-def gain(output: Point) -> float:
+def gain(output: results.Point) -> float:
     """Return our SQNR minus FX's, in dB."""
     assert output.fx is not None
     ours, fx = output.ours.sqnr, output.fx.sqnr
     return 0.0 if ours == fx else ours - fx
 
 
-def _headline(status: Status, capture: Capture, nothing_quantized: bool) -> str:
+def _headline(status: results.Status, capture: results.Capture, nothing_quantized: bool) -> str:
     if nothing_quantized:
         return f"Nothing in {capture.model} is quantized here."
     quality = ", ".join(f"{output.name} {_whole_decibels(output)}" for output in capture.outputs)
     match status:
-        case Status.WITHOUT_FX:
-            absent = "cannot run this model" if capture.fx.outcome is FxOutcome.RAISED else "was not run"
+        case results.Status.WITHOUT_FX:
+            absent = (
+                "cannot run this model" if capture.fx.outcome is results.FxOutcome.RAISED else "was not run"
+            )
             return f"FX {absent}. Against the float model: {quality}."
-        case Status.SAME:
+        case results.Status.SAME:
             return f"The same as FX: at most one step apart in 99.9% of every output. {quality}."
-        case Status.BETTER:
+        case results.Status.BETTER:
             return f"Nearer to the float model than FX. {quality}."
-        case Status.SIMILAR:
+        case results.Status.SIMILAR:
             return f"As near to the float model as FX, within {DECIBELS} dB. {quality}."
-        case Status.WORSE:
+        case results.Status.WORSE:
             return f"Farther from the float model than FX. {quality}."
 
 
-def _whole_decibels(output: Point) -> str:
+def _whole_decibels(output: results.Point) -> str:
     if output.fx is None:
         return f"{decibel_text(output.ours.sqnr)}"
     return f"{decibel_text(output.ours.sqnr)} (FX {decibel_text(output.fx.sqnr)})"

@@ -438,12 +438,12 @@ class _Planner:
             ]
             return
         for without_qparam, scale_name in zip(self.without_qparams, names, strict=True):
-            scale, zero_point = (self.state.take((name,)) for name in self.state.qparams(scale_name))
-            if scale is None or zero_point is None:
+            qparams = self._qparams_of((scale_name,)).get(scale_name)
+            if qparams is None:
                 self.missing.append(scale_name)
                 continue
             observer = self.prepared.get_submodule(without_qparam.path)
-            self._set_qparams(without_qparam, observer, scale_name, scale[1].value, zero_point[1].value)
+            self._set_qparams(without_qparam, observer, scale_name, *qparams)
 
     def _drop_known(self) -> None:
         for prefix in (*self.required.only_fx, *self.required.unused):

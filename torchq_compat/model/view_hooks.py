@@ -39,7 +39,7 @@ WITH_HOOKS = "_torchq_compat_with_hooks"
 #: Attribute that marks an exception raised by a hook.
 OF_A_HOOK = "_torchq_compat_of_a_hook"
 ATEN = torch.ops.aten
-BATCH_NORMS = (ATEN.batch_norm.default,)
+BATCH_NORM = ATEN.batch_norm.default
 #: Nodes between modules.
 BETWEEN = {*map(str, (*DEQUANTIZES, QUANTIZE))} | {
     f"torchq_compat_native.{name}.default" for name in ("quantize", "dequantize")
@@ -180,7 +180,7 @@ def _result_of(nodes: list[Node], path: str) -> Node:
     while len(node.users) == 1 and not module_path_of(user := next(iter(node.users))) and _is_scaling(user):
         node = user
     norm = next(iter(node.users), None)
-    is_scaled = node is not results[0] and norm is not None and norm.target in BATCH_NORMS
+    is_scaled = node is not results[0] and norm is not None and norm.target is BATCH_NORM
     return norm if is_scaled and norm is not None else results[0]
 
 

@@ -292,20 +292,12 @@ class AttentionModule(PartOwner):
     ) -> None:
         super().__init__()
         self.structure = structure
+        vars(self).update(vars(structure), head_dim=structure.head_dim)
         self.bias_k = bias_k
         self.bias_v = bias_v
         self.project_in = project_in
         self.project_out = project_out
         self.returned_weights = returned_weights
-
-    embed_dim = property(lambda self: self.structure.embed_dim)
-    num_heads = property(lambda self: self.structure.num_heads)
-    dropout = property(lambda self: self.structure.dropout)
-    batch_first = property(lambda self: self.structure.batch_first)
-    kdim = property(lambda self: self.structure.kdim)
-    vdim = property(lambda self: self.structure.vdim)
-    add_zero_attn = property(lambda self: self.structure.add_zero_attn)
-    head_dim = property(lambda self: self.structure.head_dim)
 
     def graphs(self) -> Iterator[tuple[str, GraphModule]]:
         yield "project_in", self.project_in
@@ -341,7 +333,7 @@ class AttentionModule(PartOwner):
         queries, keys, values = (self._heads(tensor) for tensor in (q, k, v))
         if self.structure.add_zero_attn:
             keys, values = (F.pad(tensor, (0, 0, 0, 1)) for tensor in (keys, values))
-        scores = (queries * self.head_dim**-0.5) @ keys.transpose(-2, -1)
+        scores = (queries * self.structure.head_dim**-0.5) @ keys.transpose(-2, -1)
         if mask is not None:
             scores = scores + F.pad(mask.float(), (0, keys.shape[2] - mask.shape[-1]))
         weights = F.dropout(scores.softmax(-1), self.structure.dropout, self.training)
@@ -350,8 +342,8 @@ class AttentionModule(PartOwner):
 
     def _heads(self, tensor: Tensor) -> Tensor:
         """Split the heads: (length, N, E) -> (N, H, length, E / H)."""
-        length, batch, _ = tensor.shape
-        return tensor.reshape(length, batch, self.num_heads, self.head_dim).permute(1, 2, 0, 3)
+        heads = (self.structure.num_heads, self.structure.head_dim)
+        return tensor.reshape(*tensor.shape[:2], *heads).permute(1, 2, 0, 3)
 
 
 class ObservedMultiheadAttention(AttentionModule, quantizable.MultiheadAttention):

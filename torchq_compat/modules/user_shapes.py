@@ -35,29 +35,27 @@ def probe(module: nn.Module, path: str, args: Any, kwargs: Any) -> Any:
     """
     inputs, tensors, sizes = Structure.take_apart_with_sizes((args, kwargs))
     call = _Call(module, path, inputs, tensors, sizes, [tuple(tensor.shape) for tensor in tensors])
-    first = call.run({}, torch.zeros)
-    moves, second = _move_sizes(call)
-    if first.outputs != second.outputs:
+    outputs, first = call.run({}, torch.zeros)
+    moves, (other_outputs, second) = _move_sizes(call)
+    if outputs != other_outputs:
         raise _shapes_depend_on_data(path, type(module))
     _keep_equal(call.followed, moves)
     results = []
-    for one, other in zip(first.results, second.results, strict=True):
+    for one, other in zip(first, second, strict=True):
         if one.dim() != other.dim() or one.dtype != other.dtype:
             raise _shapes_depend_on_data(path, type(module))
         pairs = zip(one.shape, other.shape, strict=True)
         shape = [_size(pair, call, moves) for pair in pairs]
         results.append(call.tensors[0].new_empty(shape, dtype=one.dtype))
-    return first.outputs.put_together(results)
+    return outputs.put_together(results)
 
 
 #: Expression of a size -> the value it has in place of that of the example.
 Moves = dict[Any, int]
 
 
-@dataclass(frozen=True)
-class _Run:
-    outputs: Structure
-    results: list[Tensor]
+#: The structure of the results of a run, and the tensors in them.
+_Run = tuple[Structure, list[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -85,9 +83,12 @@ class _Call:
             args, kwargs = self.inputs.put_together(real, [_value(size, moves) for size in self.sizes])
             try:
                 with alone(), draws_kept(), torch.no_grad():
-                    return _Run(*Structure.take_apart(copied_model(self.module)(*args, **kwargs)))
+                    return Structure.take_apart(copied_model(self.module)(*args, **kwargs))
             except Exception as cause:
-                raise _shapes_unknown(self.path, type(self.module), cause) from cause
+                kind = type(self.module).__name__
+                raise CustomModuleError.of(
+                    "TQ942.shapes_unknown", kind=kind, path=self.path, cause=cause
+                ) from cause
 
     def accepts(self, moves: Moves) -> bool:
         try:
@@ -145,10 +146,6 @@ def _size(pair: tuple[int, int], call: _Call, moves: Moves) -> Any:
     if pair[0] != pair[1]:
         raise _shapes_depend_on_data(call.path, type(call.module))
     return pair[0]
-
-
-def _shapes_unknown(path: str, cls: type, cause: BaseException) -> CustomModuleError:
-    return CustomModuleError.of("TQ942.shapes_unknown", kind=cls.__name__, path=path, cause=cause)
 
 
 def _shapes_depend_on_data(path: str, cls: type) -> CustomModuleError:

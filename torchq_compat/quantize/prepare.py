@@ -50,14 +50,8 @@ from torchq_compat.quantize.request import (
     signature_of,
     with_rolled_loops,
 )
+from torchq_compat.support import graph_nodes
 from torchq_compat.support.decisions import Action, Decision, warn_of_decisions
-from torchq_compat.support.graph_nodes import (
-    copied_model,
-    give_back_freed,
-    module_path_of,
-    shared_tensors,
-    stop_sharing_written,
-)
 from torchq_compat.support.process_state import draws_kept
 
 # Inserts observers into a captured model, where FX's configuration or a user's Quantizer puts them.
@@ -78,8 +72,8 @@ def _observe_by_rules(state: _Preparing) -> Observed:
         if op.target in those("transposed") and any(user.target in those("relu") for user in norm.users):
             return False
         if not request.fuse_as_fx and not state.is_qat:
-            path, kind = module_path_of(norm), find_origin(norm, model).module_type.__name__
-            reason = f"it is in the weight of {module_path_of(op)}"
+            path, kind = graph_nodes.module_path_of(norm), find_origin(norm, model).module_type.__name__
+            reason = f"it is in the weight of {graph_nodes.module_path_of(op)}"
             unlike = said("TQ584")
             decisions.append(Decision(path, kind, Action.FOLDED, reason, unlike_fx=unlike, code="TQ584"))
         return not request.fuse_as_fx
@@ -224,16 +218,16 @@ def _prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModu
             raise
         raise _RolledModelFailedError(error_line(cause)) from cause
     finally:
-        stop_sharing_written(state.shared)
-        give_back_freed()
+        graph_nodes.stop_sharing_written(state.shared)
+        graph_nodes.give_back_freed()
     return state.prepared
 
 
 @carries_out(PREPARE, "copy the model")
 def _copy(state: _Preparing) -> None:
     request = state.request
-    copied = copied_model(state.model)
-    state.shared = shared_tensors(state.model, copied)
+    copied = graph_nodes.copied_model(state.model)
+    state.shared = graph_nodes.shared_tensors(state.model, copied)
     state.working = working = with_parent(copied, request.settings)
     training.set_training_flags(working, is_qat=state.is_qat)
     if not state.is_qat and request.quantizer is None:

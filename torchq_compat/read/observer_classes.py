@@ -21,7 +21,7 @@ from torchao.quantization.pt2e.observer import (
 
 from torchq_compat.errors import ExportError
 from torchq_compat.read.qparams import has_loaded_qparams
-from torchq_compat.read.torch_ao_classes import recognised_by_torch_ao
+from torchq_compat.read.torch_ao_classes import PER_CHANNEL, recognised_by_torch_ao
 from torchq_compat.support.dtypes import SIXTEEN_BITS, as_dtype, dtype_range, is_integer, plain_dtype
 from torchq_compat.support.process_state import is_compiling, is_exporting
 
@@ -337,9 +337,6 @@ def _typical_sqnr(observer: nn.Module, counts: Tensor) -> float | None:
 #
 # Legacy: ``convert_fx`` of torch.ao asks the observer in a fake-quantize, whose symmetric scale is not that
 # of the fused kernel, and quantizes to all integers of the dtype, also where training clamped to fewer.
-
-
-PER_CHANNEL = (torch.per_channel_affine, torch.per_channel_symmetric)
 
 
 def converts_otherwise(module: nn.Module, *, is_trained: bool) -> bool:

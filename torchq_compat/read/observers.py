@@ -34,8 +34,6 @@ from torchq_compat.support.user_warnings import silenced
 
 LegacyConstructor = Callable[[], nn.Module]
 HOMES = (legacy_observer, legacy_fake_quantize, pt2e_observer, pt2e_fake_quantize)
-PT2E_BASES = (pt2e_observer.ObserverBase, pt2e_fake_quantize.FakeQuantizeBase)
-LEGACY_BASES = (legacy_observer.ObserverBase, legacy_fake_quantize.FakeQuantizeBase)
 # Constructor arguments that are stored in an attribute of another name.
 ATTRIBUTE_OF_ARGUMENT = {"custom_op_name": "custom_op"}
 
@@ -95,7 +93,7 @@ class ObserverConstructor:
             raise ConfigError.of(
                 "TQ910.observer_cannot_be_made", setting=self.setting, cause=cause
             ) from cause
-        if not isinstance(result, (*PT2E_BASES, *LEGACY_BASES)):
+        if not isinstance(result, (*torch_ao_classes.PT2E_BASES, *torch_ao_classes.LEGACY_BASES)):
             raise _not_a_constructor(self.setting, self.legacy)
         return result
 
@@ -141,14 +139,9 @@ def _translate(module: nn.Module) -> nn.Module:
     return mirror(**_arguments_from_attributes(mirror, module))
 
 
-def is_of_torch_ao(module: nn.Module) -> bool:
-    """Return whether ``module`` is an observer or fake-quantize of torch.ao, which torchao does not know."""
-    return isinstance(module, LEGACY_BASES) and not isinstance(module, PT2E_BASES)
-
-
 def adapted(module: nn.Module) -> nn.Module:
     """Return an observer for torchao: unchanged if derived from its classes, else as part of an adapter."""
-    if isinstance(module, PT2E_BASES):
+    if isinstance(module, torch_ao_classes.PT2E_BASES):
         torchao_own: nn.Module = module
         return torchao_own
     if isinstance(module, legacy_fake_quantize.FakeQuantizeBase):
@@ -439,9 +432,8 @@ def with_whole_range(qconfig: QConfig) -> QConfig | None:
 
 def asks_for_whole_range(qconfig: QConfig) -> bool:
     """Return whether the activation of ``qconfig`` is a ``WholeRangeObserver``."""
-    constructor = getattr(qconfig.activation, "p", qconfig.activation)
-    constructor = getattr(constructor, "func", constructor)
-    return isinstance(constructor, type) and issubclass(constructor, WholeRangeObserver)
+    cls = torch_ao_classes.class_of(qconfig.activation)
+    return isinstance(cls, type) and issubclass(cls, WholeRangeObserver)
 
 
 @torch_ao_classes.recognised_by_torch_ao

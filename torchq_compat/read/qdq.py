@@ -283,8 +283,6 @@ def constant_value(graph_module: GraphModule, node: Node) -> Tensor:
     return value
 
 
-#: Ops whose results have a channel for each row of the weight.
-OF_ROWS = (torch.ops.aten.linear.default, *those("convolution"))
 EMBEDDING = torch.ops.aten.embedding.default
 
 
@@ -311,10 +309,11 @@ class WeightByWeight(Interpreter):
         if is_only and _has_rows(weight) and n.target is EMBEDDING and n.args[0] is weight:
             rows, places = args[1].unique(return_inverse=True)
             return operator_call(self._floats(weight, rows), places, *args[2:])
+        # Their results have a channel for each row of the weight.
         if (
             is_only
             and _has_rows(weight)
-            and n.target in OF_ROWS
+            and n.target in those("linear", "convolution")
             and n.args[1] is weight
             and args[6:] in ((), (1,))
         ):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,11 +16,10 @@ from torchao.quantization.pt2e.quantizer import QuantizationSpec
 
 from torchq_compat.errors import ConfigError
 from torchq_compat.read.observers import ObserverConstructor, WeightConstructor, translate_constructor
-from torchq_compat.read.torch_ao_classes import ObserverSettings
+from torchq_compat.read.torch_ao_classes import ObserverSettings, class_of, is_of_torch_ao
 from torchq_compat.support.dtypes import PACKED_DTYPES, dtype_name, dtype_range, is_integer
 from torchq_compat.support.torch_ao import NoopObserver, PlaceholderObserver, QConfig, QuantType
 from torchq_compat.support.torch_ao import fake_quantize as legacy_fake_quantize
-from torchq_compat.support.torch_ao import observer as legacy_observer
 
 # Observers whose settings contradict each other: a range beyond the dtype, fixed qparams outside the range.
 #
@@ -188,7 +187,7 @@ def misfit(qconfigs: Iterable[QConfig | None], *, is_qat: bool) -> str:
     pairs = [
         [
             result
-            for result in map(_class_of, (qconfig.activation, qconfig.weight))
+            for result in map(class_of, (qconfig.activation, qconfig.weight))
             if isinstance(result, type) and not issubclass(result, WITHOUT_RANGE)
         ]
         for qconfig in qconfigs
@@ -214,29 +213,12 @@ def _is_learnt(cls: type) -> bool:
     return issubclass(cls, FAKE_QUANTIZES) and not issubclass(cls, FIXED)
 
 
-def _class_of(constructor: Any) -> Any:
-    """Return the class of ``Class``, of ``Class.with_args(...)`` or of a partial of it."""
-    for _ in range(8):
-        inner = getattr(constructor, "p", constructor)
-        function = getattr(inner, "func", inner)
-        if function is constructor:
-            break
-        constructor = function
-    return constructor
-
-
 # A user's QuantizationSpec with an observer of torch.ao, as the old tutorials import them.
 #
 # torchao accepts such an observer, calibrates it, and quantizes nothing: its convert looks for its own base
 # classes. With ``.with_args``, its prepare fails, because it reads ``__name__`` of a value that is no class.
 
 
-LEGACY_BASES = (legacy_observer.ObserverBase, legacy_fake_quantize.FakeQuantizeBase)
-PT2E_BASES = (pt2e_observer.ObserverBase, pt2e_fake_quantize.FakeQuantizeBase)
-FIXED_QPARAMS_FAKE_QUANTIZES = (
-    legacy_fake_quantize.FixedQParamsFakeQuantize,
-    pt2e_fake_quantize.FixedQParamsFakeQuantize,
-)
 CONSTRUCTOR = "observer_or_fake_quant_ctr"
 
 
@@ -273,7 +255,7 @@ def with_torchao_observer(spec: QuantizationSpec, setting: str) -> tuple[Quantiz
     """
     result = make_observer(spec)
     is_known = _is_known_to_torchao(spec) and _choosing_on_the_fly(result) is result
-    if is_known and not any(_is_legacy(module) for module in result.modules()):
+    if is_known and not any(is_of_torch_ao(module) for module in result.modules()):
         return spec, result
     constructor = SpecObserverConstructor(spec, setting)
     return replace(spec, observer_or_fake_quant_ctr=constructor), constructor()
@@ -290,7 +272,7 @@ def make_observer(spec: QuantizationSpec) -> nn.Module:
     constructor: Any = settings.pop(CONSTRUCTOR)
     if isinstance(constructor, nn.Module):
         raise ConfigError.of("TQ910.observer_for_constructor", constructor=constructor)
-    cls = _torchao_class(constructor)
+    cls = class_of(constructor)
     if "PerChannel" not in getattr(cls, "__name__", ""):
         del settings["ch_axis"]
     if _takes_only_an_observer(cls):
@@ -320,26 +302,14 @@ def _choosing_on_the_fly(module: nn.Module) -> nn.Module:
     return stands_for
 
 
-def _is_legacy(module: nn.Module) -> bool:
-    # Some of our classes are torchao's and registered as torch.ao's.
-    return isinstance(module, LEGACY_BASES) and not isinstance(module, PT2E_BASES)
-
-
 def _is_known_to_torchao(spec: QuantizationSpec) -> bool:
     """Return whether torchao's prepare finds a name on the constructor, or inside one torchao partial."""
     constructor: Any = getattr(spec, CONSTRUCTOR)
     if isinstance(constructor, pt2e_observer.PartialWrapper):
         constructor = constructor.p.func
     is_named = hasattr(constructor, "__name__") and hasattr(getattr(spec, CONSTRUCTOR), "with_args")
-    return is_named and not _takes_only_an_observer(_torchao_class(constructor))
+    return is_named and not _takes_only_an_observer(class_of(constructor))
 
 
 def _takes_only_an_observer(cls: Any) -> bool:
-    return isinstance(cls, type) and issubclass(cls, FIXED_QPARAMS_FAKE_QUANTIZES)
-
-
-def _torchao_class(constructor: Any) -> Any:
-    """Return the innermost class of ``Class.with_args(...).with_args(...)``."""
-    while hasattr(constructor, "p") or isinstance(constructor, partial):
-        constructor = getattr(constructor, "p", constructor).func
-    return constructor
+    return isinstance(cls, type) and issubclass(cls, FIXED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,7 +82,22 @@ globals().update(SUBCLASSES)
 # constrain.
 
 
+LEGACY_BASES = (legacy_observer.ObserverBase, legacy_fake_quantize.FakeQuantizeBase)
+PT2E_BASES = (pt2e_observer.ObserverBase, pt2e_fake_quantize.FakeQuantizeBase)
 FIXED_QPARAMS = (legacy_observer.FixedQParamsObserver, pt2e_observer.FixedQParamsObserver)
+
+
+def is_of_torch_ao(module: nn.Module) -> bool:
+    """Return whether ``module`` is an observer or fake-quantize of torch.ao, which torchao does not know."""
+    # Some of our classes are torchao's and registered as torch.ao's.
+    return isinstance(module, LEGACY_BASES) and not isinstance(module, PT2E_BASES)
+
+
+def class_of(constructor: Any) -> Any:
+    """Return the class of ``Class``, of ``Class.with_args(...)`` or of a partial of it."""
+    while hasattr(constructor, "p") or isinstance(constructor, partial):
+        constructor = getattr(constructor, "p", constructor).func
+    return constructor
 
 
 def has_fixed_qparams(observer: nn.Module) -> bool:

@@ -20,16 +20,9 @@ from torchq_compat.modules.parts import DynamicPartSpecs, Part, PartSpecs
 from torchq_compat.modules.registry import ConvertRequest, ObserveRequest, RequiredByModel, WriteOps, register
 from torchq_compat.read.backend_configs import BackendTable
 from torchq_compat.read.qspecs import OpSpecs
+from torchq_compat.recurrent import families
 from torchq_compat.recurrent.contracts import SequenceContract, contract_of
 from torchq_compat.recurrent.exported_lstm.whole_op import whole_op_writer
-from torchq_compat.recurrent.families import (
-    FAMILIES,
-    DynamicRecurrent,
-    RecurrentFamily,
-    convert_dynamic,
-    family_of,
-    prepare_dynamic,
-)
 from torchq_compat.recurrent.fx_names import required_by_dynamic, required_by_observed
 from torchq_compat.recurrent.kernel.build import kernel_build
 from torchq_compat.recurrent.recurrent_module import ConvertedRecurrent, ObservedRecurrent, RecurrentModule
@@ -51,7 +44,7 @@ class _LoweredByTheCellLoop(parts_handler.PartOwnerHandler):
 class RecurrentHandler(_LoweredByTheCellLoop):
     """The handler of one family: a float class, its observed class and its converted class."""
 
-    def __init__(self, family: RecurrentFamily) -> None:
+    def __init__(self, family: families.RecurrentFamily) -> None:
         self.family = family
 
     def takes(self, float_class: type[nn.Module], observed_class: type[nn.Module]) -> bool:
@@ -211,7 +204,7 @@ class DynamicRecurrentHandler(_LoweredByTheCellLoop):
     """The handler of unmapped recurrent modules with a dynamic QConfig, if the backend lists them."""
 
     def takes_unmapped(self, module: nn.Module, specs: OpSpecs, backend: BackendTable) -> bool:
-        if family_of(module) is None or not specs.is_dynamic:
+        if families.family_of(module) is None or not specs.is_dynamic:
             return False
         entry = backend.find((type(module),))
         return entry is not None and takes_weight(entry, specs)
@@ -220,10 +213,10 @@ class DynamicRecurrentHandler(_LoweredByTheCellLoop):
         return contract_of(module).fake_call(path)
 
     def owns(self, opaque: nn.Module) -> bool:
-        return isinstance(opaque, DynamicRecurrent)
+        return isinstance(opaque, families.DynamicRecurrent)
 
     def observe(self, request: ObserveRequest) -> OpaqueModule:
-        prepared = prepare_dynamic(request.module, DynamicPartSpecs(request.specs))
+        prepared = families.prepare_dynamic(request.module, DynamicPartSpecs(request.specs))
         prepared.module_path = request.path
         return prepared
 
@@ -235,16 +228,16 @@ class DynamicRecurrentHandler(_LoweredByTheCellLoop):
         return True
 
     def convert(self, request: ConvertRequest) -> OpaqueModule:
-        assert isinstance(request.observed, DynamicRecurrent)
-        return convert_dynamic(request.observed)
+        assert isinstance(request.observed, families.DynamicRecurrent)
+        return families.convert_dynamic(request.observed)
 
     def required_of_fx(
         self, opaque: OpaqueModule, state: FxState, prefix: str, required_by_model: RequiredByModel
     ) -> Required:
-        assert isinstance(opaque, DynamicRecurrent)
+        assert isinstance(opaque, families.DynamicRecurrent)
         return required_by_dynamic(opaque, prefix)
 
 
-for family in FAMILIES:
+for family in families.FAMILIES:
     register(RecurrentHandler(family))
 register(DynamicRecurrentHandler())

@@ -21,7 +21,7 @@ from torchq_compat.model.graph_module import Stage, record_of
 from torchq_compat.modules.user_modules import OpaqueUserModule
 from torchq_compat.quantize.distributed import merge_rules
 from torchq_compat.quantize.distributed.wrappers import unwrapped
-from torchq_compat.read.observers import is_of_torch_ao
+from torchq_compat.read.torch_ao_classes import is_of_torch_ao
 from torchq_compat.support.argument_checks import shown
 from torchq_compat.support.sharded import is_sharded
 from torchq_compat.support.upstream import BatchNormBase, is_activation_post_process

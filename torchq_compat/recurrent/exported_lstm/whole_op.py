@@ -21,6 +21,7 @@ from torchq_compat.annotate.outputs import annotate_outputs, check_annotations
 from torchq_compat.annotate.sharing import Output
 from torchq_compat.capture.torch_export import SOURCE_FUNCTIONS
 from torchq_compat.modules.registry import WriteOps
+from torchq_compat.read.torch_ao_classes import PER_CHANNEL
 from torchq_compat.recurrent.contract import RecurrentStructure, bound_arguments
 from torchq_compat.recurrent.exported_lstm import aten_recurrent
 from torchq_compat.support.argument_checks import FLAG, checked_arguments, instance_of, optional
@@ -32,7 +33,6 @@ from torchq_compat.support.user_warnings import warn_user
 # alternative, ops that any quantizer can annotate, is ``decompose``.
 
 
-PER_CHANNEL = (torch.per_channel_affine, torch.per_channel_symmetric)
 EdgeSpecs = dict[Node | Output, Any]
 
 
