@@ -13,14 +13,14 @@ from tests.helpers.lstm_flow import uniform
 from torchq_compat.read.qparams import PerTensorQParams
 from torchq_compat.recurrent.cell_graph import ConvertedCellGraphModule
 from torchq_compat.recurrent.kernel.bound_module import OwnedProgram, run_native_direction
-from torchq_compat.recurrent.kernel.module_numbers import (
+from torchq_compat.recurrent.kernel.op import recurrent
+from torchq_compat.recurrent.kernel.program import (
     CellNumbers,
     ModuleNumbers,
+    column_qparams,
     floats_around,
     weight_mask,
 )
-from torchq_compat.recurrent.kernel.op import recurrent
-from torchq_compat.recurrent.kernel.program import column_qparams
 
 #: The qparams of ``x``, as if from a quantized layer in front.
 X_QPARAMS = PerTensorQParams(2 / 255, 128, 0, 255, torch.uint8)

@@ -34,8 +34,7 @@ from torchq_compat.errors import ExportError, InputError, QuantizationWarning, T
 from torchq_compat.model.graph_module import ConvertedGraphModule
 from torchq_compat.modules.parts import PartOwner
 from torchq_compat.recurrent.exported_op import graph_from_data, graph_to_data
-from torchq_compat.recurrent.kernel.module_numbers import Boundary, ModuleNumbers
-from torchq_compat.recurrent.kernel.program import QPARAMS_COLUMNS
+from torchq_compat.recurrent.kernel.program import QPARAMS_COLUMNS, Boundary, ModuleNumbers
 from torchq_compat.recurrent.over_time import LoopShape
 from torchq_compat.recurrent.recurrent_module import RecurrentModule
 from torchq_compat.recurrent.runners import NativeRunner

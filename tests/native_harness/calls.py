@@ -17,21 +17,19 @@ from tests.helpers.cell_loop_shared import attribute, inputs_of
 from tests.helpers.converted_cells import KINDS, cells_of, converted
 from torchq_compat.read.qparams import PerTensorQParams
 from torchq_compat.recurrent.kernel.cell_reader import _CellReader, _Value
-from torchq_compat.recurrent.kernel.module_numbers import (
-    CellNumbers,
-    ModuleNumbers,
-    floats_around,
-    weight_mask,
-)
 from torchq_compat.recurrent.kernel.op import recurrent
 from torchq_compat.recurrent.kernel.program import (
     INSTRUCTION_COLUMNS,
     SLOT_COLUMNS,
+    CellNumbers,
     CellProgram,
     DynamicQParams,
+    ModuleNumbers,
     Op,
     WeightNames,
     as_numbers,
+    floats_around,
+    weight_mask,
 )
 
 __all__ = [

@@ -15,7 +15,7 @@ from torchao.quantization.pt2e.fake_quantize import FakeQuantizeBase
 from torchao.quantization.pt2e.observer import ObserverBase
 
 from torchq_compat.errors import CheckpointError
-from torchq_compat.read.qdq import CHOOSE_QPARAMS, DEQUANTIZE, DEQUANTIZE_PER_CHANNEL, NAMESPACE, QUANTIZE
+from torchq_compat.read.qdq import CHOOSE_QPARAMS, DEQUANTIZE, DEQUANTIZE_PER_CHANNEL, QUANTIZE, is_qdq
 from torchq_compat.support.argument_checks import shown
 from torchq_compat.support.graph_nodes import attribute_of
 from torchq_compat.support.quantized_tensors import is_quantized
@@ -181,7 +181,7 @@ def _scales(model: nn.Module) -> Iterator[str]:
         if isinstance(module, (FakeQuantizeBase, LegacyFakeQuantizeBase)):
             yield f"{path}.scale"
         for node in module.graph.nodes if isinstance(module, GraphModule) else ():
-            scale = node.args[1] if getattr(node.target, "namespace", "") == NAMESPACE else None
+            scale = node.args[1] if is_qdq(node) else None
             if isinstance(scale, Node) and scale.op == "get_attr":
                 yield f"{path}.{scale.target}".removeprefix(".")
 
@@ -190,11 +190,9 @@ def _zero_points(model: nn.Module) -> Iterator[tuple[str, torch.dtype]]:
     """Yield the names of the zero points that the q-dq operators of ``model`` read, with their dtypes."""
     for path, module in model.named_modules():
         for node in module.graph.nodes if isinstance(module, GraphModule) else ():
-            if getattr(node.target, "namespace", "") == NAMESPACE and len(node.args) > 2:
-                zero_point, dtypes = (
-                    node.args[2],
-                    [arg for arg in node.args if isinstance(arg, torch.dtype)],
-                )
+            if is_qdq(node) and len(node.args) > 2:
+                zero_point = node.args[2]
+                dtypes = [arg for arg in node.args if isinstance(arg, torch.dtype)]
                 if isinstance(zero_point, Node) and zero_point.op == "get_attr" and dtypes:
                     yield f"{path}.{zero_point.target}".removeprefix("."), dtypes[0]
 

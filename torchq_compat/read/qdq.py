@@ -42,17 +42,6 @@ CONVERT_DTYPE = _OPS.convert_element_type.no_fuse
 #: The operators that convert floats to static integers, and back.
 STATIC_QUANTIZES = (QUANTIZE, QUANTIZE_PER_CHANNEL)
 DEQUANTIZES = (DEQUANTIZE, DEQUANTIZE_PER_CHANNEL)
-#: The operators that convert inserts around the ops of the model.
-ALL_OPS = (
-    QUANTIZE,
-    *DEQUANTIZES,
-    QUANTIZE_PER_CHANNEL,
-    CHOOSE_QPARAMS,
-    QUANTIZE_DYNAMIC,
-    DEQUANTIZE_DYNAMIC,
-    CONVERT_DTYPE,
-)
-
 #: Makes a node that reads a tensor, given a name for it.
 MakeConstant = Callable[[str, Tensor], Node]
 
@@ -61,6 +50,11 @@ def embedding_byte() -> Any:
     """Return the operator that looks up rows of an integer table and dequantizes them; it exists once
     ExecuTorch is imported."""
     return _OPS.embedding_byte.default
+
+
+def is_qdq(node: Node) -> bool:
+    """Return whether ``node`` quantizes, dequantizes, or chooses qparams for that."""
+    return getattr(node.target, "namespace", "") == NAMESPACE
 
 
 def is_dequantize(node: Any) -> bool:
@@ -221,7 +215,7 @@ def _is_constant(graph_module: GraphModule, node: Node, constants: set[Node], wr
         return str(node.target) not in written and isinstance(attribute_of(graph_module, node), Tensor)
     return (
         isinstance(node.target, OpOverload)
-        and node.target not in ALL_OPS
+        and not is_qdq(node)
         and not draws(node)
         and bool(node.all_input_nodes)
         and constants.issuperset(node.all_input_nodes)

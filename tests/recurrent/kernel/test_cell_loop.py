@@ -41,8 +41,13 @@ from torchq_compat.recurrent.cell_graph import ConvertedCellGraphModule
 from torchq_compat.recurrent.kernel import build, op
 from torchq_compat.recurrent.kernel.direct_calls import LinearWeight, linear_call
 from torchq_compat.recurrent.kernel.interpreter import run_interpreted
-from torchq_compat.recurrent.kernel.module_numbers import floats_around
-from torchq_compat.recurrent.kernel.program import DynamicQParams, Op, as_numbers, column_qparams
+from torchq_compat.recurrent.kernel.program import (
+    DynamicQParams,
+    Op,
+    as_numbers,
+    column_qparams,
+    floats_around,
+)
 from torchq_compat.recurrent.over_time import RecurrentDirection
 from torchq_compat.recurrent_parts import get_individually_observed_parts
 

@@ -26,8 +26,7 @@ from torchq_compat.errors import CallError, CustomModuleError
 from torchq_compat.read.qparams import PerTensorQParams
 from torchq_compat.recurrent.kernel import op
 from torchq_compat.recurrent.kernel.interpreter import run_by_operators
-from torchq_compat.recurrent.kernel.module_numbers import Boundary, ModuleNumbers
-from torchq_compat.recurrent.kernel.program import qparams_row
+from torchq_compat.recurrent.kernel.program import Boundary, ModuleNumbers, qparams_row
 
 OPS = torch.ops.torchq_compat_native
 State = tuple[Tensor, Tensor]

@@ -33,7 +33,7 @@ from torchq_compat.lower.integers.rules import FAMILIES
 from torchq_compat.lower.integers.rules.moves import clamp, copying, moved_qparams, write_move
 from torchq_compat.lower.integers.rules.tables import requantize, table_of_chain
 from torchq_compat.ops import those
-from torchq_compat.read.qdq import ALL_OPS, DEQUANTIZE, QUANTIZE, is_dequantize
+from torchq_compat.read.qdq import DEQUANTIZE, QUANTIZE, is_dequantize, is_qdq
 from torchq_compat.read.qparams import PerTensorQParams
 from torchq_compat.support import metadata
 from torchq_compat.support.decisions import FUSED, Action, Decision
@@ -44,8 +44,6 @@ from torchq_compat.support.upstream import OpOverload
 ATEN = torch.ops.aten
 #: The reason for an op without a node in the lowered graph.
 NOTHING = "does nothing in evaluation"
-#: Ops that compute nothing that a user wrote.
-NO_OPS = (*ALL_OPS, operator.getitem, *those("size"))
 #: Kernels that saturate their results to a range -> the positions of its ends among their arguments.
 SATURATES = {
     operators.CONVOLUTION: (-3, -2),
@@ -96,7 +94,7 @@ class Rewriter:
             with self.lowered.before(node):
                 if node.target is QUANTIZE:
                     self._quantize_again(node)
-                elif node.target not in NO_OPS or node.target is operator.getitem:
+                elif not (is_qdq(node) or node.target in those("size")):
                     self._rewrite(node)
         self._finish()
 
@@ -151,7 +149,8 @@ class Rewriter:
             self._in_order(op)
 
     def _tell(self, op: Node, action: Action, reason: str, *, warn: bool = False) -> None:
-        if op.target not in NO_OPS:
+        # Others compute nothing that a user wrote.
+        if not (is_qdq(op) or op.target in those("size") or op.target is operator.getitem):
             self.answers[op] = (action, reason, warn)
 
     def _ask(self, op: Node) -> Kernel | Refusal | None:

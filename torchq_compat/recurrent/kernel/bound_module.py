@@ -10,9 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchq_compat.recurrent.kernel import module_numbers
+from torchq_compat.recurrent.kernel import program as programs
 from torchq_compat.recurrent.kernel.op import NO_SIZES, drop_forgotten, forget, recurrent
-from torchq_compat.recurrent.kernel.program import CellProgram, ColumnQParams, as_numbers
 from torchq_compat.support.graph_nodes import attribute_at
 from torchq_compat.support.process_state import is_compiling
 
@@ -26,7 +25,7 @@ OWNERS = itertools.count(1)
 class OwnedProgram:
     """A program, and the module that has its weights as attributes."""
 
-    def __init__(self, owner: nn.Module, program: CellProgram) -> None:
+    def __init__(self, owner: nn.Module, program: programs.CellProgram) -> None:
         self.owner = owner
         self.program = program
 
@@ -41,14 +40,14 @@ class BoundDirection:
     """
 
     def __init__(
-        self, owned: OwnedProgram, cell: nn.Module, current: Callable[[], CellProgram | None]
+        self, owned: OwnedProgram, cell: nn.Module, current: Callable[[], programs.CellProgram | None]
     ) -> None:
         self.program = owned.program
         self.cell = cell
         self.current = current
         self.owner = owned.owner
         weights = owned.program.weights
-        self.masks = tuple(module_numbers.weight_mask(names[1:]) for names in weights)
+        self.masks = tuple(programs.weight_mask(names[1:]) for names in weights)
         self.names = [name for names in weights for name in names if name is not None]
 
 
@@ -70,7 +69,7 @@ class BoundModule:
     def __init__(
         self,
         layers: Sequence[Sequence[BoundDirection]],
-        columns: Sequence[ColumnQParams],
+        columns: Sequence[programs.ColumnQParams],
         homes: Sequence[tuple[dict[str, Any], str, nn.Module]],
     ) -> None:
         self.homes = [home for home, _, _ in homes]
@@ -82,11 +81,11 @@ class BoundModule:
         self.programs = [direction.program for direction in self.bound]
         self.directions = len(layers[0])
         self.states = len(self.bound[0].program.results)
-        segments = [(), *(tuple(as_numbers(column)) for column in columns)]
-        self.program = module_numbers.ModuleNumbers(
+        segments = [(), *(tuple(programs.as_numbers(column)) for column in columns)]
+        self.program = programs.ModuleNumbers(
             tuple(
                 tuple(
-                    module_numbers.CellNumbers(
+                    programs.CellNumbers(
                         direction.program.table, direction.program.constants, direction.masks, own, index == 1
                     )
                     for index, direction in enumerate(layer)
@@ -126,11 +125,11 @@ class BoundModule:
         self,
         x: Tensor,
         states: Sequence[Tensor],
-        columns: ColumnQParams,
+        columns: programs.ColumnQParams,
         batch_sizes: Sequence[int] = (),
     ) -> list[Tensor]:
         """Run ``op.recurrent`` on x (T, B, I), or packed rows, or (B, I) for a cell."""
-        boundary = module_numbers.floats_around(as_numbers(columns), self.states)
+        boundary = programs.floats_around(programs.as_numbers(columns), self.states)
         return recurrent(
             x,
             states,
@@ -143,7 +142,11 @@ class BoundModule:
         )
 
     def run_exported(
-        self, x: Tensor, states: Sequence[Tensor], columns: ColumnQParams, program: Tensor | None = None
+        self,
+        x: Tensor,
+        states: Sequence[Tensor],
+        columns: programs.ColumnQParams,
+        program: Tensor | None = None,
     ) -> list[Tensor]:
         """Run like ``run``, for torch.export to trace: the weights of an exported program have no owner.
 
@@ -155,7 +158,7 @@ class BoundModule:
             states,
             self.weights(),
             self.program if program is None else program,
-            module_numbers.floats_around(as_numbers(columns), self.states),
+            programs.floats_around(programs.as_numbers(columns), self.states),
             batch_sizes=NO_SIZES,
             directions=self.directions,
         )
@@ -182,7 +185,7 @@ def run_native_direction(
     owned: OwnedProgram,
     x: Tensor,
     state: State,
-    columns: ColumnQParams,
+    columns: programs.ColumnQParams,
     *,
     backward: bool,
     batch_sizes: Sequence[int] = (),
@@ -193,14 +196,14 @@ def run_native_direction(
     It is for modules of which some directions run in Python, and binds nothing.
     """
     program = owned.program
-    masks = tuple(module_numbers.weight_mask(names[1:]) for names in program.weights)
-    numbers = module_numbers.CellNumbers(program.table, program.constants, masks, backward=backward)
+    masks = tuple(programs.weight_mask(names[1:]) for names in program.weights)
+    numbers = programs.CellNumbers(program.table, program.constants, masks, backward=backward)
     output, *last = recurrent(
         x,
         [entry[None] for entry in state],
         [attribute_at(owned.owner, name) for names in program.weights for name in names if name is not None],
-        module_numbers.ModuleNumbers(((numbers,),)).tensor(),
-        module_numbers.floats_around(as_numbers(columns), len(state)),
+        programs.ModuleNumbers(((numbers,),)).tensor(),
+        programs.floats_around(programs.as_numbers(columns), len(state)),
         batch_sizes=batch_sizes,
     )
     return output, tuple(item[0] for item in last)

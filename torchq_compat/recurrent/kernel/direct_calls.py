@@ -12,23 +12,10 @@ from torch import Tensor
 from torchq_compat.capture.call_layouts import CallLayout
 from torchq_compat.read.qparams import PerChannelQParams, PerTensorQParams, QParams
 from torchq_compat.recurrent.kernel import op
+from torchq_compat.recurrent.kernel import program as programs
 from torchq_compat.recurrent.kernel.bound_module import OWNERS, BoundModule
 from torchq_compat.recurrent.kernel.build import kernel_build
-from torchq_compat.recurrent.kernel.module_numbers import Boundary, CellNumbers, ModuleNumbers, weight_mask
 from torchq_compat.recurrent.kernel.op import NO_SIZES, drop_forgotten, forget
-from torchq_compat.recurrent.kernel.program import (
-    CellProgram,
-    ColumnQParams,
-    DynamicQParams,
-    Instruction,
-    Op,
-    QParamsRow,
-    Slot,
-    WeightNames,
-    as_numbers,
-    column_qparams,
-    qparams_row,
-)
 from torchq_compat.support.upstream import data_address
 
 EIGHT_BITS = (torch.uint8, torch.int8)
@@ -148,7 +135,9 @@ def direct_call(contract: Any, layout: CallLayout | None, quantized: tuple[int, 
     form = (layout, contract.rank, contract.batch_first)
     floats = ((contract.input_size, None),)
     if layout is None:
-        boundary = Boundary(tuple(as_numbers(floats)), ((),) * states, (None,) * (1 + states))
+        boundary = programs.Boundary(
+            tuple(programs.as_numbers(floats)), ((),) * states, (None,) * (1 + states)
+        )
         return DirectCall(*form, boundary.numbers(), states)
     count = layout.inputs.count()
     args, kwargs = layout.inputs.put_together(range(count), (None,) * count)
@@ -161,7 +150,9 @@ def direct_call(contract: Any, layout: CallLayout | None, quantized: tuple[int, 
     rows = [_rows_on(all_qparams[place]) for place in given]
     x_qparams = all_qparams[x]
     is_known = all(item is not None for item in rows) and (x_qparams is None or x_qparams.dtype in EIGHT_BITS)
-    columns = tuple(as_numbers(column_qparams(x_qparams, contract.input_size, contract.rank)))
+    columns = tuple(
+        programs.as_numbers(programs.column_qparams(x_qparams, contract.input_size, contract.rank))
+    )
     on = tuple(row or () for row in rows) or ((),) * states
     handed = {index: layout.output_qparams[index] for index in quantized}
     if not all(isinstance(qparams, PerTensorQParams) for qparams in handed.values()):
@@ -169,26 +160,26 @@ def direct_call(contract: Any, layout: CallLayout | None, quantized: tuple[int, 
     # A cell has no output besides its states.
     first = contract.rank == 2
     by_result = {
-        index + first: qparams_row(qparams)
+        index + first: programs.qparams_row(qparams)
         for index, qparams in handed.items()
         if isinstance(qparams, PerTensorQParams)
     }
     results = tuple(by_result.get(index) for index in range(1 + states))
-    boundary = Boundary(columns, on, results)
+    boundary = programs.Boundary(columns, on, results)
     return DirectCall(*form, boundary.numbers(), states, places, is_possible=is_known)
 
 
-def _rows_on(qparams: QParams | None) -> tuple[QParamsRow, ...] | None:
+def _rows_on(qparams: QParams | None) -> tuple[programs.QParamsRow, ...] | None:
     """Return the qparams of a state's rows; empty for floats, None if the operator does not support them."""
     if qparams is None:
         return ()
     if qparams.dtype not in EIGHT_BITS:
         return None
     if isinstance(qparams, PerTensorQParams):
-        return (qparams_row(qparams),)
+        return (programs.qparams_row(qparams),)
     assert isinstance(qparams, PerChannelQParams)
     return (
-        tuple(qparams_row(item) for size, item in qparams.runs for _ in range(size))
+        tuple(programs.qparams_row(item) for size, item in qparams.runs for _ in range(size))
         if qparams.axis == 0
         else None
     )
@@ -244,9 +235,9 @@ class LinearCall:
 
 def linear_call(
     weight: LinearWeight,
-    columns: ColumnQParams,
+    columns: programs.ColumnQParams,
     *,
-    dynamic: DynamicQParams | None = None,
+    dynamic: programs.DynamicQParams | None = None,
     relu: bool = False,
     output: PerTensorQParams | None = None,
 ) -> LinearCall:
@@ -262,8 +253,8 @@ def linear_call(
     outputs, inputs = weight.values.shape
     # Two instructions: the linear reads only x and is computed for all steps at once, a state at every step.
     instructions = (
-        Instruction(
-            Op.LINEAR,
+        programs.Instruction(
+            programs.Op.LINEAR,
             PRODUCT,
             ((INPUT, 0),),
             outputs,
@@ -273,19 +264,21 @@ def linear_call(
             input=dynamic,
             weight_qparams=weight.per_tensor,
         ),
-        Instruction(Op.RELU if relu else Op.COPY, RESULT, ((PRODUCT, 0),), outputs, outputs, False),
+        programs.Instruction(
+            programs.Op.RELU if relu else programs.Op.COPY, RESULT, ((PRODUCT, 0),), outputs, outputs, False
+        ),
     )
-    of_a_step = Slot(outputs, outputs, False)
-    slots = (Slot(inputs, inputs, True), of_a_step, Slot(outputs, outputs, True), of_a_step)
-    names = WeightNames("values", "scales", "zero_points", "bias")
-    program = CellProgram(instructions, slots, (RESULT,), (names,))
+    of_a_step = programs.Slot(outputs, outputs, False)
+    slots = (programs.Slot(inputs, inputs, True), of_a_step, programs.Slot(outputs, outputs, True), of_a_step)
+    names = programs.WeightNames("values", "scales", "zero_points", "bias")
+    program = programs.CellProgram(instructions, slots, (RESULT,), (names,))
     parts = (weight.scales, weight.zero_points, weight.bias)
-    mask = weight_mask(parts)
-    numbers = CellNumbers(program.table, program.constants, (mask,), backward=False)
-    result = None if output is None else qparams_row(output)
-    boundary = Boundary(tuple(as_numbers(columns)), ((),), (None, result)).numbers()
+    mask = programs.weight_mask(parts)
+    numbers = programs.CellNumbers(program.table, program.constants, (mask,), backward=False)
+    result = None if output is None else programs.qparams_row(output)
+    boundary = programs.Boundary(tuple(programs.as_numbers(columns)), ((),), (None, result)).numbers()
     given = tuple(item for item in (weight.values, *parts) if item is not None)
-    call = LinearCall(given, ModuleNumbers(((numbers,),)).tensor(), boundary, next(OWNERS))
+    call = LinearCall(given, programs.ModuleNumbers(((numbers,),)).tensor(), boundary, next(OWNERS))
     weakref.finalize(call.program, forget, call.owner).atexit = False
     drop_forgotten()
     return call

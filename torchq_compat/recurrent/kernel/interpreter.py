@@ -10,12 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchq_compat.read.qdq import CHOOSE_QPARAMS, DEQUANTIZE_DYNAMIC, QUANTIZE_DYNAMIC
-from torchq_compat.recurrent.kernel.module_numbers import Boundary, CellNumbers, ModuleNumbers
 from torchq_compat.recurrent.kernel.program import (
     INSTRUCTION_COLUMNS,
     QPARAMS_COLUMNS,
     SLOT_COLUMNS,
+    Boundary,
+    CellNumbers,
     InstructionRow,
+    ModuleNumbers,
     Op,
     QParamsRow,
 )

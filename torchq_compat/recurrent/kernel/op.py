@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torchq_compat.recurrent.kernel.build import kernel_build
 from torchq_compat.recurrent.kernel.interpreter import run_by_operators
-from torchq_compat.recurrent.kernel.module_numbers import last_result_dtype
+from torchq_compat.recurrent.kernel.program import last_result_dtype
 from torchq_compat.support.process_state import is_compiling, once
 
 NAME = "torchq_compat_native::recurrent"
