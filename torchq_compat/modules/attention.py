@@ -21,21 +21,7 @@ from torchq_compat.capture.torch_export import capture_flat
 from torchq_compat.errors import CustomModuleError
 from torchq_compat.fx_state.numbered import Required
 from torchq_compat.fx_state.states import FxState
-from torchq_compat.modules import parts_handler
-from torchq_compat.modules.parts import (
-    ConvertedPartGraphModule,
-    ObservedValue,
-    Part,
-    PartGraphModule,
-    PartKind,
-    PartOwner,
-    PartSpecs,
-    convert_parts,
-    converted_qparams,
-    own_linear,
-    own_parameter,
-    prepare_parts,
-)
+from torchq_compat.modules import parts, parts_handler
 from torchq_compat.modules.registry import ConvertRequest, ObserveRequest, RequiredByModel, register
 from torchq_compat.read.qparams import QParams
 from torchq_compat.read.qspecs import OpSpecs
@@ -50,16 +36,18 @@ from torchq_compat.support.torch_ao import quantizable, quantized
 
 
 PROJECTION_PARTS = (
-    Part("linear_Q", PartKind.LINEAR, "linear_output", "W_q query + b_q"),
-    Part("linear_K", PartKind.LINEAR, "linear_output", "W_k key + b_k"),
-    Part("linear_V", PartKind.LINEAR, "linear_output", "W_v value + b_v"),
+    parts.Part("linear_Q", parts.PartKind.LINEAR, "linear_output", "W_q query + b_q"),
+    parts.Part("linear_K", parts.PartKind.LINEAR, "linear_output", "W_k key + b_k"),
+    parts.Part("linear_V", parts.PartKind.LINEAR, "linear_output", "W_v value + b_v"),
 )
 OUT_PARTS = (
-    Part("quant_attn_output", PartKind.IDENTITY, "attention", "softmax(q k / sqrt(d)) v"),
-    Part("out_proj", PartKind.LINEAR, "output", "W_o attention + b_o"),
+    parts.Part("quant_attn_output", parts.PartKind.IDENTITY, "attention", "softmax(q k / sqrt(d)) v"),
+    parts.Part("out_proj", parts.PartKind.LINEAR, "output", "W_o attention + b_o"),
 )
 WEIGHTS_PARTS = (
-    Part("quant_attn_output_weights", PartKind.IDENTITY, "attention_weights", "softmax(q k / sqrt(d))"),
+    parts.Part(
+        "quant_attn_output_weights", parts.PartKind.IDENTITY, "attention_weights", "softmax(q k / sqrt(d))"
+    ),
 )
 
 
@@ -71,7 +59,7 @@ class ProjectIn(nn.Module):
         biases: tuple[Tensor | None, ...] = (None,) * 3
         if attention.in_proj_bias is not None:
             biases = attention.in_proj_bias.chunk(3)
-        self.linear_Q, self.linear_K, self.linear_V = map(own_linear, _in_weights(attention), biases)
+        self.linear_Q, self.linear_K, self.linear_V = map(parts.own_linear, _in_weights(attention), biases)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.linear_Q(query), self.linear_K(key), self.linear_V(value)
@@ -92,8 +80,8 @@ class ProjectOut(nn.Module):
 
     def __init__(self, attention: nn.MultiheadAttention) -> None:
         super().__init__()
-        self.quant_attn_output = ObservedValue()
-        self.out_proj = own_linear(attention.out_proj.weight, attention.out_proj.bias)
+        self.quant_attn_output = parts.ObservedValue()
+        self.out_proj = parts.own_linear(attention.out_proj.weight, attention.out_proj.bias)
 
     def forward(self, attended: Tensor) -> tuple[Tensor, ...]:
         return (self.out_proj(self.quant_attn_output(attended)),)
@@ -104,7 +92,7 @@ class ReturnedWeights(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.quant_attn_output_weights = ObservedValue()
+        self.quant_attn_output_weights = parts.ObservedValue()
 
     def forward(self, weights: Tensor) -> tuple[Tensor, ...]:
         return (self.quant_attn_output_weights(weights),)
@@ -267,7 +255,7 @@ def _check_shape(path: str, name: str, mask: Tensor, expected: tuple[Any, ...]) 
 # which FX maps and then crashes on, whatever the call style. The classes here derive from them.
 
 
-class AttentionModule(PartOwner):
+class AttentionModule(parts.PartOwner):
     """The base class of the observed and the converted module.
 
     Args:
@@ -353,7 +341,7 @@ class ObservedMultiheadAttention(AttentionModule, quantizable.MultiheadAttention
         return "QuantizableMultiheadAttention"
 
     @classmethod
-    def observe(cls, module: nn.MultiheadAttention, specs: PartSpecs) -> Self:
+    def observe(cls, module: nn.MultiheadAttention, specs: parts.PartSpecs) -> Self:
         """Return an observed module with copies of the parameters of the float ``module``."""
         activation = specs.op_specs.activation_dtype
         inputs = dict.fromkeys(("query", "key", "value"), activation)
@@ -361,8 +349,8 @@ class ObservedMultiheadAttention(AttentionModule, quantizable.MultiheadAttention
         attended = torch.zeros(3, 2, module.embed_dim, device=device)
         observed = cls(
             AttentionStructure.of(module),
-            None if module.bias_k is None else own_parameter(module.bias_k),
-            None if module.bias_v is None else own_parameter(module.bias_v),
+            None if module.bias_k is None else parts.own_parameter(module.bias_k),
+            None if module.bias_v is None else parts.own_parameter(module.bias_v),
             _prepare(ProjectIn(module), ProjectIn.example_inputs(module), PROJECTION_PARTS, specs, inputs),
             _prepare(ProjectOut(module), (attended,), OUT_PARTS, specs, {"attended": activation}),
             _prepare(ReturnedWeights(), (torch.zeros(4, device=device),), WEIGHTS_PARTS, specs, {}),
@@ -380,7 +368,7 @@ class ObservedMultiheadAttention(AttentionModule, quantizable.MultiheadAttention
         qconfig = getattr(other, "qconfig", None)
         if qconfig is None:
             raise CustomModuleError.of("TQ940.no_qconfig", other=other)
-        return cls.observe(other, PartSpecs(OpSpecs(qconfig)))
+        return cls.observe(other, parts.PartSpecs(OpSpecs(qconfig)))
 
 
 class ConvertedMultiheadAttention(AttentionModule, quantized.MultiheadAttention):
@@ -399,7 +387,8 @@ class ConvertedMultiheadAttention(AttentionModule, quantized.MultiheadAttention)
         if not isinstance(other, ObservedMultiheadAttention):
             raise CustomModuleError.of("TQ940.not_observed_here", result=other)
         graphs = [
-            ConvertedPartGraphModule.wrap(convert_parts(copy.deepcopy(graph))) for _, graph in other.graphs()
+            parts.ConvertedPartGraphModule.wrap(parts.convert_parts(copy.deepcopy(graph)))
+            for _, graph in other.graphs()
         ]
         project_in, project_out, returned_weights = graphs
         converted = cls(
@@ -409,14 +398,23 @@ class ConvertedMultiheadAttention(AttentionModule, quantized.MultiheadAttention)
         return converted
 
     def opaque_output_qparams(self, results: list[Tensor]) -> tuple[QParams | None, ...]:
-        all_qparams = (*converted_qparams(self.project_out), *converted_qparams(self.returned_weights))
+        all_qparams = (
+            *parts.converted_qparams(self.project_out),
+            *parts.converted_qparams(self.returned_weights),
+        )
         return all_qparams[: len(results)]
 
 
 def _prepare(
-    module: nn.Module, example: tuple[Tensor, ...], parts: Any, specs: PartSpecs, input_dtypes: Any
-) -> PartGraphModule:
-    return PartGraphModule.wrap(prepare_parts(capture_flat(module, example), parts, specs, input_dtypes))
+    module: nn.Module,
+    example: tuple[Tensor, ...],
+    observed_parts: Any,
+    specs: parts.PartSpecs,
+    input_dtypes: Any,
+) -> parts.PartGraphModule:
+    return parts.PartGraphModule.wrap(
+        parts.prepare_parts(capture_flat(module, example), observed_parts, specs, input_dtypes)
+    )
 
 
 # The handler of nn.MultiheadAttention, which the stages call.
@@ -462,7 +460,7 @@ class AttentionHandler(parts_handler.PartOwnerHandler):
         observed = parts_handler.observed_by_its_class(
             request,
             (ObservedMultiheadAttention, LEGACY_OBSERVED),
-            lambda: ObservedMultiheadAttention.observe(attention, PartSpecs(request.specs)),
+            lambda: ObservedMultiheadAttention.observe(attention, parts.PartSpecs(request.specs)),
         )
         if not isinstance(observed, ObservedMultiheadAttention):
             raise CustomModuleError.of("TQ940.not_observed_here", result=observed)

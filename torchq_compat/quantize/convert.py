@@ -201,7 +201,8 @@ def _check_given(state: _Converting) -> None:
     state.record = _record_of_prepared(state.prepared)
     for warning in unmatched_at_convert(state.prepared, state.settings, state.record.rules, state.rules):
         warn_user("TQ308", what=warning)
-    _warn_of_other_backend(state.record, state.backend)
+    if state.backend is not None and state.backend != state.record.backend:
+        warn_user("TQ307", backend=state.backend.name)
     if are_never_updated(state.prepared):
         warn_user("TQ512")
     state.switched_off = _decide_switched_off(state.prepared, state.record, state.rules)
@@ -288,11 +289,6 @@ def _record_of_prepared(model: GraphModule) -> graph_module.ModelRecord:
     if record.stage is not graph_module.Stage.PREPARED:
         raise ConvertError.of("TQ950.stage", stage=record.stage.value)
     return record
-
-
-def _warn_of_other_backend(record: graph_module.ModelRecord, backend: BackendTable | None) -> None:
-    if backend is not None and backend != record.backend:
-        warn_user("TQ307", backend=backend.name)
 
 
 def _decide_switched_off(

@@ -30,18 +30,7 @@ from torchq_compat.model.views import ModuleFacts, describe_modules
 from torchq_compat.modules.registry import with_parent
 from torchq_compat.modules.swap import Swap, decide_swaps, is_untraced_in_fx
 from torchq_compat.ops import batch_norms_by_path, those
-from torchq_compat.quantize.capture_model import (
-    CapturedModel,
-    TriedModel,
-    boundaries_of,
-    capture_model,
-    loses_forward,
-    maps_to_users_class,
-    observe_modules,
-    place_modules,
-    share_modules,
-    try_model,
-)
+from torchq_compat.quantize import capture_model as captures
 from torchq_compat.quantize.passes import PREPARE, carries_out, run_passes
 from torchq_compat.quantize.request import (
     PrepareRequest,
@@ -195,8 +184,8 @@ class _Preparing:
     decisions: list[Decision]
     leftovers: tuple[Decision, ...]
     in_evaluation: training.EvaluationRun
-    tried: TriedModel
-    captured: CapturedModel
+    tried: captures.TriedModel
+    captured: captures.CapturedModel
     boundaries: Mapping[Node, OpaqueBoundary]
     interface: QuantizedInterface
     batch_norms: Mapping[str, str]
@@ -259,8 +248,10 @@ def _capture(state: _Preparing) -> None:
         if state.is_qat
         else training.EvaluationRun()
     )
-    state.tried = try_model(state.working, state.swaps, request, state.with_loops)
-    state.captured = capture_model(working, state.model, state.tried, state.signature, state.swaps, request)
+    state.tried = captures.try_model(state.working, state.swaps, request, state.with_loops)
+    state.captured = captures.capture_model(
+        working, state.model, state.tried, state.signature, state.swaps, request
+    )
     graph_module = state.captured.attempt.graph_module
     checked.mark_infinite_values(graph_module, state.captured.case, request.first_inputs)
     training.fix_modes(graph_module, working, state.in_evaluation, is_qat=state.is_qat)
@@ -270,9 +261,11 @@ def _capture(state: _Preparing) -> None:
 def _observe_modules(state: _Preparing) -> None:
     request, captured, swaps = state.request, state.captured, state.swaps
     graph_module = captured.attempt.graph_module
-    modules = observe_modules(captured, swaps, lambda inner: prepare(inner.module, request.inside(inner)))
+    modules = captures.observe_modules(
+        captured, swaps, lambda inner: prepare(inner.module, request.inside(inner))
+    )
     restore_source_functions(graph_module, state.with_loops.model)
-    writers, state.decisions = share_modules(
+    writers, state.decisions = captures.share_modules(
         captured,
         swaps,
         modules,
@@ -280,8 +273,8 @@ def _observe_modules(state: _Preparing) -> None:
         request.quantizer,
         is_fixed=bool(request.fixed_because),
     )
-    state.decisions.extend(place_modules(captured, swaps, modules, writers, is_qat=state.is_qat))
-    state.boundaries = boundaries_of(graph_module, swaps, state.tried.runs.calls)
+    state.decisions.extend(captures.place_modules(captured, swaps, modules, writers, is_qat=state.is_qat))
+    state.boundaries = captures.boundaries_of(graph_module, swaps, state.tried.runs.calls)
 
 
 @carries_out(PREPARE, "insert observers")
@@ -358,8 +351,8 @@ def _wrap(state: _Preparing) -> None:
 
 @carries_out(PREPARE, "check")
 def _check(state: _Preparing) -> None:
-    users_own = tuple(swap.paths[0] for swap in state.swaps if maps_to_users_class(swap))
-    lost = tuple(swap.paths[0] for swap in state.swaps if loses_forward(swap))
+    users_own = tuple(swap.paths[0] for swap in state.swaps if captures.maps_to_users_class(swap))
+    lost = tuple(swap.paths[0] for swap in state.swaps if captures.loses_forward(swap))
     captured = state.captured
     differing = checked.check_prepared(state.prepared, captured.case, captured.attempt, users_own, lost)
     state.prepared.add_decisions(differing)

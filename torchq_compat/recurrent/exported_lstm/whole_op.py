@@ -153,14 +153,10 @@ class WholeOpRecurrentQuantizer(Quantizer):  # type: ignore[misc]
             if annotation is None or not annotation._annotated:
                 specs = self._input_specs(recurrent)
                 annotate_outputs(recurrent.node, specs, self._output_specs(recurrent))
-        self._tell_others(model)
-        return model
-
-    def _tell_others(self, model: GraphModule) -> None:
         present = {node.target for node in model.graph.nodes if node.target in aten_recurrent.KINDS}
         if present and not present.intersection(self.operators):
-            names = ", ".join(sorted(map(str, present)))
-            warn_user("TQ428", names=names)
+            warn_user("TQ428", names=", ".join(sorted(map(str, present))))
+        return model
 
     def validate(self, model: GraphModule) -> None:
         """Check that torchao can carry out all annotations.
