@@ -7,7 +7,9 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from torch import nn
 
+from torchq_compat.errors import QuantizationWarning
 from torchq_compat.port.running import redirections
 from torchq_compat.port.running import removed_imports as stand_ins
 from torchq_compat.support import torch_ao
@@ -55,3 +57,9 @@ def test_other_modules_get_none() -> None:
     stand_ins.put_stand_in("torch.ao.nn.intrinsic.there_is_none", {"freeze_bn_stats": len})
     assert "torch.ao.nn.intrinsic.there_is_none" not in sys.modules
     assert {moved.legacy for moved in redirections.PRIVATE_FUNCTIONS} <= stand_ins.ENGINE
+
+
+def test_fuse_fx_for_training_says_that_it_fuses_nothing() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    with pytest.warns(QuantizationWarning, match="TQ708"):
+        assert redirections.fuse_fx(model, is_qat=True) is model

@@ -23,6 +23,7 @@ from torchq_compat.port.running.removed_imports import legacy_module, put_stand_
 from torchq_compat.port.source.moved_tables import MOVED_FUNCTIONS, Moved, unchanged
 from torchq_compat.quantize.first_call import adopt_parameters, at_once
 from torchq_compat.support.torch_ao import QConfigMapping
+from torchq_compat.support.user_warnings import warn_user
 
 # Legacy FX functions -> the functions of this package, in the process that runs a legacy script.
 #
@@ -289,4 +290,7 @@ def fuse_fx(
     model: nn.Module, is_qat: bool = False, fuse_custom_config: Any = None, backend_config: Any = None
 ) -> nn.Module:
     """Replace ``torch.ao.quantization.quantize_fx._fuse_fx``; ``prepare_qat_fx`` fuses by itself."""
-    return model if is_qat else quantize_fx.fuse_fx(model, fuse_custom_config, backend_config)
+    if is_qat:
+        warn_user("TQ708")
+        return model
+    return quantize_fx.fuse_fx(model, fuse_custom_config, backend_config)
