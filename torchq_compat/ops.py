@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
 from torchq_compat.support.graph_nodes import module_path_of, source_of
+from torchq_compat.support.upstream import OpOverload
 
 ATEN = torch.ops.aten
 PRELU = ATEN.prelu.default
