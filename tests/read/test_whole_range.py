@@ -176,3 +176,11 @@ def test_float16_has_no_range_to_widen() -> None:
         )
         assert torch.equal(plain, asked)
         assert 50 < sqnr(model(x), asked) < 90
+
+
+def test_whole_range_linears_refuse_torchscript() -> None:
+    model = tc.quantize_dynamic(nn.Sequential(nn.Linear(4, 2)).eval(), {nn.Linear}, whole_range=True)
+    x = torch.randn(3, 4)
+    for attempt in (lambda: torch.jit.script(model), lambda: torch.jit.trace(model, x)):  # type: ignore[no-untyped-call]
+        with pytest.raises(tc.errors.ExportError, match="whole_range_dynamic"):
+            attempt()

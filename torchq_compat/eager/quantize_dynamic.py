@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from torchq_compat.custom_modules import handler_of
-from torchq_compat.errors import ConfigError
+from torchq_compat.errors import ConfigError, ExportError
 from torchq_compat.model.graph_module import record_of
 from torchq_compat.read.observers import SMALLEST_SCALE, asks_for_whole_range, with_whole_range
 from torchq_compat.recurrent.families import family_of, quantize_recurrent
@@ -129,6 +129,8 @@ class WholeRangeLinear(quantized.dynamic.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``x`` (..., in_features) to (..., out_features), with one scale and zero point for ``x``."""
+        if torch._C._is_tracing():
+            self.__prepare_scriptable__()
         if not x.numel():
             return x.new_empty(*x.shape[:-1], self.out_features)
         packed = self._packed_params._packed_params
@@ -139,6 +141,10 @@ class WholeRangeLinear(quantized.dynamic.Linear):
         (result,) = LINEAR_OPERATOR(rows, *built[1].behind_x())
         assert isinstance(result, Tensor)
         return result.reshape(*x.shape[:-1], self.out_features).to(x.dtype)
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """Refuse TorchScript, which calls this."""
+        raise ExportError.of("TQ930.whole_range")
 
     def _call(self) -> LinearCall:
         weight, bias = self.weight(), self.bias()  # type: ignore[no-untyped-call]
