@@ -169,6 +169,7 @@ def convert_to_reference(
         ConvertError: ``prepared`` did not come from this package's prepare, or has seen NaN or infinity.
         CustomModuleError: a quantized class does not do what the mapping promises.
     """
+    _record_of_prepared(prepared)  # Of anything else no weights can be gathered.
     # torchao's convert of a QAT model makes random example inputs of its own.
     with draws_kept(), converting_together(prepared) as parts:
         state = _Converting(prepared, settings, rules, backend, parts, observer_qparams)
