@@ -30,7 +30,7 @@ def check_not_wrapped(model: nn.Module) -> None:
 
 
 def check_not_sharded(model: nn.Module) -> None:
-    if any(map(is_sharded, model.parameters())):
+    if isinstance(model, nn.Module) and any(map(is_sharded, model.parameters())):
         problem = f"sharded: each rank has parts of the parameters of this {type(model).__name__}"
         raise InputError.of("TQ901.wrapped_model", problem=problem)
 
