@@ -121,3 +121,21 @@ def test_what_no_scale_can_be_multiplied_with_is_quantized_again() -> None:
         ours = tc.prepare_fx(model, get_default_qconfig_mapping("x86"), (x,))
         ours(x)
         assert tc.convert_fx(ours)(x).isfinite().all()
+
+
+def test_a_product_by_a_method_is_one_by_an_operator() -> None:
+    """FX's BackendConfig has no methods, and torch.export writes the same node for both (TQ580)."""
+    forms: list[Callable[[Tensor], Tensor]] = [lambda x: x * 3.7, lambda x: x.mul(3.7)]
+    decibels = []
+    for between in forms:
+        torch.manual_seed(0)
+        model, x, mapping = Scaled(between).eval(), torch.randn(64, 16), get_default_qconfig_mapping("x86")
+        theirs, ours = fx.prepare_fx(copy.deepcopy(model), mapping, (x,)), tc.prepare_fx(model, mapping, (x,))
+        theirs(x), ours(x)
+        decibels += [sqnr(model(x), fx.convert_fx(theirs)(x)), sqnr(model(x), tc.convert_fx(ours)(x))]
+    assert abs(decibels[0] - decibels[1]) < 0.5
+    assert abs(decibels[1] - decibels[3]) < 0.01
+    assert 2 < decibels[2] - decibels[3] < 8
+    ours = tc.prepare_fx(model, mapping.set_object_type("mul", None), (x,))
+    ours(x)
+    assert abs(sqnr(model(x), tc.convert_fx(ours)(x)) - decibels[2]) < 0.5
