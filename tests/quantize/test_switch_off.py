@@ -21,7 +21,7 @@ from torch.ao.quantization import (
 import torchq_compat as tc
 from tests.helpers.histograms import searched_in_arrays
 from tests.helpers.once import made_once
-from tests.helpers.oracle import MAP_LSTM, activation_qparams, calibrate, fx_activation_qparams
+from tests.helpers.oracle import MAP_LSTM, activation_qparams, calibrate, fx_activation_qparams, sqnr
 from torchq_compat.errors import ConfigError
 
 
@@ -156,3 +156,29 @@ def test_custom_module_cannot_be_switched_off_at_convert() -> None:
     ):
         with pytest.raises(ConfigError, match="custom module at 'lstm'"):
             tc.convert_fx(prepared, qconfig_mapping=switch_off(get_default_qconfig_mapping("qnnpack")))
+
+
+def test_a_layer_beside_a_rolled_loop_is_switched_off() -> None:
+    """The observers of the step are called by the loop, not by the graph that they are removed from."""
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.front, self.step, self.head = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.front(x)
+            h, ys = x.new_zeros(x.size(0), 8), []
+            for t in range(x.size(1)):
+                h = torch.tanh(x[:, t] + self.step(h))
+                ys.append(h)
+            result: Tensor = self.head(torch.stack(ys, 1))
+            return result
+
+    model, x, mapping = Recurrent().eval(), torch.randn(8, 5, 6), get_default_qconfig_mapping("x86")
+    prepared = tc.prepare_fx(model, mapping, (x,))
+    calibrate(prepared, [(x,)])
+    for name in ("front", "head"):
+        off = get_default_qconfig_mapping("x86").set_module_name(name, None)
+        converted = tc.convert_fx(prepared, qconfig_mapping=off)
+        assert 25 < sqnr(model(x), converted(x)) < 60

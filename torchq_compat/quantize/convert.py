@@ -90,6 +90,7 @@ def remove_observers(prepared: GraphModule, switched_off: SwitchedOff) -> None:
             record is not None and record.label in switched_off
         )
 
+    removed = set[str]()
     for node, _ in list(observed_graph.observer_nodes(prepared)):
         source = source_of(node)
         # The producer of a weight does not count: in QAT the weight is computed from that of a batch norm.
@@ -98,7 +99,10 @@ def remove_observers(prepared: GraphModule, switched_off: SwitchedOff) -> None:
         if all(is_float(neighbour) for neighbour in neighbours):
             node.replace_all_uses_with(source)
             prepared.graph.erase_node(node)
-    prepared.delete_all_unused_submodules()
+            removed.add(str(node.target))
+    # torch's delete_all_unused_submodules would delete observers inside of opaque modules, too.
+    for path in removed - {str(node.target) for node, _ in observed_graph.observer_nodes(prepared)}:
+        prepared.delete_submodule(path)
     prepared.recompile()
 
 
