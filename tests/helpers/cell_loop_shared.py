@@ -76,15 +76,9 @@ def cell_loop(
     """Run one direction of one layer of a converted recurrent module as one call of the operator.
 
     Args:
-        x: (T, B, I) float32.
-        states: (B, width) float32 each, the hidden state first.
-        weights: for each linear int8 values (N, K), scales (N,) and zero points (N,) or None if per tensor,
-            and bias (N,) or None.
-        table: the instructions, ``CellProgram.table``.
-        constants: the qparams of the instructions, ``CellProgram.constants``.
+        x, states, weights, table, constants, backward: as ``run_interpreted`` takes them.
         input_qparams: (columns, scale, zero point, quant_min, quant_max, integer of NaN) of each group of
             columns of ``x``, one after the other; a scale of 0: x has no 8-bit qparams.
-        backward: whether to run from the last step to the first.
 
     Returns:
         The hidden states of all steps (T, B, width) and the last states, which are ``states`` if there are no

@@ -53,6 +53,7 @@ from torchq_compat.read.qconfig_mappings import QConfigRules
 from torchq_compat.read.qdq import WeightByWeight
 from torchq_compat.read.qparams import QParams, adopt_loaded_qparams
 from torchq_compat.support import later_stages, metadata
+from torchq_compat.support.argument_checks import listed
 from torchq_compat.support.decisions import Decision
 from torchq_compat.support.graph_nodes import copied_weights, follow_devices
 from torchq_compat.support.process_state import TURNS, is_compiling, is_exporting
@@ -328,7 +329,7 @@ class QuantizationGraphModule(GraphModule):
         if foreign:
             loader = fx_state_loader()
             if loader is None:
-                raise _is_of_fx(foreign)
+                raise errors.CheckpointError.of("TQ960.fx_names", names=listed(foreign, 3))
             return loader(self, state_dict)
         # torchao's observers keep the tensors they are given, uncopied: two models would share them.
         own = OrderedDict((k, v.clone() if isinstance(v, Tensor) else v) for k, v in state_dict.items())
@@ -557,8 +558,3 @@ def record_of(model: object) -> ModelRecord | None:
     meta = getattr(model, "meta", None)
     record = meta.get(metadata.RECORD.name) if isinstance(meta, dict) else None
     return record if isinstance(record, ModelRecord) else None
-
-
-def _is_of_fx(names: list[str]) -> errors.CheckpointError:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return errors.CheckpointError.of("TQ960.fx_names", names=", ".join(names[:3]), more=more)

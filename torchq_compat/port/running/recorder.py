@@ -20,6 +20,7 @@ from torchq_compat.errors import QuantizationWarning, ScriptError
 from torchq_compat.model.graph_module import QuantizationGraphModule
 from torchq_compat.ops import preserves_values
 from torchq_compat.quantize.explain import explain
+from torchq_compat.support.argument_checks import listed
 from torchq_compat.support.atomic_files import write_whole
 from torchq_compat.support.decisions import Action, Decision, Report
 from torchq_compat.support.report import counted
@@ -271,16 +272,11 @@ def _unlike_fx_lines(model: RecordedModel) -> Iterator[str]:
         if decision.unlike_fx:
             groups.setdefault((decision.unlike_fx, decision.code), []).append(decision.path or "(model)")
     for (sentence, code), paths in groups.items():
-        yield _unlike_fx(code, f"{_shortened(paths)}: {sentence}")
+        yield _unlike_fx(code, f"{listed(paths, MAX_PATHS)}: {sentence}")
 
 
 def _unlike_fx(code: str, what: str) -> str:
     return f"    unlike FX: {what.rstrip('.')}. {CODES[code].hint} [{code}]"
-
-
-def _shortened(paths: list[str]) -> str:
-    more = f" and {len(paths) - MAX_PATHS} more" if len(paths) > MAX_PATHS else ""
-    return f"{', '.join(paths[:MAX_PATHS])}{more}"
 
 
 def _float_lines(decisions: tuple[Decision, ...]) -> Iterator[str]:
@@ -291,7 +287,7 @@ def _float_lines(decisions: tuple[Decision, ...]) -> Iterator[str]:
         code = f" [{decision.code}]" if decision.code else ""
         groups.setdefault((decision.kind, decision.reason, code), []).append(decision.path or "(model)")
     for (kind, reason, code), paths in groups.items():
-        yield f"    float: {kind} {_shortened(paths)}: {reason}{code}"
+        yield f"    float: {kind} {listed(paths, MAX_PATHS)}: {reason}{code}"
 
 
 def write_explanation(models: Iterable[RecordedModel], path: Path) -> None:
