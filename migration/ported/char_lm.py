@@ -49,10 +49,10 @@ class CharLM(nn.Module):
 
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=600, help="training steps")
+    parser.add_argument("--steps", type=int, default=400, help="training steps")
     parser.add_argument("--hidden", type=int, default=256, help="hidden size of the LSTM")
     parser.add_argument("--layers", type=int, default=1, help="number of LSTM layers")
-    parser.add_argument("--batch", type=int, default=32, help="sequences per step")
+    parser.add_argument("--batch", type=int, default=16, help="sequences per step")
     parser.add_argument("--length", type=int, default=96, help="characters per sequence")
     parser.add_argument("--lr", type=float, default=6e-3, help="peak learning rate")
     parser.add_argument("--calibration-batches", type=int, default=16)
