@@ -32,11 +32,12 @@ void show(const char* name, const std::vector<T>& values) {
 exact::Shape drawn_shape() {
   exact::Shape shape;
   const bool is_depthwise = draw(0, 2) == 0;
-  shape.images = draw(1, 2), shape.groups = is_depthwise ? draw(1, 40) : draw(0, 1) ? draw(2, 6) : 1;
-  shape.inputs = is_depthwise ? 1 : draw(1, 40), shape.outputs = is_depthwise ? 1 : draw(1, 80);
+  shape.images = draw(1, 2), shape.groups = is_depthwise ? draw(1, 150) : draw(0, 1) ? draw(2, 6) : 1;
+  shape.inputs = is_depthwise ? 1 : draw(1, 40), shape.outputs = is_depthwise ? 1 : draw(1, 150);
+  const bool slides = draw(0, 1);
   for (int64_t d = 0; d < 3; ++d) {
-    shape.window[d] = draw(1, 3), shape.stride[d] = draw(1, 2);
-    shape.padding[d] = draw(0, 2), shape.dilation[d] = draw(1, 2);
+    shape.window[d] = slides ? (d ? 3 : 1) : draw(1, 3), shape.stride[d] = draw(1, 3);
+    shape.padding[d] = draw(0, 2), shape.dilation[d] = slides && d == 2 ? 1 : draw(1, 2);
     const int64_t reach = (shape.window[d] - 1) * shape.dilation[d] + 1;
     shape.in[d] = reach + draw(0, 4);
     shape.out[d] = (shape.in[d] + 2 * shape.padding[d] - reach) / shape.stride[d] + 1;
@@ -51,11 +52,11 @@ void convolve(const exact::Shape& shape) {
                                 0, 255);
   const exact::Weight weight = exact::pack(shape, drawn<int8_t>(outputs * shape.columns(), -128, 127).data());
   const auto scales = drawn<float>(outputs, 1, 1000, 1e-5f), bias = drawn<float>(outputs, -500, 500, 1e-2f);
-  std::vector<int32_t> offsets = weight.sums;
-  for (int32_t& offset : offsets) offset *= static_cast<int32_t>(zero_point);
+  std::vector<int32_t> starts = weight.sums;
+  for (int32_t& start : starts) start *= -static_cast<int32_t>(zero_point);
   std::vector<T> result(shape.pixels() * outputs);
   const exact::Input input{x.data(), static_cast<uint8_t>(draw(0, 1) * 128), static_cast<uint8_t>(zero_point)};
-  const exact::Output output{result.data(), sizeof(T) == 4, 0.02f, scales.data(), bias.data(), offsets.data(), 1.4f,
+  const exact::Output output{result.data(), sizeof(T) == 4, 0.02f, scales.data(), bias.data(), starts.data(), 1.4f,
                              100, 0, 255};
   exact::run_tasks(shape, input, weight, output, 0, exact::task_count(shape));
   show("convolution", result);

@@ -17,9 +17,9 @@ namespace {
 
 // Outputs whose weights lie side by side; the most pixels of a task, and what these are a multiple of; the most
 // outputs of a task.
-constexpr int64_t kLanes = 16, kPixels = 60, kStep = 4, kChunk = 128;
-// Depthwise: pixels of a task, and channels whose sums VNNI computes at once.
-constexpr int64_t kDepthwisePixels = 64, kWide = 64;
+constexpr int64_t kLanes = 16, kPixels = 60, kStep = 12, kChunk = 128;
+// Depthwise: pixels of a task, channels whose sums VNNI computes at once, and the size of windows that it slides.
+constexpr int64_t kDepthwisePixels = 64, kWide = 64, kSlid = 3;
 
 int64_t up(int64_t count, int64_t step) { return (count + step - 1) / step; }
 int64_t chunks_of(const Shape& shape) { return up(shape.outputs, kChunk); }
@@ -29,6 +29,11 @@ int64_t blocks_of(const Shape& shape) { return up(shape.pixels(), kPixels); }
 // Pixels of a block: all blocks have as many, but the last one.
 int64_t block_of(const Shape& shape) {
   return up(up(shape.pixels(), blocks_of(shape)), kStep) * kStep;
+}
+
+// Whether VNNI sums the columns of a depthwise window one by one.
+bool slides(const Shape& shape) {
+  return shape.window == std::array<int64_t, 3>{1, kSlid, kSlid} && shape.dilation[2] == 1;
 }
 
 // The place of an output pixel, and of the input that its window begins at.
@@ -175,6 +180,7 @@ int64_t packed_place(const Shape& shape, int64_t group, int64_t output, int64_t 
   if (shape.is_depthwise()) {
     const int64_t in_block = group % kWide, lane = in_block % kLanes;
     const int64_t place = depth == 4 ? group - in_block + lane / 4 * kLanes + in_block / kLanes * 4 + lane % 4 : group;
+    if (depth == 4 && slides(shape)) return (tap % kSlid * wide(shape) + place) * depth + tap / kSlid;
     return (tap / depth * wide(shape) + place) * depth + tap % depth;
   }
   const int64_t column = tap * shape.inputs + input, lanes = group * up(shape.outputs, kLanes) + output / kLanes;

@@ -1,6 +1,6 @@
 // Convolutions of 8-bit integers that sum in 32 bits, in plain C++ and without torch: where oneDNN has only
 // instructions that sum products in 16 bits, which saturate, and with VNNI for windows of one value or one
-// channel, where they are faster.
+// channel, and large ones of images, where they are faster.
 
 #pragma once
 
@@ -32,14 +32,14 @@ struct Input {
   uint8_t flip, zero_point;
 };
 
-// From sums to results: (sum - offset) * input_scale * scale + bias; without `is_float`, times `inverse`, plus
-// `zero`, between low and high, rounded to even.
+// From sums, which begin with `starts`, to results: sum * input_scale * scale + bias; without `is_float`, times
+// `inverse`, plus `zero`, between low and high, rounded to even.
 struct Output {
   void* values;
   bool is_float;
   float input_scale;
   const float *scales, *bias;
-  const int32_t* offsets;
+  const int32_t* starts;
   float inverse, zero, low, high;
 };
 

@@ -917,15 +917,15 @@ void convolve_exactly(const exact::Shape& shape, const exact::Input& x, double x
                   .exact = exact::pack(shape, static_cast<const int8_t*>(plain.const_data_ptr()))};
   });
   const std::vector<float> without_bias(packed->bias ? 0 : scales.numel());
-  std::vector<int32_t> offsets = packed->exact.sums;
-  for (int32_t& offset : offsets) offset *= takes_out ? 0 : static_cast<int32_t>(x_zero_point);
+  std::vector<int32_t> starts = packed->exact.sums;
+  for (int32_t& start : starts) start *= takes_out ? 0 : -static_cast<int32_t>(x_zero_point);
   const exact::Output output{out.mutable_data_ptr(),
                              ends.is_float(),
                              static_cast<float>(x_scale),
                              static_cast<const float*>(scales.const_data_ptr()),
                              packed->bias ? static_cast<const float*>(packed->bias->const_data_ptr())
                                           : without_bias.data(),
-                             offsets.data(),
+                             starts.data(),
                              1.0f / static_cast<float>(ends.scale),
                              static_cast<float>(ends.zero_point),
                              static_cast<float>(ends.low),
@@ -990,7 +990,8 @@ Tensor convolution(const Tensor& given, double x_scale, int64_t x_zero_point, co
   const bool is_depthwise = weight.size(1) == 1 && weight.size(0) == groups;
   const bool is_misread = weight.size(1) == 1 && !is_depthwise && sizes.back() == 1;
   const bool is_pointwise = weight.numel() == weight.size(0) * weight.size(1);
-  const bool is_own = (exact::is_fastest() && (is_depthwise || is_pointwise)) || is_misread;
+  const bool is_image = groups == 1 && weight.size(1) <= 4 && weight.numel() >= 128 * weight.size(0);
+  const bool is_own = (exact::is_fastest() && (is_depthwise || is_pointwise || is_image)) || is_misread;
   if (has_exact_products() && !is_own) return by_onednn();
   const Tensor empty = empty_convolution(sizes, ends.dtype), x = channels_innermost(given);
   check(empty.numel() > 0 || weight.size(0) == 0, "a convolution's window is larger than its input");
