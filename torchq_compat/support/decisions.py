@@ -279,7 +279,7 @@ def warn_of_decisions(decisions: Iterable[Decision]) -> None:
     if len(sentences) > 1:
         count = sum(len(there) for places in unlike_fx.values() for there in places.values())
         lines = [f"{sentence}. [{code}]" for code, sentence in sentences.items()]
-        warn_of("TQ599", "\n".join([said("TQ599", count=count), *lines]))
+        warn_of("TQ599", "\n".join([said("TQ599", count=count, codes=", ".join(sentences)), *lines]))
     else:
         for code, sentence in sentences.items():
             warn_of(code, f"{sentence}.")
