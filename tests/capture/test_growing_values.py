@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import operator
 import warnings
 
 import pytest
@@ -41,6 +43,38 @@ class MinGRU(nn.Module):
         return self.out(self.scan(x))
 
 
+class LinearAttention(nn.Module):
+    """Its sum over time is read by an addition of a number, which shares the observer of what it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gates, self.out = nn.Linear(6, 24), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.gates(x).chunk(3, -1)
+        query, key = F.elu(query) + 1, F.elu(key) + 1
+        norm = 1 / (torch.einsum("btk,bk->bt", query, key.sum(1)) + 1e-6)
+        return self.out(
+            torch.einsum("btk,bkv,bt->btv", query, torch.einsum("btk,btv->bkv", key, value), norm)
+        )
+
+
+class Integrator(nn.Module):
+    """Its state grows with each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.out = nn.Linear(6, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = x.new_zeros(x.size(0), 8)
+        states = []
+        for t in range(x.size(1)):
+            state = state + torch.sigmoid(self.inside(x[:, t]))
+            states.append(state)
+        return self.out(torch.stack(states, 1))
+
+
 class Shares(nn.Module):
     """Sums of shares: they end at 1, at any length."""
 
@@ -74,9 +108,43 @@ def test_what_does_not_grow_is_not_told() -> None:
         tc.prepare_fx(Shares().eval(), MAPPING, (torch.randn(2, 8, 6),))
 
 
-@pytest.mark.filterwarnings("ignore::torchq_compat.errors.QuantizationWarning")
-def test_suggest_leaves_them_float() -> None:
+@pytest.mark.parametrize(
+    ("kind", "places"),
+    [
+        (MinGRU, ["scan"]),
+        (LinearAttention, ["add_2"]),  # A call in the model's own code.
+        (Integrator, ["add", "out"]),  # In the step of a loop, and behind it.
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Please use quant_min:UserWarning")
+def test_suggest_leaves_them_float(kind: type[nn.Module], places: list[str]) -> None:
     torch.manual_seed(0)
-    batches = [(torch.randn(2, 8, 6),) for _ in range(3)]
-    mapping = tc.suggest(MinGRU().eval(), MAPPING, batches[0], batches, n=1)
-    assert "scan" in mapping.chosen
+    model, batches = kind().eval(), [(torch.randn(2, 8, 6),) for _ in range(3)]
+    with pytest.warns(QuantizationWarning) as warned:
+        mapping = tc.suggest(model, MAPPING, batches[0], batches, n=1)
+    assert {item.message.code for item in warned} <= {"TQ437", "TQ504"}  # type: ignore[union-attr]
+    assert set(places) <= set(mapping.chosen)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "TQ(308|437)", QuantizationWarning)
+        prepared = tc.prepare_fx(model, mapping, batches[0])
+    for batch in batches:
+        prepared(*batch)
+    longer = torch.randn(4, 64, 6)
+    assert sqnr(model(longer), tc.convert_fx(prepared)(longer)) > 25
+
+
+def test_layers_in_loops_are_switched_off_at_convert() -> None:
+    torch.manual_seed(0)
+    model, x = Integrator().eval(), torch.randn(2, 8, 6)
+    with pytest.warns(QuantizationWarning, match="grow with"):
+        prepared = tc.prepare_fx(model, MAPPING, (x,))
+    prepared(x)
+    off = copy.deepcopy(MAPPING)
+    for name in ("inside", "out"):
+        off.set_module_name(name, None)
+    off.set_object_type(torch.sigmoid, None).set_object_type(operator.add, None)
+    converted = tc.convert_to_reference_fx(prepared, qconfig_mapping=off)
+    decided = {decision.path: decision.action for decision in tc.explain(converted)}
+    assert {decided[path] for path in ("inside", "sigmoid", "add", "out")} == {Action.FLOAT}
+    assert "quantize" not in str(converted.get_submodule("loop.step").graph)
+    assert sqnr(model(x), converted(x)) > 40

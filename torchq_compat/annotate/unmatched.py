@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
@@ -21,6 +22,8 @@ from torchq_compat.support.upstream import FIXED_QPARAMS_OP_TO_OBSERVER, USER_PR
 # Warnings about names in a configuration that match nothing in the model, which FX ignores silently.
 
 
+#: The kind of decisions about rules of a QConfigMapping.
+RULE = "qconfig rule"
 NO_PATH = "no module of the model has such a path"
 
 
@@ -120,7 +123,7 @@ def type_name(object_type: object) -> str:
     return object_type if isinstance(object_type, str) else getattr(object_type, "__name__", str(object_type))
 
 
-def _unmatched(setting: str, reason: str, kind: str = "qconfig rule") -> Decision:
+def _unmatched(setting: str, reason: str, kind: str = RULE) -> Decision:
     return Decision(setting, kind, Action.DROPPED, reason, warn=True)
 
 
@@ -140,7 +143,7 @@ def decide_order_rules(partitions: list[SourcePartition], rules: QConfigRules) -
             kind = type_name(rule.object_type)
             yield Decision(
                 f"module_name_object_type_order ({rule.module_name!r}, {kind}, {rule.index})",
-                "qconfig rule",
+                RULE,
                 Action.DROPPED,
                 f"the code of that very module calls {kind} {calls} times; the index counts from 0"
                 if calls
@@ -206,7 +209,8 @@ def _new_rules(paths: set[str], before: QConfigRules, after: QConfigRules) -> It
 def _module_paths(prepared: GraphModule) -> set[str]:
     """Return the paths of the modules that ops belong to, and of the modules around them."""
     paths = {""}
-    for node in prepared.graph.nodes:
+    graphs = (module.graph for module in prepared.modules() if isinstance(module, GraphModule))
+    for node in itertools.chain.from_iterable(graph.nodes for graph in graphs):
         record = op_record(node)
         parts = record.origin.module_path.split(".") if record is not None else []
         paths.update(".".join(parts[:end]) for end in range(1, len(parts) + 1))

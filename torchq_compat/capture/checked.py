@@ -6,6 +6,7 @@ import copy
 import enum
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from torchq_compat.capture.inlined_blocks import Block, inline_blocks
+from torchq_compat.capture.loops.loop_module import Loop
 from torchq_compat.capture.packed_sequences import PackingMode
 from torchq_compat.capture.row_order import check_row_order
 from torchq_compat.capture.sizes.find_sizes import Group, find_sizes, group_of, sizes_of_symbols
@@ -605,26 +607,30 @@ def mark_infinite_values(graph_module: GraphModule, case: CaptureCase, first: tu
 GROWN = 1.6
 
 
-def growing_values(case: CaptureCase, result: Attempt) -> dict[str, tuple[str, float]]:
+def growing_values(
+    case: CaptureCase, result: Attempt, longer: Mapping[str, tuple[Any, ...]]
+) -> dict[str, tuple[str, float]]:
     """Return name of a node -> the size that its values grow with, and by how much at twice the size.
 
-    Only graphs with an op that goes over a dimension are run at other sizes.
+    Only graphs with a loop, or an op that goes over a dimension, are run at other sizes.
+
+    Args:
+        longer: for the step of a loop, size of the model -> arguments of the last step at twice the size.
     """
-    if not any(_goes_over(node) for node in result.graph_module.graph.nodes):
-        return {}
-    before = _largest(case, result, case.args)
+    tried = dict(longer)
+    has_loops = any(isinstance(module, Loop) for module in case.runs.modules.values())
+    if has_loops or any(map(_goes_over, result.graph_module.graph.nodes)):
+        for dimension in {group_of(item): item for item in result.sizes.free if item.example > 1}.values():
+            groups = {group_of(dimension): 2 * dimension.example}
+            if result.sizes.broken_rule(sizes_at(result.sizes, groups)) is None:
+                tried[dimension.name] = resized(case.args, case.inputs, result.sizes, groups)
+    before = _largest(case, result, case.args) if tried else {}
     grown: dict[str, tuple[str, float]] = {}
-    for dimension in {group_of(item): item for item in result.sizes.free if item.example > 1}.values():
-        groups = {group_of(dimension): 2 * dimension.example}
-        if result.sizes.broken_rule(sizes_at(result.sizes, groups)) is not None:
-            continue
-        try:
-            after = _largest(case, result, resized(case.args, case.inputs, result.sizes, groups))
-        except Exception:  # A table has no entries for as many.
-            continue
-        for name, largest in after.items():
-            if 0 < GROWN * before.get(name, 0.0) <= largest < math.inf:
-                grown[name] = dimension.name, largest / before[name]
+    for size, args in tried.items():
+        with suppress(Exception):  # A table has no entries for as many.
+            for name, largest in _largest(case, result, args).items():
+                if 0 < GROWN * before.get(name, 0.0) <= largest < math.inf:
+                    grown[name] = size, largest / before[name]
     return grown
 
 

@@ -20,6 +20,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from torchq_compat import errors
+from torchq_compat.annotate.annotation import op_record
 from torchq_compat.capture.trial_runs import sqnr
 from torchq_compat.comparison.cases import Batch, Case
 from torchq_compat.quantize.explain import explain
@@ -65,7 +66,8 @@ class SuggestedMapping(torch_ao.QConfigMapping):
 
     Attributes:
         sensitivities: those of all quantized modules, the worst first.
-        chosen: the paths of the modules with an entry of their own in the mapping.
+        chosen: the paths of the modules with an entry of their own in the mapping, and the names that
+            ``explain`` shows of calls in the model's own code, whose values grow with a size.
         sqnr_before, sqnr_after: SQNR of the whole model, in dB, without and with the entries for ``chosen``.
         instead: the entries for ``chosen``: "float" or "16-bit".
     """
@@ -156,12 +158,14 @@ def suggest(
     result = sorted(_sensitivities(model, trial), key=lambda element: element.sqnr)
     chosen, after = _best_together(trial, [item.path for item in result], n, before)
     # No batch shows what longer inputs make of values that grow with them.
-    growing = {d.path.partition("/")[0] for d in explain(trial.prepared) if d.code == GROWING}
-    if more := tuple(entry.path for entry in result if entry.path in growing and entry.path not in chosen):
+    growing = {d.path.partition("/")[0]: None for d in explain(trial.prepared) if d.code == GROWING}
+    known = {*trial.calls, *(entry.path for entry in result)}.difference(chosen)
+    if more := tuple(path for path in growing if path in known):
         chosen, after = (*chosen, *more), trial.sqnr((*chosen, *more))
     if not chosen:
         warn_user("TQ417")
-    suggested = _suggested(mapping, tuple(result), chosen, instead)
+    suggested = trial.suggested(chosen, instead)
+    suggested.sensitivities = tuple(result)
     if chosen and instead == SIXTEEN_BITS:
         after = _measured_in_16_bits(calibrated(suggested), chosen)
     suggested.sqnr_before, suggested.sqnr_after = before, after
@@ -202,14 +206,36 @@ class _Measurement:
     def _of_float(self) -> list[Any]:
         return [self.model(*batch) for batch in self.batches]
 
+    @cached_property
+    def calls(self) -> dict[str, tuple[str, Any, int]]:
+        """The calls of functions in the model's own code: the path of the decision -> (the model's path, what
+        is called, how many such calls are before it)."""
+        graphs = (module.graph for module in self.prepared.modules() if isinstance(module, GraphModule))
+        records = filter(None, (op_record(node) for graph in graphs for node in graph.nodes))
+        return {
+            record.label: ("", record.origin.object_types[0], record.call_index)
+            for record in records
+            if not record.origin.module_path and record.origin.object_types
+        }
+
+    def suggested(self, chosen: tuple[str, ...], instead: str = FLOAT) -> SuggestedMapping:
+        """Return the mapping with an entry for each of ``chosen``."""
+        result = SuggestedMapping()
+        vars(result).update(copy.deepcopy(vars(self.mapping)))
+        qconfig = None if instead == FLOAT else QCONFIG_16
+        for path in chosen:
+            if path in self.calls:
+                result.set_module_name_object_type_order(*self.calls[path], qconfig)
+            else:
+                result.set_module_name(path, qconfig)
+        result.chosen, result.instead = chosen, instead
+        return result
+
     def sqnr(self, switched_off: tuple[str, ...]) -> float:
-        mapping = copy.deepcopy(self.mapping)
-        for path in switched_off:
-            mapping.set_module_name(path, None)
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore", errors.QuantizationWarning)
             converted = convert_to_reference_fx(
-                self.prepared, self.convert_custom_config, qconfig_mapping=mapping
+                self.prepared, self.convert_custom_config, qconfig_mapping=self.suggested(switched_off)
             )
             measured = [
                 sqnr(expected, converted(*batch))
@@ -262,17 +288,3 @@ def _best_together(
         if len(chosen) == n:
             break
     return chosen, before
-
-
-def _suggested(
-    mapping: torch_ao.QConfigMapping,
-    result: tuple[Sensitivity, ...],
-    chosen: tuple[str, ...],
-    instead: str,
-) -> SuggestedMapping:
-    suggested = SuggestedMapping()
-    vars(suggested).update(copy.deepcopy(vars(mapping)))
-    for path in chosen:
-        suggested.set_module_name(path, None if instead == FLOAT else QCONFIG_16)
-    suggested.sensitivities, suggested.chosen, suggested.instead = result, chosen, instead
-    return suggested

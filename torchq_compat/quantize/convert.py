@@ -159,6 +159,7 @@ def convert_to_reference(
     backend: BackendTable | None = None,
     *,
     observer_qparams: bool = False,
+    is_inside: bool = False,
 ) -> graph_module.ConvertedGraphModule:
     """Return the q-dq form of ``prepared``, which stays usable.
 
@@ -167,6 +168,7 @@ def convert_to_reference(
         backend: a BackendConfig given to convert, which changes nothing.
         observer_qparams: whether fake-quantizes convert with their observers' qparams and the dtype's
             range, as in FX, instead of those they trained with; parts of custom modules keep those.
+        is_inside: whether the model is part of another one, which is given the same settings.
 
     Raises:
         ConfigError: ``rules`` give what was prepared a QConfig that is neither None nor the one of prepare.
@@ -176,7 +178,7 @@ def convert_to_reference(
     _record_of_prepared(prepared)  # Of anything else no weights can be gathered.
     # torchao's convert of a QAT model makes random example inputs of its own.
     with draws_kept(), converting_together(prepared) as parts:
-        state = _Converting(prepared, settings, rules, backend, parts, observer_qparams)
+        state = _Converting(prepared, settings, rules, backend, parts, observer_qparams, is_inside)
         run_passes(CONVERT, state, prepared)
     return state.reference
 
@@ -191,6 +193,7 @@ class _Converting:
     backend: BackendTable | None
     parts: dict[int, Any]
     observer_qparams: bool
+    is_inside: bool
     record: graph_module.ModelRecord = field(init=False)
     switched_off: dict[str, str] = field(init=False)
     working: GraphModule = field(init=False)
@@ -204,8 +207,9 @@ class _Converting:
 @carries_out(CONVERT, "check what is given")
 def _check_given(state: _Converting) -> None:
     state.record = _record_of_prepared(state.prepared)
-    for warning in unmatched_at_convert(state.prepared, state.settings, state.record.rules, state.rules):
-        warn_user("TQ308", what=warning)
+    if not state.is_inside:
+        for warning in unmatched_at_convert(state.prepared, state.settings, state.record.rules, state.rules):
+            warn_user("TQ308", what=warning)
     if state.backend is not None and state.backend != state.record.backend:
         warn_user("TQ307", backend=state.backend.name)
     if are_never_updated(state.prepared):
@@ -228,9 +232,7 @@ def _copy(state: _Converting) -> None:
 def _convert_custom_modules(state: _Converting) -> None:
     if state.observer_qparams and state.record.rules is not None:
         observed_graph.activations_as_observed(state.working)
-    state.owners = _convert_opaque_modules(
-        state.working, state.settings, observer_qparams=state.observer_qparams
-    )
+    state.owners = _convert_opaque_modules(state)
     give_back_freed()
 
 
@@ -339,11 +341,21 @@ def _quantized_class(
     return handler.quantized_class(opaque, mapping)
 
 
-def _convert_opaque_modules(
-    working: GraphModule, settings: ConvertSettings, *, observer_qparams: bool
-) -> tuple[str, ...]:
+def _convert_opaque_modules(state: _Converting) -> tuple[str, ...]:
     """Replace the opaque modules by their converted forms; return the paths of those with parts."""
     owners = []
+    working, settings = state.working, state.settings
+    steps = {working.get_submodule(path) for path in state.record.steps}
+
+    def convert_inside(inner: GraphModule) -> GraphModule:
+        return convert_to_reference(
+            inner,
+            settings,
+            state.rules if inner in steps else None,  # A standalone module has its own.
+            observer_qparams=state.observer_qparams,
+            is_inside=True,
+        )
+
     for path, opaque in opaque_calls.opaque_modules(working).items():
         handler = handler_of(opaque)
         assert handler is not None
@@ -354,9 +366,7 @@ def _convert_opaque_modules(
             path,
             observers,
             input_observers=_input_observers(working, path),
-            convert_inside=lambda inner: convert_to_reference(
-                inner, settings, observer_qparams=observer_qparams
-            ),
+            convert_inside=convert_inside,
         )
         with nullcontext() if handler.carries_standalone else whole_inside(opaque, path):
             working.set_submodule(path, handler.convert(request))

@@ -14,7 +14,7 @@ from torchq_compat.annotate.annotation import NodeSpecs, write_op_records
 from torchq_compat.annotate.decide import decide_graph
 from torchq_compat.annotate.patterns import is_folded_in_fx
 from torchq_compat.annotate.quantizers import QuantizerFailedError, UserQuantizer
-from torchq_compat.annotate.unmatched import decide_unmatched_rules, decide_unmatched_settings
+from torchq_compat.annotate.unmatched import RULE, decide_unmatched_rules, decide_unmatched_settings
 from torchq_compat.capture import checked, training
 from torchq_compat.capture.example_inputs import is_one_value_a_channel, with_two_samples
 from torchq_compat.capture.opaque_calls import OpaqueBoundary
@@ -280,14 +280,8 @@ def _observe_modules(state: _Preparing) -> None:
 @carries_out(PREPARE, "insert observers")
 def _observe(state: _Preparing) -> None:
     graph_module = state.captured.attempt.graph_module
-    growing = checked.growing_values(state.captured.case, state.captured.attempt)
-    reads_growing = dict(growing)
-    for node in graph_module.graph.nodes if growing else ():  # An op quantizes what it reads, too.
-        known = next(
-            (growing[producer.name] for producer in node.all_input_nodes if producer.name in growing), None
-        )
-        if known is not None:
-            reads_growing.setdefault(node.name, known)
+    growing = checked.growing_values(state.captured.case, state.captured.attempt, state.request.longer_inputs)
+    producers = {node.name: [item.name for item in node.all_input_nodes] for node in graph_module.graph.nodes}
     request, settings = state.request, state.request.settings
     state.interface = QuantizedInterface.read(
         settings.input_quantized_indexes,
@@ -304,16 +298,17 @@ def _observe(state: _Preparing) -> None:
     if not state.is_qat:
         observed_graph.calibrate_with_float_weights(state.observed)
     named = {decision.path for decision in state.decisions}
-    decided = tuple(_with_growth(item, reads_growing.get(item.node)) for item in decided)
-    state.decisions.extend(decision for decision in decided if decision.path not in named)
-
-
-def _with_growth(decision: Decision, known: tuple[str, float] | None) -> Decision:
-    """Return ``decision``, warned of if what is quantized there grows with a size of the inputs."""
-    if known is None or decision.action is not Action.QUANTIZED:
-        return decision
-    why = said("TQ437", size=known[0], factor=known[1])
-    return replace(decision, reason=f"{decision.reason}; {why}", warn=True, code="TQ437")
+    quantized = {item.node for item in decided if item.action in (Action.QUANTIZED, Action.SHARED)}
+    for item in decided:
+        # An op quantizes what it reads, too; what shares the observer of an op was told there.
+        read = producers.get(item.node, [])
+        known = next((growing[name] for name in (item.node, *read) if name in growing), None)
+        is_behind = item.action is Action.SHARED and not quantized.isdisjoint(read)
+        if known is not None and item.node in quantized and not is_behind:
+            why = said("TQ437", size=known[0], factor=known[1])
+            item = replace(item, reason=f"{item.reason}; {why}", warn=True, code="TQ437")
+        if item.path not in named:
+            state.decisions.append(item)
 
 
 @carries_out(PREPARE, "wrap")
@@ -323,16 +318,24 @@ def _wrap(state: _Preparing) -> None:
         state.decisions[:0] = training.decide_training_flags(state.model, is_qat=True, fused=_fused(state))
     state.decisions.extend(training.decide_evaluation(state.model, state.in_evaluation))
     state.decisions.extend(checked.decide_blocks(captured.attempt, is_qat=state.is_qat))
-    state.decisions.extend(checked.decide_sizes(captured.case, captured.attempt))
+    if not request.is_step:  # The user never passes its inputs.
+        state.decisions.extend(checked.decide_sizes(captured.case, captured.attempt))
     state.decisions.extend(state.with_loops.decisions)
-    if request.fixed_because:
+    if request.fixed_because and not request.is_step:
         state.decisions.append(
             Decision("", "sizes of inputs", Action.FIXED, request.fixed_because, warn=True, code="TQ329")
         )
+    in_steps = _decided_in_steps(state)
+    unused = [{item.path for item in decided} for decided in in_steps]
+    decided = tuple(
+        item
+        for item in (*state.leftovers, *state.decisions)
+        if item.kind != RULE or item in state.leftovers or all(item.path in paths for paths in unused)
+    )
     record = ModelRecord(
         Stage.PREPARED,
         state.signature.with_sizes(captured.attempt.sizes),
-        (*state.leftovers, *state.decisions),
+        decided,
         state.is_qat,
         request.rules if request.quantizer is None else None,
         state.interface,
@@ -360,7 +363,15 @@ def _check(state: _Preparing) -> None:
     if state.is_qat:
         training.keep_training_flags(state.prepared, state.model, _fused(state))
         training.remember_parameters(state.prepared, state.model)
-    warn_of_decisions(state.prepared.record.decisions)
+    if not state.request.is_step:
+        inside = [item for decided in _decided_in_steps(state) for item in decided if item.kind != RULE]
+        warn_of_decisions([*state.prepared.record.decisions, *inside])
+
+
+def _decided_in_steps(state: _Preparing) -> list[tuple[Decision, ...]]:
+    """Return the decisions about the step of each loop."""
+    steps = map(state.observed.get_submodule, state.with_loops.steps)
+    return [step.record.decisions for step in steps if isinstance(step, QuantizationGraphModule)]
 
 
 def _fused(state: _Preparing) -> set[str]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from torchq_compat.annotate.unmatched import RULE
 from torchq_compat.capture.call_layouts import CallLayout
 from torchq_compat.capture.loops.loop_module import Loop, LoopForm, run_steps
 from torchq_compat.capture.opaque_calls import OpaqueModule
@@ -20,7 +21,7 @@ from torchq_compat.modules import registry
 from torchq_compat.modules.user_shapes import fake_call_of
 from torchq_compat.recurrent.over_time import LoopShape, scan_steps, shape_in_export
 from torchq_compat.recurrent.states import CallKey, active_streams
-from torchq_compat.support.decisions import Action, Decision
+from torchq_compat.support.decisions import Decision
 from torchq_compat.support.process_state import is_compiling, is_exporting
 
 # A prepared or converted loop, which is one opaque call of the outer graph.
@@ -158,7 +159,13 @@ class LoopHandler(registry.CustomModuleHandler):
         assert isinstance(loop, Loop)
         assert request.prepare_inside is not None
         module = vars(loop)["step"]
-        step = replace(request, module=module, example_inputs=loop.example, first_inputs=loop.first)
+        step = replace(
+            request,
+            module=module,
+            example_inputs=loop.example,
+            first_inputs=loop.first,
+            longer_inputs=loop.longer,
+        )
         prepared = request.prepare_inside(step)
         assert isinstance(prepared, QuantizationGraphModule)
         # torchao checks for every module in the outer graph whether it is a standalone module.
@@ -179,11 +186,11 @@ class LoopHandler(registry.CustomModuleHandler):
     def explain(
         self, opaque: OpaqueModule, path: str, explain_model: registry.ExplainModel
     ) -> Iterator[Decision]:
-        """Yield the decisions about the step, with paths of the user's model; those about the step's sizes
-        are left out, since the user never passes its inputs."""
+        """Yield the decisions about the step, with paths of the user's model; a rule that matches nothing in
+        the step may match in the model around it."""
         assert isinstance(opaque, OpaqueLoop)
         for decision in explain_model(opaque.step):
-            if decision.action not in (Action.FREE, Action.FIXED):
+            if decision.kind != RULE:
                 yield decision
 
 

@@ -155,6 +155,8 @@ class Loop(nn.Module):
         #: The arguments of the step in the last call, the example for its capture; and in the first.
         self.example: tuple[Tensor, ...] = ()
         self.first: tuple[Tensor, ...] = ()
+        #: Size of the model's inputs -> the arguments in the last call at twice the size.
+        self.longer: Mapping[str, tuple[Tensor, ...]] = {}
 
     def forward(
         self, states: Sequence[Tensor], wholes: Sequence[Tensor], same: Sequence[Tensor]

@@ -7,9 +7,10 @@ import functools
 import inspect
 import itertools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -207,7 +208,7 @@ def roll_loops(
     if is_trained:
         _refuse_parted_parameters(result)
     _check(result, runs, args, inputs, looped)
-    _keep_examples(result, args)
+    _keep_examples(result, args, inputs, looped)
     return result
 
 
@@ -374,15 +375,25 @@ def _like(model: nn.Module) -> type[GraphModel]:
     return cls
 
 
-def _keep_examples(rolled_model: RolledModel, args: tuple[Any, ...]) -> None:
-    """Record the arguments that the steps are called with in the example."""
+def _keep_examples(
+    rolled_model: RolledModel, args: tuple[Any, ...], inputs: Mapping[str, Any], looped: LoopedSizes
+) -> None:
+    """Record the arguments that the steps are called with in the example, and at twice its lengths."""
     model = trial_copy(rolled_model.model)
-    with alone(), draws_kept(), torch.no_grad():
-        model(*copied_inputs(args))
-    for name, loop in rolled_model.loops.items():
-        ran = model.get_submodule(name)
-        assert isinstance(ran, Loop)
+
+    def run(args: tuple[Any, ...]) -> Iterator[tuple[Loop, Loop]]:
+        with alone(), draws_kept(), torch.no_grad():
+            model(*copied_inputs(args))
+        for name, loop in rolled_model.loops.items():
+            yield loop, cast("Loop", model.get_submodule(name))
+
+    for loop, ran in run(args):
         loop.example, loop.first = ran.example, ran.first
+    for group in looped.groups:
+        size, (label, dim) = dict.fromkeys(group, 2 * inputs[group[0][0]].shape[group[0][1]]), group[0]
+        with suppress(Exception):  # A table has no entries for as many.
+            for loop, ran in run(with_sizes(args, inputs, size)):
+                loop.longer = {**loop.longer, f"{label}.size({dim})": ran.example}
 
 
 def _check(
