@@ -11,15 +11,24 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from torchq_compat.custom_modules import handler_of
-from torchq_compat.errors import ConfigError, ExportError
+from torchq_compat.errors import ConfigError
 from torchq_compat.model.graph_module import record_of
+from torchq_compat.read import qdq
 from torchq_compat.read.observers import SMALLEST_SCALE, asks_for_whole_range, with_whole_range
 from torchq_compat.recurrent.families import family_of, quantize_recurrent
 from torchq_compat.recurrent.kernel.direct_calls import LINEAR_OPERATOR, LinearCall, LinearWeight, linear_call
 from torchq_compat.recurrent.kernel.program import DynamicQParams
 from torchq_compat.support.argument_checks import FLAG, checked_arguments, instance_of, optional, shown
 from torchq_compat.support.graph_nodes import copied_model
-from torchq_compat.support.quantized_tensors import channel_qparams, integers_of, is_per_channel, qparams_of
+from torchq_compat.support.process_state import is_exporting
+from torchq_compat.support.quantized_tensors import (
+    channel_qparams,
+    integers_of,
+    is_per_channel,
+    of_integers,
+    of_integers_per_channel,
+    qparams_of,
+)
 from torchq_compat.support.torch_ao import (
     QConfig,
     default_dynamic_qconfig,
@@ -117,49 +126,85 @@ def propagated_qconfigs(
 # ``torch.ao.nn.quantized.dynamic.Linear`` whose inputs use the whole 8-bit range.
 #
 # torch.ao's forward requests half of the range; on CPUs without VNNI, its kernel would saturate with all of
-# it.
+# it. Its packed weight is an object that torch.export cannot take; here weights are plain tensors.
 
 
-BUILT_CALL = "_whole_range_call"
 WHOLE_RANGE = DynamicQParams(SMALLEST_SCALE, 255, 0, 255, torch.uint8)
+
+
+class _PlainWeight(quantized.modules.linear.LinearPackedParams):
+    """The weight of a ``WholeRangeLinear``, with the entries of a state_dict that torch.ao's has."""
+
+    def set_weight_bias(self, weight: Tensor, bias: Tensor | None) -> None:
+        """Take a quantized ``weight``."""
+        values, bias = integers_of(weight), None if bias is None else bias.detach()
+        if is_per_channel(weight):
+            scales, zero_points = (channel_qparam.clone() for channel_qparam in channel_qparams(weight))
+            self.linear = LinearWeight(values, scales.float(), zero_points, bias)
+        else:
+            self.linear = LinearWeight(values, None, None, bias, qparams_of(weight))
+        self.call = self._call()
+
+    def _call(self) -> LinearCall:
+        width = self.linear.values.shape[1]
+        return linear_call(self.linear, ((width, None),), dynamic=WHOLE_RANGE)
+
+    def _weight_bias(self) -> tuple[Tensor, Tensor | None]:
+        values, scales, zero_points = self.linear.values, self.linear.scales, self.linear.zero_points
+        if scales is None or zero_points is None:
+            return of_integers(values, *self.linear.per_tensor), self.linear.bias
+        return of_integers_per_channel(values, scales.double(), zero_points, 0), self.linear.bias
+
+    def float_weight(self) -> Tensor:
+        """Return the weight in floats, as q-dq of a graph."""
+        values, scales, zero_points = self.linear.values, self.linear.scales, self.linear.zero_points
+        if scales is None or zero_points is None:
+            return qdq.DEQUANTIZE(values, *self.linear.per_tensor, -128, 127, torch.int8)  # type: ignore[no-any-return]
+        return qdq.DEQUANTIZE_PER_CHANNEL(values, scales, zero_points, 0, -128, 127, torch.int8)  # type: ignore[no-any-return]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for copies and pickles, without the prepared call, which they make anew."""
+        return {name: value for name, value in vars(self).items() if name != "call"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.call = self._call()
 
 
 class WholeRangeLinear(quantized.dynamic.Linear):
     """torch.ao's dynamic Linear on this package's own matrix product; the state_dict is the same."""
 
+    def __init__(
+        self, in_features: int, out_features: int, bias_: bool = True, dtype: torch.dtype = torch.qint8
+    ) -> None:
+        super().__init__(in_features, out_features, bias_, dtype)
+        weight_and_bias = self._packed_params._weight_bias()
+        self._packed_params = _PlainWeight(dtype)
+        self._packed_params.set_weight_bias(*weight_and_bias)
+
     def forward(self, x: Tensor) -> Tensor:
         """Map ``x`` (..., in_features) to (..., out_features), with one scale and zero point for ``x``."""
-        if torch._C._is_tracing():
-            self.__prepare_scriptable__()
+        if is_exporting() or torch._C._is_tracing():
+            return self._as_qdq(x)
         if not x.numel():
             return x.new_empty(*x.shape[:-1], self.out_features)
-        packed = self._packed_params._packed_params
-        built: tuple[Any, LinearCall] | None = vars(self).get(BUILT_CALL)
-        if built is None or built[0] is not packed:
-            built = vars(self)[BUILT_CALL] = (packed, self._call())
         rows = x.reshape(-1, self.in_features).float()
-        (result,) = LINEAR_OPERATOR(rows, *built[1].behind_x())
+        (result,) = LINEAR_OPERATOR(rows, *self._packed_params.call.behind_x())
         assert isinstance(result, Tensor)
         return result.reshape(*x.shape[:-1], self.out_features).to(x.dtype)
 
+    def _as_qdq(self, x: Tensor) -> Tensor:
+        values, limits = x.float(), (0, 255)
+        qparams = qdq.CHOOSE_QPARAMS(values, *limits, SMALLEST_SCALE, torch.uint8)
+        arguments = (*qparams, *limits, torch.uint8)
+        values = qdq.DEQUANTIZE_DYNAMIC(qdq.QUANTIZE_DYNAMIC(values, *arguments), *arguments)
+        plain = self._packed_params
+        return nn.functional.linear(values, plain.float_weight(), plain.linear.bias).to(x.dtype)
+
     def __prepare_scriptable__(self) -> nn.Module:
-        """Refuse TorchScript, which calls this."""
-        raise ExportError.of("TQ930.whole_range")
-
-    def _call(self) -> LinearCall:
-        weight, bias = self.weight(), self.bias()  # type: ignore[no-untyped-call]
-        values = integers_of(weight)
-        bias = None if bias is None else bias.detach()
-        if is_per_channel(weight):
-            scales, zero_points = (channel_qparam.clone() for channel_qparam in channel_qparams(weight))
-            linear = LinearWeight(values, scales.float(), zero_points, bias)
-        else:
-            linear = LinearWeight(values, None, None, bias, qparams_of(weight))
-        return linear_call(linear, ((self.in_features, None),), dynamic=WHOLE_RANGE)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state for copies and pickles, without the prepared call, which they make anew."""
-        return {name: value for name, value in vars(self).items() if name != BUILT_CALL}
+        """Return the module's trace; torch.jit.script calls this."""
+        traced: nn.Module = torch.jit.trace(self, torch.zeros(1, self.in_features), check_trace=False)
+        return traced
 
     def _get_name(self) -> str:
         return "DynamicQuantizedLinear"
@@ -206,7 +251,7 @@ def quantize_dynamic(
         inplace: whether to change ``model`` itself.
         whole_range: whether 8-bit activations of recurrent modules and linears use all 256 integers, with
             equal numbers on every CPU and engine. On its x86 engines torch.ao uses only half of them, which
-            costs 6 dB.
+            costs 6 dB. ``torch.export`` takes these modules, and none of torch.ao's dynamic ones.
 
     Returns:
         The model, in evaluation mode, with quantized modules in place of float ones.
