@@ -20,6 +20,7 @@ from torch.ao.quantization.backend_config import BackendConfig, BackendPatternCo
 
 import torchq_compat as tc
 from tests.helpers.oracle import by_us, quantize_nodes
+from torchq_compat.errors import QuantizationWarning
 from torchq_compat.read.observers import DynamicQuantization
 
 
@@ -90,7 +91,8 @@ def test_dynamic_in_a_dtype_the_platform_cannot_choose_qparams_for_stays_float()
         PlaceholderObserver.with_args(dtype=torch.qint32, is_dynamic=True), default_weight_observer
     )
     mapping = QConfigMapping().set_global(wide)
-    prepared, _ = by_us(nn.Sequential(nn.Linear(4, 4)).eval(), mapping, [(torch.randn(2, 4),)])
+    with pytest.warns(QuantizationWarning, match=r"Linear at '0' stays float.*TQ401"):
+        prepared, _ = by_us(nn.Sequential(nn.Linear(4, 4)).eval(), mapping, [(torch.randn(2, 4),)])
     (decision,) = tc.explain(prepared).find("0")
     assert decision.action == "float"
     assert "activation int32" in decision.reason

@@ -21,6 +21,7 @@ from torchq_compat.read.backend_configs import BATCH_NORMS, BackendTable, Join, 
 from torchq_compat.read.observers import ObserverConstructor
 from torchq_compat.read.qconfig_mappings import QConfigRules, Selection
 from torchq_compat.read.qspecs import OpSpecs
+from torchq_compat.support.decisions import NOT_SUPPORTED
 from torchq_compat.support.dtypes import PACKED_DTYPES, dtype_name, plain_dtype
 from torchq_compat.support.torch_ao import DTypeConfig, DTypeWithConstraints, qconfig_equals
 
@@ -427,9 +428,7 @@ def find_dtype_config(
 def refusal(entry: PatternEntry, specs: OpSpecs, *, has_weight: bool, has_bias: bool) -> str:
     """Return the reason, for people, why ``find_dtype_config`` found nothing."""
     reasons = dict.fromkeys(_violation(c, specs, has_weight, has_bias) for c in entry.dtype_configs)
-    return "the backend does not support its qconfig: " + (
-        "; ".join(reasons) or "it has no dtype configs for it"
-    )
+    return f"{NOT_SUPPORTED}: {'; '.join(reasons) or 'it has no dtype configs for it'}"
 
 
 def takes_weight(entry: PatternEntry, specs: OpSpecs) -> bool:

@@ -40,7 +40,12 @@ from torchq_compat.quantize.request import (
     with_rolled_loops,
 )
 from torchq_compat.support import graph_nodes
-from torchq_compat.support.decisions import Action, Decision, warn_of_decisions
+from torchq_compat.support.decisions import (
+    Action,
+    Decision,
+    warn_of_decisions,
+    warned_if_nothing_is_quantized,
+)
 from torchq_compat.support.process_state import draws_kept
 
 # Inserts observers into a captured model, where FX's configuration or a user's Quantizer puts them.
@@ -365,7 +370,8 @@ def _check(state: _Preparing) -> None:
         training.remember_parameters(state.prepared, state.model)
     if not state.request.is_step:
         inside = [item for decided in _decided_in_steps(state) for item in decided if item.kind != RULE]
-        warn_of_decisions([*state.prepared.record.decisions, *inside])
+        decisions = [*state.prepared.record.decisions, *inside]
+        warn_of_decisions(warned_if_nothing_is_quantized(decisions))
 
 
 def _decided_in_steps(state: _Preparing) -> list[tuple[Decision, ...]]:

@@ -51,6 +51,7 @@ TOLD = (Action.FLOAT, Action.DROPPED, Action.REFERENCE)
 NOT_PREPARED = "the model has not been prepared"
 ON_FLOATS = "it reuses the qparams of its input, which is float"
 OF_CONSTANTS = "it computes with sizes and constants alone"
+NOT_SUPPORTED = "the backend does not support its qconfig"
 NOTHING_LOST = ("its qconfig is None", NOT_PREPARED, ON_FLOATS, OF_CONSTANTS)
 #: The reason for an op that is part of another op's kernel.
 FUSED = "runs in the kernel of the op before it"
@@ -285,6 +286,16 @@ def warn_of_decisions(decisions: Iterable[Decision]) -> None:
             warn_of(code, f"{sentence}.")
     for code, places in alike.items():
         warn_of(code, "; ".join(itertools.starmap(_outcome, places.items())) + ".")
+
+
+def warned_if_nothing_is_quantized(decisions: Sequence[Decision]) -> Sequence[Decision]:
+    """Return ``decisions`` with a warning for what the backend leaves float, if nothing is quantized."""
+    if any(decision.action in (Action.QUANTIZED, Action.SHARED) for decision in decisions):
+        return decisions
+    return [
+        replace(decision, warn=True) if decision.reason.startswith(NOT_SUPPORTED) else decision
+        for decision in decisions
+    ]
 
 
 def _outcome(what: tuple[Action, str], there: Sequence[Decision]) -> str:

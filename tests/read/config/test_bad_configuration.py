@@ -151,7 +151,8 @@ def constrained(**limits: Any) -> BackendConfig:
 def test_what_a_backend_does_not_take_stays_float_and_says_why(
     activation: Any, limits: dict[str, Any], reason: str
 ) -> None:
-    prepared = tc.prepare_fx(model(), everywhere(activation), (X,), backend_config=constrained(**limits))
+    with pytest.warns(QuantizationWarning, match=r"stays? float: the backend does not support"):
+        prepared = tc.prepare_fx(model(), everywhere(activation), (X,), backend_config=constrained(**limits))
     (decision,) = tc.explain(prepared).find("0")
     assert decision.action == "float"
     assert reason in decision.reason
