@@ -167,19 +167,19 @@ class _PlainWeight(quantized.modules.linear.LinearPackedParams):
         return {name: value for name, value in vars(self).items() if name != "call"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.call = self._call()
 
 
 class WholeRangeLinear(quantized.dynamic.Linear):
     """torch.ao's dynamic Linear on this package's own matrix product; the state_dict is the same."""
 
-    def __init__(
-        self, in_features: int, out_features: int, bias_: bool = True, dtype: torch.dtype = torch.qint8
-    ) -> None:
-        super().__init__(in_features, out_features, bias_, dtype)
+    _packed_params: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]
         weight_and_bias = self._packed_params._weight_bias()
-        self._packed_params = _PlainWeight(dtype)
+        self._packed_params = _PlainWeight()  # type: ignore[no-untyped-call]
         self._packed_params.set_weight_bias(*weight_and_bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -198,13 +198,13 @@ class WholeRangeLinear(quantized.dynamic.Linear):
         qparams = qdq.CHOOSE_QPARAMS(values, *limits, SMALLEST_SCALE, torch.uint8)
         arguments = (*qparams, *limits, torch.uint8)
         values = qdq.DEQUANTIZE_DYNAMIC(qdq.QUANTIZE_DYNAMIC(values, *arguments), *arguments)
-        plain = self._packed_params
-        return nn.functional.linear(values, plain.float_weight(), plain.linear.bias).to(x.dtype)
+        weight, bias = self._packed_params.float_weight(), self._packed_params.linear.bias
+        return nn.functional.linear(values, weight, bias).to(x.dtype)
 
     def __prepare_scriptable__(self) -> nn.Module:
         """Return the module's trace; torch.jit.script calls this."""
-        traced: nn.Module = torch.jit.trace(self, torch.zeros(1, self.in_features), check_trace=False)
-        return traced
+        example = torch.zeros(1, self.in_features)
+        return torch.jit.trace(self, example, check_trace=False)  # type: ignore[no-untyped-call, no-any-return]
 
     def _get_name(self) -> str:
         return "DynamicQuantizedLinear"
