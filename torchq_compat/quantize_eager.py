@@ -63,7 +63,7 @@ from torchq_compat.support.torch_ao import (
 )
 from torchq_compat.support.torch_ao import fuse_modules as legacy_fuse_modules
 from torchq_compat.support.torch_ao import fuse_modules_qat as legacy_fuse_modules_qat
-from torchq_compat.support.user_warnings import silenced
+from torchq_compat.support.user_warnings import silenced, warn_user
 
 __all__ = [
     "DeQuantStub",
@@ -248,8 +248,9 @@ def convert(
         ArgumentError: an argument is of another type.
 
     Warns:
-        QuantizationWarning: TQ405, observers have seen no data; TQ425 and TQ426, at a call: values reach a
-            quantized module, or are computed, in a way that eager mode refuses.
+        QuantizationWarning: TQ405, observers have seen no data; TQ424, no module has a qconfig; TQ425 and
+            TQ426, at a call: values reach a quantized module, or are computed, in a way that eager mode
+            refuses.
 
     Example:
         >>> import torch
@@ -271,6 +272,10 @@ def convert(
     meet_other_ranks(module, "convert")
     with converting_together(module) as parts:
         working = _working(module, "convert", inplace=inplace, known=parts)
+        is_asked = any(getattr(item, "qconfig", None) is not None for item in working.modules())
+        if not is_asked and not isinstance(working, ConvertedEager):
+            warn_user("TQ424", function="convert", done="quantized")
+            return working
         tell_of_observers(working, settings)
         with silenced(lambda text: "must run observer" in text):  # Those without data are told of above.
             convert_children(working, settings)

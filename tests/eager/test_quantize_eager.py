@@ -18,6 +18,7 @@ from torch.ao.quantization import DeQuantStub, QuantStub, QuantWrapper
 import torchq_compat as tc
 from tests.eager.eager_models import NETS, MobileNet, ResNet, both, calibrated, images, sane
 from tests.helpers.once import made_once
+from tests.helpers.oracle import sqnr
 from torchq_compat import quantize_eager
 from torchq_compat.errors import ConfigError, ConvertError, ExportError, QuantizationWarning
 
@@ -399,9 +400,42 @@ def test_bad_input_is_refused() -> None:
         quantize_eager.convert(fx)
 
 
-def test_a_model_without_qconfig_is_told() -> None:
-    with pytest.warns(QuantizationWarning, match="TQ424"):
+def test_a_model_without_qconfig_is_told_and_stays_what_it_is() -> None:
+    with pytest.warns(QuantizationWarning, match="nothing is observed.*TQ424"):
         quantize_eager.prepare(Parts())
+    with pytest.warns(QuantizationWarning, match="nothing is quantized.*TQ424"):
+        kept = quantize_eager.convert(nn.Sequential(nn.Linear(4, 2)))
+    assert type(kept) is nn.Sequential
+    assert torch.jit.script(kept)(torch.ones(1, 4)).shape == (1, 2)
+
+
+AVERAGES: dict[str, tuple[nn.Module, bool]] = {
+    "global": (nn.AdaptiveAvgPool2d(1), True),
+    "padded": (nn.AvgPool2d(2, 1, 1), True),
+    "without padding": (nn.AvgPool2d(2, 1, 1, count_include_pad=False), False),
+    "by three": (nn.AvgPool2d(2, divisor_override=3), False),
+    "clamp": (nn.ReLU6(), False),
+}
+
+
+@pytest.mark.parametrize("engine", ["fbgemm", "qnnpack"])
+def test_averages_have_the_bits_of_eager_mode(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four integers, a quarter of all averages lie halfway between two."""
+    monkeypatch.setattr(torch.backends.quantized, "engine", engine)
+    torch.manual_seed(0)
+    x = torch.randn(8, 3, 4, 4)
+    for name, (layer, is_right_on_qnnpack) in AVERAGES.items():
+        model = quantize_eager.QuantWrapper(nn.Sequential(nn.Conv2d(3, 8, 3), layer)).eval()
+        model.qconfig = legacy.get_default_qconfig(engine)  # type: ignore[assignment]
+        prepared = legacy.prepare(model)
+        with torch.no_grad():
+            expected = prepared(x)
+            theirs = legacy.convert(copy.deepcopy(prepared))(x)
+            ours = quantize_eager.convert(prepared)(x)
+        if engine == "fbgemm" or is_right_on_qnnpack:
+            assert torch.equal(ours, theirs), name
+        else:
+            assert sqnr(expected, ours) > 30 > sqnr(expected, theirs) + 15, name
 
 
 def test_lowered_to_integers_and_scripted() -> None:

@@ -54,6 +54,8 @@ ROUNDED = frozenset(
     masked_fill mean pad relu6 std threshold threshold_ upsample upsample_bilinear zero_
     """.split()  # noqa: SIM905 - one to a line would be a page
 )
+#: Those that kernels compute of the integers: sums are exact, halves are common, and rounded to even.
+AVERAGES = frozenset(f"{kind}_pool{rank}d" for kind in ("avg", "adaptive_avg") for rank in (1, 2, 3))
 #: Functions whose results have qparams of their own: scale, and zero point above the least integer.
 FIXED = {
     "hardsigmoid": (1 / 256, 0),
@@ -115,6 +117,9 @@ class FollowGrid(TorchFunctionMode):
             self.by_hand[name] = None
         if before is not None and name in JOINS:
             args = tuple(pytree.tree_map(lambda leaf: self._joined(leaf, before), arg) for arg in args)
+        if before is not None and name in AVERAGES and not _is_as_graph():
+            args, kwargs = pytree.tree_map(self._in_steps, (args, kwargs))
+            return put_on(_on_steps(func(*args, **kwargs), before, _zero_in_averages(before)), before)
         result = func(*args, **kwargs)
         if quantized_tensors.is_quantized(result):
             return self._of_quantized_tensor(result)
@@ -139,6 +144,10 @@ class FollowGrid(TorchFunctionMode):
         for value in pytree.tree_leaves(values):
             if isinstance(value, Tensor) and (grid := self.of(value)) is not None:
                 yield grid
+
+    def _in_steps(self, value: Any) -> Any:
+        grid = self.of(value) if isinstance(value, Tensor) else None
+        return value if grid is None else torch.round(value / grid.scale)
 
     def _as_quantized_tensor(self, value: Any) -> Any:
         grid = self.of(value) if isinstance(value, Tensor) else None
@@ -231,9 +240,22 @@ def as_quantize_per_tensor(value: Tensor, qparams: PerTensorQParams) -> Tensor:
     It adds the zero point before it rounds, which halfway between two steps gives the other one. An exported
     graph keeps to the operator of q-dq.
     """
-    if is_exporting() or _AS_GRAPH.get() or value.dtype is not torch.float32:
+    if _is_as_graph() or value.dtype is not torch.float32:
         return value
-    steps = torch.round(value * (1.0 / qparams.scale) + qparams.zero_point)
+    return _on_steps(value * (1.0 / qparams.scale), qparams, qparams.zero_point)
+
+
+def _is_as_graph() -> bool:
+    return is_exporting() or _AS_GRAPH.get()
+
+
+def _zero_in_averages(qparams: PerTensorQParams) -> int:
+    return 0 if torch.backends.quantized.engine == "qnnpack" else qparams.zero_point
+
+
+def _on_steps(value: Tensor, qparams: PerTensorQParams, zero: int) -> Tensor:
+    """Round ``value``, in steps above the zero point, to ``qparams``; ``zero`` is added before rounding."""
+    steps = torch.round(value + zero) + (qparams.zero_point - zero)
     return (steps.clamp(qparams.quant_min, qparams.quant_max) - qparams.zero_point) * qparams.scale
 
 

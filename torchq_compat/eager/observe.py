@@ -97,7 +97,7 @@ def observe(model: nn.Module, settings: ObserveSettings) -> list[Decision]:
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())} - {torch.device("meta")}
     device = next(iter(devices)) if len(devices) == 1 else None
     if not any(getattr(module, "qconfig", None) for module in model.modules()):
-        warn_user("TQ424")
+        warn_user("TQ424", function="prepare", done="observed")
     _observe(model, "", settings, device)
     model.register_forward_pre_hook(note_call, with_kwargs=True)
     return list(_decisions(model))
