@@ -409,6 +409,24 @@ def test_a_model_without_qconfig_is_told_and_stays_what_it_is() -> None:
     assert torch.jit.script(kept)(torch.ones(1, 4)).shape == (1, 2)
 
 
+def test_classes_that_save_nothing_and_slopes_per_channel() -> None:
+    torch.manual_seed(0)
+    model = quantize_eager.QuantWrapper(nn.Sequential(nn.Linear(6, 8), nn.ELU(), nn.PReLU(8, 0.6))).eval()
+    x = torch.randn(40, 6)
+    model.qconfig = legacy.get_default_qconfig("qnnpack")  # type: ignore[assignment]
+    prepared = legacy.prepare(model)
+    expected = prepared(x)
+    ours = quantize_eager.convert(prepared)
+    result = ours(x)
+    ours.load_state_dict(legacy.convert(prepared).state_dict())
+    assert torch.equal(ours(x), result)
+    model.qconfig = X86  # type: ignore[assignment]
+    prepared = legacy.prepare(model)
+    prepared(x)
+    for converted in (ours, quantize_eager.convert(prepared)):
+        assert 30 < sqnr(expected, converted(x)) < 60
+
+
 AVERAGES: dict[str, tuple[nn.Module, bool]] = {
     "global": (nn.AdaptiveAvgPool2d(1), True),
     "padded": (nn.AvgPool2d(2, 1, 1), True),

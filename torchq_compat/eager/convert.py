@@ -31,7 +31,7 @@ from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.dtypes import plain_dtype
 from torchq_compat.support.process_state import draws_kept
 from torchq_compat.support.sharded import whole_inside
-from torchq_compat.support.torch_ao import FloatFunctional, fused_module
+from torchq_compat.support.torch_ao import FloatFunctional, MinMaxObserver, fused_module
 from torchq_compat.support.user_warnings import warn_user
 
 #: The packages of torch.ao's quantized classes: what they compute, classes here do.
@@ -267,6 +267,8 @@ def _function(cls: type[nn.Module], module: nn.Module) -> nn.Module:
     vars(result).update(hooks)
     if cls.__name__ == "PReLU":
         observer = source.qconfig.weight()
+        if "channel" in str(observer.qscheme):  # torch.ao's PReLU has one scale, and fails.
+            observer = MinMaxObserver()
         observer(source.weight)
         scale, zero_point = observer.calculate_qparams()
         values = torch.round(source.weight.detach() / scale) + zero_point

@@ -55,6 +55,10 @@ def observed_qparams(observer: Any, place: str) -> PerTensorQParams:
     return PerTensorQParams(float(scale), int(zero_point), *dtype_range(dtype), dtype)
 
 
+#: The classes of torch.ao that save nothing: a model that is loaded keeps its own qparams.
+WITHOUT_STATE = ("ELU", "PReLU", "Sigmoid", "Softmax")
+
+
 class OnGrid(nn.Module):
     """Base of the modules whose results are rounded to qparams of their own.
 
@@ -99,6 +103,8 @@ class OnGrid(nn.Module):
         missing: list[str],
         *others: Any,
     ) -> None:
+        if type(self).__name__ in WITHOUT_STATE and not any(name.startswith(prefix) for name in state_dict):
+            return
         given = [state_dict.pop(f"{prefix}{name}", None) for name in QPARAMS]
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *others)
         if None in given:
