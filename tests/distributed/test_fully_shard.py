@@ -106,17 +106,25 @@ def test_gradients_are_reduced_in_bfloat16(tmp_path: Path) -> None:
     assert first[0] > first[2] > 0
 
 
+class Normed(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Conv1d(4, 4, 1), nn.BatchNorm1d(4))
+
+
 def refusals(rank: int, ranks: int) -> list[str]:
     x = batches(rank, 1)
     mapping = get_default_qat_qconfig_mapping("x86")
     in_parts = prepared_for_training(Net, rank)
     for module in (in_parts.get_submodule("fc"), in_parts):
         fully_shard(module)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    half = fully_shard(prepared_for_training(Normed, rank), mp_policy=policy)
     calls: list[Callable[[], Any]] = [
         lambda: tc.convert_fx(
             FullyShardedDataParallel(prepared_for_training(Net, rank), device_id=device(rank))
         ),
         lambda: in_parts(x[0]),
+        lambda: half(torch.randn(2, 4, 5, device=device(rank))),
         lambda: tc.prepare_qat_fx(fully_shard(Net().train()), mapping, (x[0],)),
         lambda: tc.prepare_qat_fx(DistributedDataParallel(Net().train()), mapping, (x[0],)),
     ]
@@ -129,10 +137,11 @@ def refusals(rank: int, ranks: int) -> list[str]:
 
 
 def test_what_holds_or_shards_a_model_in_a_way_that_cannot_work_is_refused(tmp_path: Path) -> None:
-    for old, part, sharded, wrapped in in_processes(refusals, 2, tmp_path):
+    for old, part, half, sharded, wrapped in in_processes(refusals, 2, tmp_path):
         assert "convert_fx: FullyShardedDataParallel holds the model" in old
         assert "Hint: train with torch.distributed.fsdp.fully_shard(prepared)" in old
         assert "Hint: shard the whole model, fully_shard(prepared)" in part
+        assert "for bfloat16 use torch.autocast, no MixedPrecisionPolicy(param_dtype=...)" in half
         assert "the model to prepare is sharded" in sharded
         assert "the model to prepare is a DistributedDataParallel" in wrapped
 
@@ -201,7 +210,8 @@ def test_convert_gathers_one_module_at_a_time(is_qat: bool, tmp_path: Path) -> N
     results = in_processes(convert_in_parts, 2, tmp_path, is_qat)
     for result in results:
         assert result["same"]
-        assert 256 <= max(result["seen"]) <= 330  # The LSTM has 320, a linear layer 256; batch norm, biases.
+        # The LSTM has 320, a linear layer 256; gloo may hold one more for a moment. In all 2,400.
+        assert 256 <= max(result["seen"]) <= 640
         assert "the ranks do not gather the same weights" in result["caught"][1]
     assert "rank 1 failed" in results[0]["caught"][0]
     assert "NaN" in results[1]["caught"][0]

@@ -172,5 +172,7 @@ def _path_of_reader(node: Node) -> str:
 def _call_failed(stage: str, place: str, problem: str, cause: BaseException, expected: str) -> CallError:
     where = f" at {place}" if place else ""
     problem = f"{problem}; " if problem else ""
-    key = "TQ904.sharded" if "DTensor" in error_line(cause) else "TQ904.failed"
+    line = error_line(cause)
+    keys = {"DTensor": "TQ904.sharded", "BFloat16": "TQ904.half", "Half": "TQ904.half"}
+    key = next((key for word, key in keys.items() if word in line), "TQ904.failed")
     return CallError.of(key, stage=stage, where=where, problem=problem, cause=cause, expected=expected)
