@@ -256,3 +256,32 @@ def test_integers_go_in_and_out_of_a_recurrent_module(recurrent: str, how: Calla
         check_equal(quantized, again, (call,))
     with torch.no_grad():
         assert 20 < sqnr(model(x), again(x)) < 50
+
+
+@pytest.mark.parametrize("how", [script, trace])
+def test_a_module_that_stays_float(how: Callable[..., Any]) -> None:
+    class Unmapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(6, 4, batch_first=True)
+            self.fc = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+            output, (_, last) = self.lstm(x, hx=(h, c))
+            return self.fc(output), last
+
+    def example(batch: int, steps: int) -> tuple[Tensor, ...]:
+        return torch.randn(batch, steps, 6), torch.randn(1, batch, 4), torch.randn(1, batch, 4)
+
+    # Of weights that ask for gradients torch computes other bits.
+    model, calls = Unmapped().eval().requires_grad_(False), (example(2, 5), example(3, 7))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", QuantizationWarning)
+        prepared = tc.prepare_fx(model, MAPPING, calls[0])
+        for call in calls:
+            prepared(*call)
+        quantized = tc.convert_fx(prepared)
+    again = loaded_again(how(quantized, calls[0]))
+    for call in calls:
+        check_equal(quantized, again, call)
+        assert 20 < sqnr(model(*call)[0], again(*call)[0]) < 50

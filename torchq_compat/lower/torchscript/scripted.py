@@ -110,17 +110,16 @@ class _Leaves:
     def write(self, node: Node, function: FunctionSource, args: list[str]) -> str:
         path = str(node.target)
         module = operator.attrgetter(path)(self.model)
-        if isinstance(module, OpaqueModule):
-            return self._call_of_leaf(node, module, function, args)
         if hasattr(module, "activation_post_process") or hasattr(module, "fake_quant_enabled"):
             return _fake_quantized(module, function, args[0], path)
         if hasattr(module, "calculate_qparams"):
             return args[0]
-        raise _refused(type(module).__name__, path, "it is no module of this package")
+        return self._call_of_leaf(node, module, function, args)
 
-    def _call_of_leaf(self, node: Node, leaf: OpaqueModule, function: FunctionSource, args: list[str]) -> str:
+    def _call_of_leaf(self, node: Node, leaf: nn.Module, function: FunctionSource, args: list[str]) -> str:
         inner = _function_of_leaf(leaf, node, self.model)
-        if leaf.leaf_quantizes:
+        is_opaque = isinstance(leaf, OpaqueModule)
+        if isinstance(leaf, OpaqueModule) and leaf.leaf_quantizes:
             inner.is_without_gradients = True
             _take_and_hand_integers(inner, leaf.opaque_layouts[int(node.kwargs["opaque_layout"])], node)  # type: ignore[arg-type]
         compiled = script_source(inner, f"module_{len(function.called)}")
@@ -128,13 +127,17 @@ class _Leaves:
         function.called[name] = compiled
         constants = [function.constant(value) for value in inner.constants.values()]
         call = f"{name}({', '.join([*args, *constants])})"
-        return call if len(inner.results) != 1 else f"({call},)"
+        return call if len(inner.results) != 1 or not is_opaque else f"({call},)"
 
 
-def _function_of_leaf(leaf: OpaqueModule, node: Node, model: QuantizationGraphModule) -> FunctionSource:
-    """Return a call of ``leaf`` as a function, from its exported form; each of its loops is one operator."""
-    layout = node.kwargs.get("opaque_layout")
-    examples = tuple(_example(arg, leaf) for arg in _reference_node(node, model).args)
+def _function_of_leaf(leaf: nn.Module, node: Node, model: QuantizationGraphModule) -> FunctionSource:
+    """Return a call of ``leaf`` as a function, from its exported form; each of its loops is one operator. A
+    float module has the results of its own call, an opaque one flat ones."""
+    counterpart, is_opaque = _reference_node(node, model), isinstance(leaf, OpaqueModule)
+    kwargs = {"opaque_layout": node.kwargs.get("opaque_layout")} if is_opaque else counterpart.kwargs
+    given, form = pytree.tree_flatten((counterpart.args, kwargs))
+    places = [index for index, item in enumerate(given) if isinstance(item, Node)]
+    examples = tuple(_example(given[index], leaf) for index in places)
     path = str(node.target)
     if any(not isinstance(example, Tensor) for example in examples):
         raise _refused(type(leaf).__name__, path, "it is called with a size")
@@ -145,7 +148,9 @@ def _function_of_leaf(leaf: OpaqueModule, node: Node, model: QuantizationGraphMo
             self.leaf = leaf
 
         def forward(self, *flat: Tensor) -> Any:
-            return self.leaf(*flat, opaque_layout=layout)
+            leaves = dict(enumerate(given)) | dict(zip(places, flat, strict=True))
+            args, kwargs = pytree.tree_unflatten(list(leaves.values()), form)
+            return self.leaf(*args, **kwargs)
 
     try:
         with exporting_loops_as(LoopShape.OPAQUE_TEXT), torch.no_grad():
@@ -155,7 +160,15 @@ def _function_of_leaf(leaf: OpaqueModule, node: Node, model: QuantizationGraphMo
             raise ExportError.of("TQ930.script_observers", leaf=leaf, path=path) from cause
         raise _refused(type(leaf).__name__, path, f"{type(cause).__name__}: {cause}") from cause
 
-    return source_of_graph(captured, type(leaf).__name__, path)
+    source = source_of_graph(captured, type(leaf).__name__, path)
+    if not is_opaque:
+        flat = iter(source.results)
+        leaves = (
+            next(flat) if isinstance(item, Node) else repr(item)
+            for item in flat_results(captured.graph.output_node())
+        )
+        source.results = [_rebuilt(captured.graph._codegen.pytree_info.out_spec, leaves)]  # type: ignore[attr-defined]
+    return source
 
 
 def _take_and_hand_integers(inner: FunctionSource, layout: CallLayout, node: Node) -> None:
@@ -209,10 +222,8 @@ def _reference_node(node: Node, model: QuantizationGraphModule) -> Node:
     return result
 
 
-def _example(argument: Any, leaf: OpaqueModule) -> Any:
+def _example(argument: Node, leaf: nn.Module) -> Any:
     """Return a tensor of the example's sizes; in floats if ``leaf`` accepts floats."""
-    if not isinstance(argument, Node):
-        return argument
     source, value = argument, argument.meta.get("val")
     while not isinstance(value, Tensor) and source.all_input_nodes:
         source = source.all_input_nodes[0]
@@ -224,7 +235,7 @@ def _example(argument: Any, leaf: OpaqueModule) -> Any:
     integers = metadata.INTEGERS.of(argument)
     if integers is not None:
         dtype = integers.dtype
-    if leaf.opaque_in_floats and not dtype.is_floating_point:
+    if isinstance(leaf, OpaqueModule) and leaf.opaque_in_floats and not dtype.is_floating_point:
         dtype = leaf.opaque_float_dtype()
     return torch.zeros(sizes, dtype=dtype)
 

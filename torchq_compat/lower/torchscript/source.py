@@ -254,7 +254,8 @@ class _Writer:
         if node.target is torch.ops.higher_order.scan:
             expression = self._write_loop(node)
         elif node.op == "call_module":
-            args = [_literal(arg, "", self.names) for arg in node.args]
+            leaves = pytree.tree_leaves((node.args, node.kwargs))
+            args = [self.names[leaf] for leaf in leaves if isinstance(leaf, Node)]
             expression = self.write_module_call(node, self.function, args)
         else:
             expression = _expression(node, self.names)
