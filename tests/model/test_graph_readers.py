@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -77,6 +77,20 @@ class Parent(nn.Module):
         return self.child(self.first(x)) * 2
 
 
+class Results(NamedTuple):
+    """What a model may return."""
+
+    y: torch.Tensor
+
+
+class Named(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 2)
+
+    def forward(self, x: torch.Tensor) -> Results:  # type: ignore[override]
+        return Results(super().forward(x))
+
+
 def test_torch_fx_traces_converted_models() -> None:
     """Also a parent of one, and one with a recurrent module; a prepared one is refused by code."""
     x, other = torch.randn(5, 2, 4), torch.randn(7, 3, 4)
@@ -111,7 +125,7 @@ def test_passes_that_make_a_graph_of_their_own_keep_the_structure_of_results() -
         prepared(X)
         converted = convert_fx(prepared)
         spec = torch.utils._pytree.tree_structure(converted(X))
-        for model in (converted, converted.reference):
+        for model in (prepared, converted, converted.reference):
             copied = torch.fx.Graph()
             copied.output(copied.graph_copy(model.graph, {}))
             numbers = {node: i for i, node in enumerate(model.graph.nodes)}
@@ -124,8 +138,10 @@ def test_passes_that_make_a_graph_of_their_own_keep_the_structure_of_results() -
     prepared = prepare_fx(Nested().eval(), get_default_qconfig_mapping("x86"), (X, {"k": X}))
     prepared(X, {"k": X})
     converted = convert_fx(prepared)
-    with pytest.raises(ConvertError, match="would lose how the arguments"):
-        split_module(converted, converted, lambda node: 0)
+    named = prepare_fx(Named().eval(), get_default_qconfig_mapping("x86"), (X,))
+    for model in (converted, named):
+        with pytest.raises(ConvertError, match="would lose how the arguments or the results"):
+            split_module(model, model, lambda node: 0)
 
 
 def test_a_parent_of_a_converted_child_is_prepared() -> None:

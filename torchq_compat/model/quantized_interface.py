@@ -342,5 +342,13 @@ def return_structure(graph: Graph) -> None:
         graph.set_codegen(StructuredCodeGen(info))
 
 
+def return_flat(graph: Graph) -> None:
+    """Undo ``return_structure``."""
+    if isinstance(graph._codegen, StructuredCodeGen):
+        output = graph.output_node()
+        output.args = (tuple(pytree.tree_leaves(output.args[0])),)
+        graph.set_codegen(PyTreeCodeGen(graph._codegen.pytree_info))
+
+
 def _is_builtin(spec: pytree.TreeSpec) -> bool:
     return spec.is_leaf() or (spec.type in (tuple, list, dict) and all(map(_is_builtin, spec.children())))

@@ -185,8 +185,7 @@ def _positions(opaque: PreparedStandalone, layout: CallLayout) -> list[int]:
 
 def _output_dtypes(opaque: PreparedStandalone) -> tuple[Any, ...]:
     """Return the dtype of every result that is returned as integers; None for other results."""
-    returned = opaque.graph.output_node().args[0]
-    assert isinstance(returned, (tuple, list))
+    returned = pytree.tree_leaves(opaque.graph.output_node().args[0])
     observers = dict(observer_nodes(opaque))
     return tuple(
         getattr(observers.get(node), "dtype", None) if index in opaque.record.interface.outputs else None

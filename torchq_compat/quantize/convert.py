@@ -24,7 +24,7 @@ from torchq_compat.custom_modules import handler_of
 from torchq_compat.errors import ConfigError, ConvertError
 from torchq_compat.model import graph_module
 from torchq_compat.model.other_tools import unguard
-from torchq_compat.model.quantized_interface import expose_integers
+from torchq_compat.model.quantized_interface import expose_integers, return_flat
 from torchq_compat.modules.parts import PartOwner
 from torchq_compat.modules.registry import ConvertRequest, CustomModuleHandler
 from torchq_compat.modules.user_modules import convert_float_calls
@@ -224,6 +224,7 @@ def _copy(state: _Converting) -> None:
     _check_observers(state.working)
     state.working.eval()
     unguard(state.working)
+    return_flat(state.working.graph)
     if state.switched_off:
         remove_observers(state.working, state.switched_off)
 

@@ -25,7 +25,7 @@ from torchq_compat.capture.unseen_python import compute_weights, decide_parametr
 from torchq_compat.codes import error_line, said
 from torchq_compat.errors import CaptureError, TorchQCompatError
 from torchq_compat.model.graph_module import LAST_CALL, ModelRecord, QuantizationGraphModule, Stage
-from torchq_compat.model.quantized_interface import QuantizedInterface
+from torchq_compat.model.quantized_interface import QuantizedInterface, return_structure
 from torchq_compat.model.views import ModuleFacts, describe_modules
 from torchq_compat.modules.registry import with_parent
 from torchq_compat.modules.swap import Swap, decide_swaps, is_untraced_in_fx
@@ -354,6 +354,8 @@ def _wrap(state: _Preparing) -> None:
     )
     names = request.settings.preserved_attributes
     preserved = {name: getattr(state.working, name) for name in names if hasattr(state.working, name)}
+    if not state.request.is_step:
+        return_structure(state.observed.graph)
     state.prepared = QuantizationGraphModule.wrap(state.observed, record, preserved)
 
 
