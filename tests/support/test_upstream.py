@@ -316,6 +316,13 @@ def test_every_name_is_tested_here() -> None:
     assert [name for name in sorted(used) if f"upstream.{name}" not in text] == []
 
 
+def test_what_an_overload_calls_computes_the_same() -> None:
+    add, x = upstream.overload_caller(torch.ops.aten.add.Tensor), torch.randn(3)
+    assert torch.equal(add(x, x, alpha=2), 3 * x)
+    traced = torch.fx.Graph()
+    assert add(torch.fx.Proxy(traced.placeholder("x")), 1).node.target is torch.ops.aten.add.Tensor
+
+
 def test_kernels_of_an_operator_are_known_by_their_key() -> None:
     assert upstream.has_kernel("aten::add.Tensor", "CPU")
     assert not upstream.has_kernel("aten::_version", "CPU")

@@ -12,6 +12,7 @@ import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -58,6 +59,8 @@ is_shared: Any = torch._C._is_cow_tensor  # type: ignore[attr-defined]
 data_address: Any = torch._C._data_address  # type: ignore[attr-defined]
 storage_uses: Any = torch._C._storage_Use_Count
 tensor_uses: Any = torch.Tensor._use_count  # type: ignore[attr-defined]
+#: What an overload of an operator calls, which takes less time than the overload.
+overload_caller: Any = attrgetter("_op")
 #: Tells torch.export a condition on data-dependent sizes.
 assume: Any = torch._check
 #: Its ``backed_size_oblivious`` keeps sizes of 1 free.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -40,20 +41,36 @@ from torchq_compat.support.decisions import Action, Decision, warn_of_decisions
 from torchq_compat.support.graph_nodes import give_back_freed
 from torchq_compat.support.later_stages import is_captured_for_onnx
 from torchq_compat.support.process_state import Lock, is_compiling
-from torchq_compat.support.upstream import data_address, format_target, forward_from_src, pytree
+from torchq_compat.support.upstream import (
+    data_address,
+    format_target,
+    forward_from_src,
+    overload_caller,
+    pytree,
+)
 
 # The code of a lowered graph, which reads each tensor and module from the dictionary that holds it.
 
 
 #: The prefix of names in the code.
 NAME = "_torchq_compat_home_"
+#: A line that calls an operator: what is before the call, and the operator in torch.ops.
+OPERATOR_CALL = re.compile(r"^(    \w+ = )torch\.ops\.(\w+\.\w+\.\w+)\(", re.MULTILINE)
 
 
 def direct_forward(code: PythonCode, graph: Graph, owner: nn.Module) -> Callable[..., Any]:
-    """Return ``forward`` of ``code``, which was generated for ``graph``, on the state of ``owner``."""
+    """Return ``forward`` of ``code``, which was generated for ``graph``, on the state of ``owner``, with its
+    operators looked up once."""
     source, names, prefix = code.src, dict(code.globals), NAME
     while prefix in source:
         prefix += "_"
+
+    def bound(call: re.Match[str]) -> str:
+        name = f"{prefix}{call[2].replace('.', '_')}"
+        names[name] = overload_caller(attrgetter(call[2])(torch.ops))
+        return f"{call[1]}{name}("
+
+    source = OPERATOR_CALL.sub(bound, source)
     reads = chain(graph.find_nodes(op="get_attr"), graph.find_nodes(op="call_module"))
     for index, node in enumerate(reads):
         path, _, key = str(node.target).rpartition(".")
