@@ -23,6 +23,7 @@ from torch.ao.quantization import get_default_qconfig_mapping
 
 import torchq_compat as tc
 from tests.helpers.oracle import MAP_LSTM
+from torchq_compat.comparison import pictures
 from torchq_compat.comparison.page import Comparison, bars, page, page_table, write_page
 from torchq_compat.comparison.results import Capture, ComparedModel, Finding, FxOutcome, Kind, Point
 from torchq_compat.comparison.text import as_text, grade, noise_text, summary_sentence, worst_places
@@ -100,6 +101,12 @@ def text(comparison: Comparison) -> str:
     return page((comparison,))
 
 
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave pictures of values empty, for tests of what stands around them: each takes 0.3 s."""
+    monkeypatch.setattr(pictures, "histogram", lambda alike: "<svg></svg>")
+
+
 class Collector(HTMLParser):
     """Return every tag with its attributes."""
 
@@ -161,6 +168,7 @@ def without_parts(capture: Capture) -> Capture:
     return replace(capture, points=points, cells=(), series=())
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_reason_is_told_once(comparison: Comparison) -> None:
     findings = [Finding(f"place{index}", f"what{index}", "the reason", "the#link") for index in range(9)]
     findings.insert(1, Finding("apart", "else", "another reason", ""))
@@ -180,6 +188,7 @@ def test_a_reason_is_told_once(comparison: Comparison) -> None:
     ]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_of_many_places_the_noisiest_are_drawn_apart(comparison: Comparison) -> None:
     point = next(each for each in comparison.capture.points if each.histogram and each.ours.qparams)
     assert point.histogram is not None
@@ -269,6 +278,7 @@ def test_longer_is_worse(comparison: Comparison) -> None:
     assert by_noise[-1].text == min(drawn, key=lambda side: float(side.text.split()[0])).text
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_without_fx_nothing_speaks_of_its_columns(comparison: Comparison) -> None:
     def alone(points: tuple[Point, ...]) -> tuple[Point, ...]:
         return tuple(replace(point, fx=None, steps=None) for point in points)
@@ -311,9 +321,9 @@ def test_a_page_is_replaced_whole_or_left(
 
 
 def test_a_cell_drawing_has_every_part_once(comparison: Comparison) -> None:
-    from torchq_compat.comparison.pictures import draw_cell
-
-    (axes,) = draw_cell(comparison.capture.cells[0], {p.name: p for p in comparison.capture.points}).axes
+    (axes,) = pictures.draw_cell(
+        comparison.capture.cells[0], {p.name: p for p in comparison.capture.points}
+    ).axes
     texts = [text.get_text() for text in axes.texts]
     parts = [p for p in comparison.capture.points if p.kind is Kind.PART and "layer_fw" in p.name]
     for part in parts:
