@@ -23,7 +23,7 @@ import torch.multiprocessing as mp
 
 DEVICE = os.environ.get("TORCHQ_DISTRIBUTED_DEVICE", "cpu")
 # Processes are copies of one that has imported this and run nothing: autograd has no threads in it.
-multiprocessing.set_forkserver_preload(["torchao.quantization.pt2e", "torchq_compat.quantize_fx"])
+multiprocessing.set_forkserver_preload(["tests.helpers.fork_of_ranks"])
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
