@@ -109,6 +109,7 @@ def test_modules_nested_deeper_than_the_recursion_limit_lets_torch_export() -> N
 
 def test_cycles_of_prepare_and_convert_leave_nothing_in_the_process() -> None:
     model, x, sizes = nn.Linear(4, 4).eval(), torch.randn(2, 4), []
+    gc.freeze()  # What other tests left is not looked through: that takes seconds.
     for _ in range(4):
         prepared = tc.prepare_fx(model, get_default_qconfig_mapping("qnnpack"), (x,))
         prepared(x)
