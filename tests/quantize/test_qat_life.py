@@ -195,6 +195,7 @@ def losses_of_an_optimizer_made_before(prepare_qat: Callable[..., Any]) -> tuple
 
 
 def test_an_optimizer_made_before_prepare_is_told() -> None:
+    gc.freeze()  # What other tests left is not looked through: that takes seconds.
     theirs, *_ = losses_of_an_optimizer_made_before(fx.prepare_qat_fx)
     assert theirs[-1] < 0.9 * theirs[0]
     unmoved, prepared, optimizer = losses_of_an_optimizer_made_before(tc.prepare_qat_fx)

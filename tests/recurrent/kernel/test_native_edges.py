@@ -265,6 +265,7 @@ def test_copies_share_no_packed_weights() -> None:
 
 @pytest.mark.parametrize("is_qat", [False, True])
 def test_models_are_freed_when_they_are_dropped(is_qat: bool) -> None:
+    gc.freeze()  # What other tests left is not looked through: that takes seconds.
     model, x = Model(nn.LSTM(6, 8)).train(is_qat), torch.randn(5, 3, 6)
     config = tc.get_default_prepare_custom_config()
     if is_qat:
