@@ -140,8 +140,10 @@ class _PlainWeight(quantized.modules.linear.LinearPackedParams):
         values, bias = integers_of(weight), None if bias is None else bias.detach()
         if is_per_channel(weight):
             scales, zero_points = (channel_qparam.clone() for channel_qparam in channel_qparams(weight))
+            self.qparams: tuple[Any, ...] = scales, zero_points, 0
             self.linear = LinearWeight(values, scales.float(), zero_points, bias)
         else:
+            self.qparams = qparams_of(weight)
             self.linear = LinearWeight(values, None, None, bias, qparams_of(weight))
         self.call = self._call()
 
@@ -150,17 +152,13 @@ class _PlainWeight(quantized.modules.linear.LinearPackedParams):
         return linear_call(self.linear, ((width, None),), dynamic=WHOLE_RANGE)
 
     def _weight_bias(self) -> tuple[Tensor, Tensor | None]:
-        values, scales, zero_points = self.linear.values, self.linear.scales, self.linear.zero_points
-        if scales is None or zero_points is None:
-            return of_integers(values, *self.linear.per_tensor), self.linear.bias
-        return of_integers_per_channel(values, scales.double(), zero_points, 0), self.linear.bias
+        make = of_integers if self.linear.scales is None else of_integers_per_channel
+        return make(self.linear.values, *self.qparams), self.linear.bias
 
-    def float_weight(self) -> Tensor:
+    def float_weight(self) -> Any:
         """Return the weight in floats, as q-dq of a graph."""
-        values, scales, zero_points = self.linear.values, self.linear.scales, self.linear.zero_points
-        if scales is None or zero_points is None:
-            return qdq.DEQUANTIZE(values, *self.linear.per_tensor, -128, 127, torch.int8)  # type: ignore[no-any-return]
-        return qdq.DEQUANTIZE_PER_CHANNEL(values, scales, zero_points, 0, -128, 127, torch.int8)  # type: ignore[no-any-return]
+        dequantize = qdq.DEQUANTIZE if self.linear.scales is None else qdq.DEQUANTIZE_PER_CHANNEL
+        return dequantize(self.linear.values, *self.qparams, -128, 127, torch.int8)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copies and pickles, without the prepared call, which they make anew."""
