@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-# These imports register quantized_decomposed, torchq_compat_native, and torchq_compat::quantized_recurrent.
+# These imports register quantized_decomposed and torchq_compat_native.
 import torchao.quantization.pt2e  # noqa: F401
 
 import torchq_compat.lower.integers.operators
-import torchq_compat.recurrent.exported_op
 import torchq_compat.recurrent.kernel.op  # noqa: F401
 from torchq_compat.errors import ExportError
 from torchq_compat.recurrent.kernel.build import kernel_build

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import functools
 import io
-import json
 import subprocess
 import sys
 import warnings
@@ -33,7 +32,6 @@ from tests.helpers.oracle import calibrate, leaves, sqnr
 from torchq_compat.errors import ExportError, InputError, QuantizationWarning, TorchQCompatError
 from torchq_compat.model.graph_module import ConvertedGraphModule
 from torchq_compat.modules.parts import PartOwner
-from torchq_compat.recurrent.exported_op import graph_from_data, graph_to_data
 from torchq_compat.recurrent.kernel.program import QPARAMS_COLUMNS, Boundary, ModuleNumbers
 from torchq_compat.recurrent.over_time import LoopShape
 from torchq_compat.recurrent.recurrent_module import RecurrentModule
@@ -345,27 +343,6 @@ def test_opaque_is_one_call_for_each_module() -> None:
         program = program_of(name, "opaque")
         assert len(program.graph.find_nodes(op="call_function", target=opaque_op())) == calls
         assert not program.graph.find_nodes(op="call_function", target=SCAN)
-
-
-def test_a_cell_as_text_says_every_part() -> None:
-    """Translators to other formats read this text; programs from before the native operator contain it."""
-    shape = LoopShape.OPAQUE_DYNAMIC_LSTM
-    program = tc.export(reference("dynamic"), (torch.randn(4, 3, 8),), recurrent=shape)
-    target: Any = torch.ops.torchq_compat.quantized_recurrent.default
-    (node,) = program.graph.find_nodes(op="call_function", target=target)
-    layers = json.loads(node.args[3])
-    assert [len(layer) for layer in layers] == [1, 1]
-    cell = dict(reference("dynamic").rnn.cells())["layers.1.layer_fw.cell"]
-    data = layers[1][0][-1]
-    assert data == graph_to_data(cell.graph)
-    assert data["inputs"] == ["projected", "hx", "cx"]
-    assert_same_bits(reference("dynamic"), saved_and_loaded(program), (4, 3), (7, 2))
-
-
-def test_a_text_calls_no_other_operators() -> None:
-    data = {"inputs": [], "weights": [], "nodes": [["f", "prims.iota.default", [3], {}]], "results": []}
-    with pytest.raises(ValueError, match=r"prims\.iota"):
-        graph_from_data(data)
 
 
 def test_weights_are_stored_as_int8() -> None:

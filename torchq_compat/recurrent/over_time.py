@@ -147,11 +147,8 @@ class LoopShape(StrEnum):
     ROLLED = "rolled"
     UNROLLED = "unrolled"
     OPAQUE = "opaque"
-    #: LSTMs with dynamic qparams are opaque, other modules rolled; for translations of a program, not
-    #: ``export``.
-    OPAQUE_DYNAMIC_LSTM = "opaque dynamic lstm"
-    #: Opaque, with the cells as text; for TorchScript, not ``export``.
-    OPAQUE_TEXT = "opaque text"
+    #: LSTMs with dynamic qparams are ONNX Runtime's operator, other modules rolled; not for ``export``.
+    DYNAMIC_QUANTIZE_LSTM = "DynamicQuantizeLSTM"
 
 
 _SHAPE: ContextVar[LoopShape | None] = ContextVar("torchq_compat_loop_shape", default=None)

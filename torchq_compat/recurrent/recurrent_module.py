@@ -33,7 +33,14 @@ from torchq_compat.recurrent.kernel.direct_calls import DirectCall, direct_call
 from torchq_compat.recurrent.kernel.op import drop_forgotten, forget
 from torchq_compat.recurrent.kernel.program import qparams_of_call
 from torchq_compat.recurrent.over_time import LoopShape, RecurrentDirection, RecurrentLayer, shape_in_export
-from torchq_compat.recurrent.runners import NativeRunner, OpaqueRunner, PythonRunner, Runner, TracedRunner
+from torchq_compat.recurrent.runners import (
+    DynamicQuantizeLSTMRunner,
+    NativeRunner,
+    OpaqueRunner,
+    PythonRunner,
+    Runner,
+    TracedRunner,
+)
 from torchq_compat.recurrent.states import active_streams
 from torchq_compat.support import argument_checks
 from torchq_compat.support.process_state import is_compiling, is_exporting
@@ -265,22 +272,20 @@ class RecurrentModule(PartOwner):
         return PythonRunner()
 
     def _runner_of_export(self, shape: LoopShape) -> Runner:
-        if shape is LoopShape.OPAQUE:
-            bound = self.bound() if self.can_be_lowered else None
+        bound = self.bound() if shape is LoopShape.OPAQUE and self.can_be_lowered else None
+        if bound is not None:
             return OpaqueRunner(bound, self._buffers.get(PROGRAM))
-        return OpaqueRunner(None) if self._is_opaque_as(shape) else TracedRunner()
+        is_onnx = shape is LoopShape.DYNAMIC_QUANTIZE_LSTM and self._is_dynamic_lstm()
+        return DynamicQuantizeLSTMRunner() if is_onnx else TracedRunner()
 
     #: Whether its linears choose qparams from their inputs, and nothing else is quantized.
     is_dynamic = False
 
-    def _is_opaque_as(self, shape: LoopShape) -> bool:
-        """Return whether an export of ``shape`` writes the cells as text."""
+    def _is_dynamic_lstm(self) -> bool:
         contract = self.contract
-        if shape is LoopShape.OPAQUE_TEXT:
-            return True
-        if shape is not LoopShape.OPAQUE_DYNAMIC_LSTM or not isinstance(contract, SequenceContract):
+        if not self.is_dynamic or not isinstance(contract, SequenceContract):
             return False
-        return self.is_dynamic and len(contract.kind.states) == 2 and not contract.structure.proj_size
+        return len(contract.kind.states) == 2 and not contract.structure.proj_size
 
     def opaque_forget_packed(self) -> None:
         """See ``OpaqueModule``."""

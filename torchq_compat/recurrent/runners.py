@@ -9,15 +9,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx import GraphModule, Node
 
 from torchq_compat.errors import ExportError
 from torchq_compat.read.qparams import q_dq
 from torchq_compat.recurrent.cell_graph import CellGraphModule, ConvertedCellGraphModule
-from torchq_compat.recurrent.exported_op import OpaqueDirection, call_opaque
 from torchq_compat.recurrent.kernel.bound_module import BoundModule, OwnedProgram, run_native_direction
 from torchq_compat.recurrent.kernel.program import ColumnQParams
 from torchq_compat.recurrent.over_time import (
@@ -30,6 +31,7 @@ from torchq_compat.recurrent.over_time import (
     run_rolled_direction,
     shape_in_export,
 )
+from torchq_compat.support.graph_nodes import attribute_of
 
 
 @dataclass(frozen=True)
@@ -142,20 +144,18 @@ class TracedRunner(Runner):
 
 
 class OpaqueRunner(TracedRunner):
-    """Runs the whole module as one operator, in an export that requests it.
+    """Runs the whole module as one call of the native operator, in an export that requests it.
 
-    The operator is the native one, with the results of a lowered module, or, without ``bound``, the operator
-    of readable text. The results are followed by q-dq with their own qparams, which change no value.
+    The results are followed by q-dq with their own qparams, which change no value.
 
     Args:
-        bound: the module's arguments of the native operator; None if a cell has no program, or if the cells
-            are to be readable text.
+        bound: the module's arguments of the operator.
         program: in place of the program of ``bound``.
     """
 
     reads_columns = True
 
-    def __init__(self, bound: BoundModule | None, program: Tensor | None = None) -> None:
+    def __init__(self, bound: BoundModule, program: Tensor | None = None) -> None:
         self.bound = bound
         self.program = program
 
@@ -164,14 +164,10 @@ class OpaqueRunner(TracedRunner):
     ) -> tuple[Tensor, list[State]]:
         if given.mask is not None:
             raise ExportError.of("TQ930.opaque_packed")
-        directions = [direction for layer in layers for direction in layer.directions()]
-        if self.bound is None:
-            handed = [[_opaque(direction) for direction in layer.directions()] for layer in layers]
-            return call_opaque(handed, given.x, states)
         stacked = [torch.stack(rows) for rows in zip(*states, strict=True)]
         columns = given.columns or ((given.x.shape[-1], None),)
         output, *last = self.bound.run_exported(given.x, stacked, columns, self.program)
-        all_qparams = [direction.cell.state_qparams() for direction in directions]
+        all_qparams = [item.cell.state_qparams() for layer in layers for item in layer.directions()]
         count = self.bound.directions
         parts = output.chunk(count, -1) if count > 1 else (output,)
         outputs = [q_dq(*pair) for pair in zip(parts, (of[0] for of in all_qparams[-count:]), strict=True)]
@@ -182,15 +178,61 @@ class OpaqueRunner(TracedRunner):
     def run_step(
         self, cell: CellGraphModule, x: Tensor, state: State, columns: ColumnQParams | None
     ) -> State:
-        if self.bound is None:
-            _, [new] = call_opaque([[OpaqueDirection(cell)]], x.unsqueeze(0), [state])
-            return new
         ends = self.bound.run_exported(x, list(state), columns or ((x.shape[-1], None),), self.program)
         return tuple(map(q_dq, ends, cell.state_qparams()))
 
 
-def _opaque(direction: RecurrentDirection) -> OpaqueDirection:
-    return OpaqueDirection(direction.cell, direction.input_projection, direction.batch_first)
+class DynamicQuantizeLSTMRunner(TracedRunner):
+    """Writes each layer of an LSTM with dynamic qparams as ONNX Runtime's operator, in an export for ONNX.
+
+    The operator quantizes the input and the hidden state step by step over the whole range of uint8, and
+    computes gates and states in floats; ``torch.ao.nn.quantized.dynamic.LSTM`` does so over half of it.
+    """
+
+    OPERATOR = "com.microsoft::DynamicQuantizeLSTM"
+    #: The positions in torch's stacked gates (input, forget, cell, output), in ONNX's order.
+    GATE_ORDER = (0, 3, 1, 2)
+
+    def run_layers(
+        self, layers: Sequence[RecurrentLayer], given: Sequences, states: list[State], dropout: float
+    ) -> tuple[Tensor, list[State]]:
+        x, last = given.x, list[State]()
+        for layer in layers:
+            directions = layer.directions()
+            count = len(directions)
+            hidden, cell = map(torch.stack, zip(*states[len(last) : len(last) + count], strict=True))
+            linears = zip(*(map(self._linear, item.graphs()) for item in directions), strict=True)
+            of_inputs, of_hidden = (tuple(map(torch.stack, zip(*side, strict=True))) for side in linears)
+            bias = torch.cat((of_inputs[-1], of_hidden[-1]), 1)
+            weights = (of_inputs[0], of_hidden[0], bias, None, hidden, cell, None)
+            output, *ends = torch.onnx.ops.symbolic_multi_out(
+                self.OPERATOR,
+                (x, *weights, *of_inputs[1:3], *of_hidden[1:3]),
+                {"direction": "bidirectional" if count == 2 else "forward", "hidden_size": hidden.shape[-1]},
+                dtypes=[x.dtype] * 3,
+                shapes=[(x.shape[0], *hidden.shape), hidden.shape, cell.shape],
+                version=1,
+            )
+            x = output.transpose(1, 2).flatten(2)
+            last += zip(*(end.unbind(0) for end in ends), strict=True)
+        return x, last
+
+    def _linear(self, graph_module: GraphModule) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the weight (inputs, 4H), scale, zero point and bias (4H,) of the linear of a graph."""
+
+        def ordered(node: Any) -> Tensor:
+            gates = attribute_of(graph_module, node).chunk(len(self.GATE_ORDER))
+            return torch.cat([gates[index] for index in self.GATE_ORDER])
+
+        (linear,) = graph_module.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)
+        integers, scale, zero_point = linear.args[1].args[:3]
+        weight = ordered(integers).t()
+        if isinstance(scale, Node):
+            qparams = ordered(scale).float(), ordered(zero_point).to(torch.int8)
+        else:
+            qparams = torch.tensor(scale), torch.tensor(zero_point, dtype=torch.int8)
+        bias = linear.args[2] if len(linear.args) > 2 else None
+        return weight, *qparams, weight.new_zeros(weight.shape[1:]).float() if bias is None else ordered(bias)
 
 
 class NativeRunner(PythonRunner):

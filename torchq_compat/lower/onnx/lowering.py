@@ -265,7 +265,7 @@ def onnx_module(name: str) -> Any:
 #: The first opset with 16-bit QuantizeLinear.
 OLDEST_OPSET = 21
 #: How dynamically quantized LSTMs are written -> the loop shape of the program that is translated.
-DYNAMIC_LSTMS = {"loop": LoopShape.ROLLED, "DynamicQuantizeLSTM": LoopShape.OPAQUE_DYNAMIC_LSTM}
+DYNAMIC_LSTMS = {"loop": LoopShape.ROLLED, "DynamicQuantizeLSTM": LoopShape.DYNAMIC_QUANTIZE_LSTM}
 OPSET = Expected("an int", lambda value: isinstance(value, int) and not isinstance(value, bool))
 
 

@@ -34,7 +34,7 @@ def scripted_recurrent(module: nn.Module, contract: RecurrentContract) -> nn.Mod
     sizes, x = _state_sizes(settings, count), _example(contract, settings)
     batch = x.dim() - 2 if not settings.get("batch_first", False) else 0
     states = tuple(torch.zeros(*(BATCH if size < 0 else size for size in item)) for item in sizes)
-    with exporting_loops_as(LoopShape.OPAQUE_TEXT), torch.no_grad():
+    with exporting_loops_as(LoopShape.ROLLED), torch.no_grad():
         source = source_of_graph(capture_freely(_Flat(module, count).eval(), (x, *states)))
     function = script_source(source, f"{contract.kind.name}_call")
     text = _forward_text(contract, sizes, batch, x.dim(), list(source.constants))

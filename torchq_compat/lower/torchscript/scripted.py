@@ -24,6 +24,7 @@ from torchq_compat.errors import ExportError
 from torchq_compat.lower.torchscript.source import HELPERS, FunctionSource, flat_results, write_function
 from torchq_compat.read.qparams import PerTensorQParams
 from torchq_compat.recurrent.over_time import LoopShape, exporting_loops_as
+from torchq_compat.recurrent.recurrent_module import RecurrentModule
 from torchq_compat.support import metadata
 from torchq_compat.support.upstream import pytree, tracing_paused
 from torchq_compat.support.user_warnings import warn_user
@@ -152,12 +153,15 @@ def _function_of_leaf(leaf: nn.Module, node: Node, model: QuantizationGraphModul
             args, kwargs = pytree.tree_unflatten(list(leaves.values()), form)
             return self.leaf(*args, **kwargs)
 
+    observed = ExportError.of("TQ930.script_observers", leaf=leaf, path=path)
+    if model.is_prepared and isinstance(leaf, RecurrentModule):
+        raise observed  # Its loop would be unrolled.
     try:
-        with exporting_loops_as(LoopShape.OPAQUE_TEXT), torch.no_grad():
+        with exporting_loops_as(LoopShape.ROLLED), torch.no_grad():
             captured = capture_freely(Called().train(leaf.training), examples)
     except Exception as cause:
         if model.is_prepared:
-            raise ExportError.of("TQ930.script_observers", leaf=leaf, path=path) from cause
+            raise observed from cause
         raise _refused(type(leaf).__name__, path, f"{type(cause).__name__}: {cause}") from cause
 
     source = source_of_graph(captured, type(leaf).__name__, path)
