@@ -104,7 +104,7 @@ HOMES.update(
         "to_executorch": "torchq_compat.lower.executorch.lowering",
         "to_onnx": "torchq_compat.lower.onnx.lowering",
         # for torch.onnx.export and torch.jit of a model
-        "run_for_onnx": "torchq_compat.lower.onnx.traced_forms",
+        "run_for_onnx": "torchq_compat.lower.onnx.forms",
         "lower_to_script": "torchq_compat.quantize_eager",
         "scripted_graph": "torchq_compat.lower.torchscript.scripted",
         "scripted_recurrent": "torchq_compat.lower.torchscript.recurrent",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -319,14 +319,28 @@ def export(
         >>> export(convert_fx(prepared), (x,)).module()(torch.randn(7, 4)).shape
         torch.Size([7, 2])
     """
+    shapes = (LoopShape.ROLLED, LoopShape.UNROLLED, LoopShape.OPAQUE)
+    if recurrent not in shapes:
+        listed = ", ".join(repr(str(shape)) for shape in shapes)
+        raise ExportError.of("TQ930.recurrent", recurrent=recurrent, shapes=listed)
+    return exported(converted, example_inputs, LoopShape(recurrent), dynamic_shapes)
+
+
+def exported(
+    converted: torch.nn.Module,
+    example_inputs: tuple[Any, ...],
+    shape: LoopShape,
+    dynamic_shapes: Any,
+    around: Callable[[GraphModule], GraphModule] = lambda graph_module: graph_module,
+) -> ExportedProgram:
+    """See ``export``; what ``around`` makes of the q-dq graph is exported."""
     streams = converted.streams if isinstance(converted, StreamingModel) else None
     model = _reference(converted.model if isinstance(converted, StreamingModel) else converted)
-    shape = _read_shape(recurrent)
     args = model.record.signature.bind(read_example_inputs(example_inputs), {})
     args = take_integers(args, model.input_qparams())
     with exporting_loops_as(shape):
         try:
-            checked: torch.nn.Module = with_size_rules(model, args)
+            checked: torch.nn.Module = around(with_size_rules(model, args))
             if streams is not None:
                 checked = StreamProgram(checked, model, streams, args)
             program = torch_export.export_with(
@@ -376,15 +390,6 @@ def with_size_rules(model: ConvertedGraphModule, args: tuple[Any, ...]) -> Graph
         edited.graph.call_function(check_sizes, tuple(placeholders))
     edited.recompile()
     return edited
-
-
-def _read_shape(recurrent: str) -> LoopShape:
-    shapes = (LoopShape.ROLLED, LoopShape.UNROLLED, LoopShape.OPAQUE)
-    if recurrent not in shapes and not isinstance(recurrent, LoopShape):
-        raise ExportError.of(
-            "TQ930.recurrent", recurrent=recurrent, shapes=", ".join(repr(str(shape)) for shape in shapes)
-        )
-    return LoopShape(recurrent)
 
 
 def _error(

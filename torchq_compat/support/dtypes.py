@@ -24,18 +24,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def dtype_named(name: str) -> torch.dtype:
-    """Return the dtype called ``name``; the inverse of ``dtype_name``.
-
-    Raises:
-        ValueError: no dtype has this name.
-    """
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"no dtype of torch is called {name!r}")
-    return dtype
-
-
 def plain_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the plain dtype of ``dtype``: quint8 -> uint8, qint8 -> int8, qint32 -> int32; floats unchanged.
 

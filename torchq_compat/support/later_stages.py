@@ -31,7 +31,7 @@ def is_captured_for_onnx() -> bool:
 
 
 def run_for_onnx(model: nn.Module, args: tuple[Any, ...]) -> Any:
-    """Run ``model`` with operators that ONNX has; see ``lower/onnx/traced_forms.py``."""
+    """Run ``model`` with operators that ONNX has; see ``lower/onnx/forms.py``."""
     token = _IS_RUNNING.set(True)
     try:
         return _stage("run_for_onnx")(model, args)

@@ -16,16 +16,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.export import ExportedProgram
-from torch.fx import GraphModule
 
 from torchq_compat.capture.example_inputs import asks_for_examples, read_example_inputs
 from torchq_compat.capture.torch_export import copied_inputs
 from torchq_compat.capture.trial_runs import difference, resized, trial_sizes
 from torchq_compat.errors import ExportError, PathError, install_extra
-from torchq_compat.lower.export import export
+from torchq_compat.lower.export import exported
+from torchq_compat.lower.onnx.forms import in_onnx_forms
 from torchq_compat.model.graph_module import record_of
-from torchq_compat.model.state import look_up_rows
-from torchq_compat.ops import those
 from torchq_compat.recurrent.over_time import LoopShape
 from torchq_compat.support.argument_checks import PATH, Expected, checked_arguments, optional
 from torchq_compat.support.atomic_files import whole_file
@@ -114,60 +112,6 @@ def read_model(proto: Any, opset: int) -> OnnxModel:
     for domain in sorted({node.domain for node in proto.graph.node} - imported - {""}):
         proto.opset_import.add(domain=domain, version=1)
     return OnnxModel(proto, opset, free)
-
-
-# Separate the biases of convolutions in models with loops.
-#
-# ONNX Runtime's optimizer rounds the bias of a quantized convolution to 32-bit integers
-# (``WeightBiasQuantization``), which changes some of its results by a step. In a feed-forward model that is
-# little, and worth the integer kernel; before a loop over time each such step changes everything that
-# follows: 29 to 33 dB in a DeepSpeech of GRUs. A bias that is subtracted from the result is not rounded.
-
-
-ATEN = torch.ops.aten
-SCAN = torch.ops.higher_order.scan
-
-
-def with_bias_apart(convolution: Any, x: Tensor, weight: Tensor, bias: Tensor, *settings: Any) -> Tensor:
-    """Return the result of ``convolution``, with its bias applied by a subtraction."""
-    result: Tensor = convolution(x, weight, None, *settings)
-    return result - (-bias).reshape(-1, *[1] * (weight.dim() - 2))
-
-
-def keep_biases(program: ExportedProgram) -> None:
-    """Separate the biases of convolutions in a program with loops, in place."""
-    graph_module: GraphModule = program.graph_module
-    graph = graph_module.graph
-    if not graph.find_nodes(op="call_function", target=SCAN):
-        return
-    for target in those("convolution", "transposed"):
-        for node in graph.find_nodes(op="call_function", target=target):
-            bias = node.args[2] if len(node.args) > 2 else None
-            if not isinstance(bias, torch.fx.Node):
-                continue
-            dimensions = node.meta["val"].dim() - 2
-            with graph.inserting_before(node):
-                negative = graph.call_function(ATEN.neg.default, (bias,))
-                negative.meta["val"] = -bias.meta["val"]
-                shaped = graph.call_function(ATEN.reshape.default, (negative, [-1, *[1] * dimensions]))
-                shaped.meta["val"] = negative.meta["val"].reshape([-1, *[1] * dimensions])
-            with graph.inserting_after(node):
-                apart = graph.call_function(ATEN.sub.Tensor, (node, shaped))
-            apart.meta = dict(node.meta)
-            node.replace_all_uses_with(apart, delete_user_cb=lambda user, apart=apart: user is not apart)
-            node.update_arg(2, None)
-    graph_module.recompile()
-
-
-def drop_idle_squeezes(program: ExportedProgram) -> None:
-    """Remove, in place, each ``squeeze`` of a dimension that is not 1: ONNX has no form for one that does
-    nothing."""
-    for module in program.graph_module.modules():
-        for node in list(module.graph.nodes) if isinstance(module, GraphModule) else ():
-            source: Any = node.args[0] if node.target in those("squeeze") else None
-            if source is not None and source.meta["val"].dim() == node.meta["val"].dim():
-                node.replace_all_uses_with(source)
-                module.graph.erase_node(node)
 
 
 # Loads what was written with ONNX Runtime, if it is installed, and compares.
@@ -331,18 +275,13 @@ def to_onnx(
     newest = onnx_module("onnx.defs").onnx_opset_version()
     if opset > newest:
         raise ExportError.of("TQ933.new_opset", opset=opset, newest=newest)
-    translations = onnx_module("torchq_compat.lower.onnx.translations").TRANSLATIONS
     args = read_example_inputs(example_inputs)
-    # The loop shape for ONNX Runtime's own operator has no public name.
-    shape: Any = DYNAMIC_LSTMS[dynamic_lstm]
+    shape = DYNAMIC_LSTMS[dynamic_lstm]
     with slow_stages("to_onnx") as begin:
         begin("export")
-        program = export(converted, args, recurrent=shape, dynamic_shapes=dynamic_shapes)
+        program = exported(converted, args, shape, dynamic_shapes, in_onnx_forms)
         begin("translate")
-        _look_up_integers(program)
-        keep_biases(program)
-        drop_idle_squeezes(program)
-        model = read_model(_translate(program, opset, translations), opset)
+        model = read_model(_translate(program, opset), opset)
         begin("check")
         if dynamic_lstm == "loop":
             check_in_runtime(model, converted, [args, *_at_other_sizes(converted, args)])
@@ -351,16 +290,11 @@ def to_onnx(
     return model
 
 
-def _translate(program: ExportedProgram, opset: int, translations: Any) -> Any:
+def _translate(program: ExportedProgram, opset: int) -> Any:
     try:
         with torch.no_grad(), _quiet():
-            return torch.onnx.export(
-                program,
-                dynamo=True,
-                opset_version=opset,
-                verbose=False,
-                custom_translation_table=translations,
-            ).model_proto  # type: ignore[union-attr]
+            exported_program = torch.onnx.export(program, dynamo=True, opset_version=opset, verbose=False)
+            return exported_program.model_proto  # type: ignore[union-attr]
     except Exception as cause:
         raise _cannot_translate(opset, cause) from cause
 
@@ -380,18 +314,3 @@ def _cannot_translate(opset: int, cause: BaseException) -> ExportError:
     lines = [line.strip() for line in str(innermost).splitlines() if line.strip()]
     result = f"{type(innermost).__name__}: {' '.join(lines[:2])}"
     return ExportError.of("TQ933.cannot_translate", opset=opset, result=result)
-
-
-def _look_up_integers(program: ExportedProgram) -> None:
-    """Rewrite ``dequantize_per_channel(table)[indices]`` in place, as operators on the rows.
-
-    Otherwise the optimizer of torch.onnx would fold the integer table into a float table.
-    """
-    for module in program.graph_module.modules():
-        if isinstance(module, GraphModule):
-            for embedding in module.graph.find_nodes(
-                op="call_function", target=torch.ops.aten.embedding.default
-            ):
-                look_up_rows(module.graph, embedding)
-            module.graph.eliminate_dead_code()
-            module.recompile()

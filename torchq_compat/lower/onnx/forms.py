@@ -1,41 +1,51 @@
-"""Trace a converted model for plain ``torch.onnx.export``, which has none of our translations: replace the
-operators that it would write wrongly, or cannot write, by operators that it writes right.
+"""Trace a q-dq graph for ``torch.onnx.export``, called by ``to_onnx`` or by the user: replace the operators
+that it would write wrongly, or cannot write, by operators that it writes right.
 
 - A quantize to a part of its dtype's range is clamped first: QuantizeLinear saturates at the dtype's bounds.
-- Integers that QuantizeLinear does not have in the default opset, float zero points and dynamic qparams are
-  computed in floats.
-- In a lookup in an integer table, only the rows that are looked up are dequantized.
-- The bias of a convolution is subtracted if there are loops; see ``lowering.py``.
-- A linear of floats by integers is made two-dimensional, for a Gemm; the bias of a linear of integers by
-  integers is subtracted; see ``translations.py``.
+- Integers that QuantizeLinear does not have in the opset, float zero points and dynamic qparams are computed
+  in floats.
+- In a lookup in an integer table, only the rows that are looked up are dequantized: the optimizer of
+  torch.onnx would fold the table into one of floats.
+- A linear of floats by integers is made two-dimensional, for a Gemm: ONNX Runtime turns a MatMul there into
+  MatMulNBits, which rounds the floats to 8 bits (34 to 43 dB in an LSTM of two bidirectional layers).
+- The bias of a linear of integers by integers is subtracted: ONNX Runtime would turn an Add or a Gemm into
+  QGemm, which rounds the bias to integers (42 dB in that LSTM, 36 dB in a loop around a GRUCell).
+- So is the bias of a convolution if there are loops. ONNX Runtime's ``WeightBiasQuantization`` rounds it to
+  32-bit integers, which changes some results by a step. In a feed-forward model that is little, and worth the
+  integer kernel; before a loop over time each such step changes everything that follows: 29 to 33 dB in a
+  DeepSpeech of GRUs.
+- A ``squeeze`` that does nothing is left out: ONNX has no form for it.
 
 Legacy: none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx import Interpreter
+from torch.fx import Graph, GraphModule, Interpreter
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchq_compat.capture.opaque_calls import opaque_call_nodes
 from torchq_compat.lower.export import with_size_rules
-from torchq_compat.lower.onnx.lowering import with_bias_apart
 from torchq_compat.model.graph_module import ConvertedGraphModule
 from torchq_compat.model.quantized_interface import take_integers
 from torchq_compat.ops import those
 from torchq_compat.read import qdq
 from torchq_compat.recurrent.over_time import LoopShape, exporting_loops_as
+from torchq_compat.support.dtypes import dtype_range
 
 ATEN = torch.ops.aten
 SCAN = torch.ops.higher_order.scan
-#: The dtypes that QuantizeLinear has in the default opset of torch.onnx, and their ranges.
-BYTES = {torch.uint8: (0, 255), torch.int8: (-128, 127)}
+#: The dtypes that QuantizeLinear has in the default opset of torch.onnx.
+BYTES = (torch.uint8, torch.int8)
+#: Those that it has from opset 21 on.
+WITH_16_BITS = (*BYTES, torch.uint16, torch.int16)
 #: The largest float32 that fits into an int32.
 LARGEST = 2147483520
 
@@ -43,8 +53,28 @@ LARGEST = 2147483520
 def run_for_onnx(model: ConvertedGraphModule, args: tuple[Any, ...]) -> Any:
     """Run ``model``, a q-dq graph, on operators that ONNX has, with loops over time rolled."""
     bound = take_integers(model.record.signature.bind(args, {}), model.input_qparams())
-    with exporting_loops_as(LoopShape.ROLLED), OnnxForms(keeps_biases=bool(opaque_call_nodes(model))):
-        return Interpreter(with_size_rules(model, bound)).run(*bound)
+    edited = with_size_rules(model, bound)
+    with exporting_loops_as(LoopShape.ROLLED), OnnxForms(BYTES, keeps_biases=bool(opaque_call_nodes(model))):
+        return Interpreter(edited).run(*bound)
+
+
+def in_onnx_forms(graph_module: GraphModule) -> GraphModule:
+    """Return ``graph_module``, a q-dq graph, as one call that runs it on operators of opset 21."""
+    keeps_biases = bool(opaque_call_nodes(graph_module))
+
+    def run(*args: Any) -> Any:
+        with OnnxForms(WITH_16_BITS, keeps_biases=keeps_biases):
+            return Interpreter(graph_module).run(*args, enable_io_processing=False)
+
+    graph = Graph()
+    inputs = [graph.node_copy(node) for node in graph_module.graph.find_nodes(op="placeholder")]
+    graph.output(graph.call_function(run, tuple(inputs)))
+    graph.set_codegen(graph_module.graph._codegen)
+    result = GraphModule(graph_module, graph)
+    # torch.export looks for tensors in the module that it is given.
+    owned = ("_parameters", "_buffers", "_modules")
+    vars(result).update({name: vars(graph_module)[name] for name in owned})
+    return result
 
 
 class _Table(NamedTuple):
@@ -60,13 +90,15 @@ class OnnxForms(TorchFunctionMode):
     """Replaces operators of ``quantized_decomposed`` by operators that ONNX has, inside loops too.
 
     Args:
-        keeps_biases: whether the biases of convolutions are separated; see ``lowering.py``.
+        dtypes: the dtypes that QuantizeLinear has.
+        keeps_biases: whether the biases of convolutions are separated.
     """
 
-    def __init__(self, keeps_biases: bool = False) -> None:
+    def __init__(self, dtypes: Collection[torch.dtype], *, keeps_biases: bool) -> None:
         super().__init__()
+        self.dtypes = dtypes
         self.keeps_biases = keeps_biases
-        #: Dequantized tensor -> its source; None for bytes with per-tensor qparams.
+        #: Dequantized tensor -> its source; None for per-tensor qparams.
         self._dequantized: Any = WeakTensorKeyDictionary()
 
     def __torch_function__(
@@ -86,11 +118,16 @@ class OnnxForms(TorchFunctionMode):
             and len(args) > 2
             and args[2] is not None
         ):
-            return with_bias_apart(func, *args, **kwargs)
-        result = FORMS.get(func, func)(*args, **kwargs)
+            x, weight, bias, *settings = args
+            result = func(x, weight, None, *settings, **kwargs)
+            return result - (-bias).reshape(-1, *[1] * (weight.dim() - 2))
+        form = FORMS.get(func, func)
+        result = partial(form, self.dtypes)(*args, **kwargs) if func in OF_DTYPES else form(*args, **kwargs)
+        if func in those("squeeze") and result.dim() == args[0].dim():
+            return args[0]
         if func is qdq.DEQUANTIZE_PER_CHANNEL:
             self._dequantized[result] = _Table(*args[:4])
-        elif func is qdq.DEQUANTIZE and args[0].dtype in BYTES:
+        elif func is qdq.DEQUANTIZE and args[0].dtype in self.dtypes:
             self._dequantized[result] = None
         return result
 
@@ -125,14 +162,19 @@ class OnnxForms(TorchFunctionMode):
 
 
 def _quantize(
-    x: Tensor, scale: float, zero_point: int, quant_min: int, quant_max: int, dtype: torch.dtype
+    dtypes: Collection[torch.dtype],
+    x: Tensor,
+    scale: float,
+    zero_point: int,
+    quant_min: int,
+    quant_max: int,
+    dtype: torch.dtype,
 ) -> Tensor:
-    whole = BYTES.get(dtype)
-    if whole is None:
+    if dtype not in dtypes:
         scaled = torch.round(x * (1.0 / scale)) + float(zero_point)
         low, high = (float(max(quant_min, -(2**31))), float(min(quant_max, LARGEST)))
         return scaled.clamp(low, high).to(dtype)
-    if (quant_min, quant_max) != whole:
+    if (quant_min, quant_max) != dtype_range(dtype):
         low, high = ((bound - zero_point) * scale for bound in (quant_min, quant_max))
         x = x.clamp(low, high)
     integers: Tensor = qdq.QUANTIZE(x, scale, zero_point, quant_min, quant_max, dtype)
@@ -140,6 +182,7 @@ def _quantize(
 
 
 def _dequantize(
+    dtypes: Collection[torch.dtype],
     x: Tensor,
     scale: float,
     zero_point: int,
@@ -149,7 +192,7 @@ def _dequantize(
     *,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    if dtype in BYTES:
+    if dtype in dtypes:
         arguments = (x, scale, zero_point, quant_min, quant_max, dtype)
         result: Tensor = qdq.DEQUANTIZE(*arguments, out_dtype=out_dtype)
         return result
@@ -187,6 +230,7 @@ def _choose_qparams(
 
 
 def _dequantize_per_channel(
+    dtypes: Collection[torch.dtype],
     x: Tensor,
     scales: Tensor,
     zero_points: Tensor,
@@ -197,7 +241,7 @@ def _dequantize_per_channel(
     *,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    if dtype in BYTES and not zero_points.dtype.is_floating_point:
+    if dtype in dtypes and not zero_points.dtype.is_floating_point:
         arguments = (x, scales, zero_points, axis, quant_min, quant_max, dtype)
         result: Tensor = qdq.DEQUANTIZE_PER_CHANNEL(*arguments, out_dtype=out_dtype)
         return result
@@ -231,3 +275,5 @@ FORMS: dict[Any, Callable[..., Any]] = {
     qdq.DEQUANTIZE_PER_CHANNEL: _dequantize_per_channel,
     qdq.CONVERT_DTYPE: _convert_dtype,
 }
+#: Those that depend on the dtypes of QuantizeLinear, their first argument.
+OF_DTYPES = (qdq.QUANTIZE, qdq.DEQUANTIZE, qdq.DEQUANTIZE_PER_CHANNEL)
