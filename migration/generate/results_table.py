@@ -43,7 +43,7 @@ def results_table(file: Path) -> str:
     lines += [f"| {ROWS[case]} | {_cells(cases[case])} |" for case in ROWS if case in cases]
     environment = data["environment"]
     return "\n".join(lines) + (
-        f"\n\nOne run on {environment['cores']} cores of {environment['architecture']} "
+        f"\n\nMeasured on {environment['cores']} cores of {environment['architecture']} "
         f"({environment['torch_capability']}); [benchmarks](migration/benchmarks.md): how; where we lose.\n"
     )
 

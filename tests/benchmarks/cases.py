@@ -76,6 +76,7 @@ class Case:
         calibrate(prepared, self.batches)
         return prepared
 
+    @torch.enable_grad()
     def _trained(self, prepare_qat: Callable[..., GraphModule]) -> GraphModule:
         model = copy.deepcopy(self.model).train()
         prepared = prepare_qat(model, get_default_qat_qconfig_mapping(ENGINE), self.batches[0])
@@ -107,9 +108,18 @@ class Case:
 
 
 class TrainedCase(Case):
-    """A case whose model is trained with fake-quantizes."""
+    """A case whose model is trained with fake-quantizes, from batch statistics of the same data."""
 
     trains = True
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.model.train()
+        with torch.no_grad():
+            for _ in range(30):
+                for batch in self.batches:
+                    self.model(*batch)
+        self.model.eval()
 
 
 @dataclass(frozen=True)
