@@ -22,7 +22,6 @@ Legacy: none.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -121,8 +120,8 @@ class OnnxForms(TorchFunctionMode):
             x, weight, bias, *settings = args
             result = func(x, weight, None, *settings, **kwargs)
             return result - (-bias).reshape(-1, *[1] * (weight.dim() - 2))
-        form = FORMS.get(func, func)
-        result = partial(form, self.dtypes)(*args, **kwargs) if func in OF_DTYPES else form(*args, **kwargs)
+        forms = IN_ONNX if self._is_in_onnx(func, args) else FORMS
+        result = forms.get(func, func)(*args, **kwargs)
         if func in those("squeeze") and result.dim() == args[0].dim():
             return args[0]
         if func is qdq.DEQUANTIZE_PER_CHANNEL:
@@ -130,6 +129,14 @@ class OnnxForms(TorchFunctionMode):
         elif func is qdq.DEQUANTIZE and args[0].dtype in self.dtypes:
             self._dequantized[result] = None
         return result
+
+    def _is_in_onnx(self, func: Any, args: tuple[Any, ...]) -> bool:
+        """Return whether QuantizeLinear and DequantizeLinear have the dtypes of ``func``."""
+        if func is qdq.QUANTIZE:
+            return args[5] in self.dtypes
+        if func is qdq.DEQUANTIZE_PER_CHANNEL and args[2].dtype.is_floating_point:
+            return False
+        return func in (qdq.DEQUANTIZE, qdq.DEQUANTIZE_PER_CHANNEL) and args[0].dtype in self.dtypes
 
     def _around(self, body: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``body`` with this mode on: a scan traces its body with the mode off."""
@@ -161,19 +168,9 @@ class OnnxForms(TorchFunctionMode):
         return result
 
 
-def _quantize(
-    dtypes: Collection[torch.dtype],
-    x: Tensor,
-    scale: float,
-    zero_point: int,
-    quant_min: int,
-    quant_max: int,
-    dtype: torch.dtype,
+def _quantize_clamped(
+    x: Tensor, scale: float, zero_point: int, quant_min: int, quant_max: int, dtype: torch.dtype
 ) -> Tensor:
-    if dtype not in dtypes:
-        scaled = torch.round(x * (1.0 / scale)) + float(zero_point)
-        low, high = (float(max(quant_min, -(2**31))), float(min(quant_max, LARGEST)))
-        return scaled.clamp(low, high).to(dtype)
     if (quant_min, quant_max) != dtype_range(dtype):
         low, high = ((bound - zero_point) * scale for bound in (quant_min, quant_max))
         x = x.clamp(low, high)
@@ -181,21 +178,17 @@ def _quantize(
     return integers
 
 
-def _dequantize(
-    dtypes: Collection[torch.dtype],
-    x: Tensor,
-    scale: float,
-    zero_point: int,
-    quant_min: int,
-    quant_max: int,
-    dtype: torch.dtype,
-    *,
-    out_dtype: torch.dtype | None = None,
+def _quantize(
+    x: Tensor, scale: float, zero_point: int, quant_min: int, quant_max: int, dtype: torch.dtype
 ) -> Tensor:
-    if dtype in dtypes:
-        arguments = (x, scale, zero_point, quant_min, quant_max, dtype)
-        result: Tensor = qdq.DEQUANTIZE(*arguments, out_dtype=out_dtype)
-        return result
+    scaled = torch.round(x * (1.0 / scale)) + float(zero_point)
+    low, high = (float(max(quant_min, -(2**31))), float(min(quant_max, LARGEST)))
+    return scaled.clamp(low, high).to(dtype)
+
+
+def _dequantize(
+    x: Tensor, scale: float, zero_point: int, *limits: Any, out_dtype: torch.dtype | None = None
+) -> Tensor:
     result = (x.to(torch.float32) - float(zero_point)) * scale
     return result if out_dtype is None else result.to(out_dtype)
 
@@ -208,14 +201,7 @@ def _quantize_by_tensors(
 
 
 def _dequantize_by_tensors(
-    x: Tensor,
-    scale: Tensor,
-    zero_point: Tensor,
-    quant_min: int,
-    quant_max: int,
-    dtype: torch.dtype,
-    *,
-    out_dtype: torch.dtype | None = None,
+    x: Tensor, scale: Tensor, zero_point: Tensor, *limits: Any, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     return (x.to(torch.float32) - zero_point.to(torch.float32)) * scale.to(torch.float32)
 
@@ -230,21 +216,13 @@ def _choose_qparams(
 
 
 def _dequantize_per_channel(
-    dtypes: Collection[torch.dtype],
     x: Tensor,
     scales: Tensor,
     zero_points: Tensor,
     axis: int,
-    quant_min: int,
-    quant_max: int,
-    dtype: torch.dtype,
-    *,
+    *limits: Any,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    if dtype in dtypes and not zero_points.dtype.is_floating_point:
-        arguments = (x, scales, zero_points, axis, quant_min, quant_max, dtype)
-        result: Tensor = qdq.DEQUANTIZE_PER_CHANNEL(*arguments, out_dtype=out_dtype)
-        return result
     shape = [1] * x.dim()
     shape[axis] = -1
     shift, factor = (item.to(torch.float32).reshape(shape) for item in (zero_points, scales))
@@ -266,6 +244,7 @@ def _look_up(table: _Table, indices: Tensor) -> Tensor:
     return result
 
 
+#: Operator -> what computes it in floats, or for any dtype.
 FORMS: dict[Any, Callable[..., Any]] = {
     qdq.QUANTIZE: _quantize,
     qdq.DEQUANTIZE: _dequantize,
@@ -275,5 +254,5 @@ FORMS: dict[Any, Callable[..., Any]] = {
     qdq.DEQUANTIZE_PER_CHANNEL: _dequantize_per_channel,
     qdq.CONVERT_DTYPE: _convert_dtype,
 }
-#: Those that depend on the dtypes of QuantizeLinear, their first argument.
-OF_DTYPES = (qdq.QUANTIZE, qdq.DEQUANTIZE, qdq.DEQUANTIZE_PER_CHANNEL)
+#: The same for dtypes that ONNX has.
+IN_ONNX: dict[Any, Callable[..., Any]] = {qdq.QUANTIZE: _quantize_clamped}
