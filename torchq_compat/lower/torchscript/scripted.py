@@ -132,8 +132,8 @@ class _Leaves:
 
 
 def _function_of_leaf(leaf: nn.Module, node: Node, model: QuantizationGraphModule) -> FunctionSource:
-    """Return a call of ``leaf`` as a function, from its exported form; each of its loops is one operator. A
-    float module has the results of its own call, an opaque one flat ones."""
+    """Return a call of ``leaf`` as a function, from its exported form, with its loops rolled. A float
+    module has the results of its own call, an opaque one flat ones."""
     counterpart, is_opaque = _reference_node(node, model), isinstance(leaf, OpaqueModule)
     kwargs = {"opaque_layout": node.kwargs.get("opaque_layout")} if is_opaque else counterpart.kwargs
     given, form = pytree.tree_flatten((counterpart.args, kwargs))
