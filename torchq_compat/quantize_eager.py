@@ -27,7 +27,13 @@ from torchq_compat.annotate.annotation import annotating_nothing
 from torchq_compat.capture.opaque_calls import OpaqueModule
 from torchq_compat.eager.convert import ConvertSettings, convert_children, convert_module, tell_of_observers
 from torchq_compat.eager.grid import ConvertedEager, decide, mark_converted, rounding_as_graph
-from torchq_compat.eager.observe import ObserveSettings, forget_observers, observe, set_qconfigs
+from torchq_compat.eager.observe import (
+    ObserveSettings,
+    forget_observers,
+    observe,
+    set_qconfigs,
+    tell_if_unasked,
+)
 from torchq_compat.errors import ConfigError
 from torchq_compat.lower.integers.lowered_module import lower_to_integers
 from torchq_compat.model.graph_module import ConvertedGraphModule, ConvertedModel, record_of
@@ -63,7 +69,7 @@ from torchq_compat.support.torch_ao import (
 )
 from torchq_compat.support.torch_ao import fuse_modules as legacy_fuse_modules
 from torchq_compat.support.torch_ao import fuse_modules_qat as legacy_fuse_modules_qat
-from torchq_compat.support.user_warnings import silenced, warn_user
+from torchq_compat.support.user_warnings import silenced
 
 __all__ = [
     "DeQuantStub",
@@ -272,9 +278,7 @@ def convert(
     meet_other_ranks(module, "convert")
     with converting_together(module) as parts:
         working = _working(module, "convert", inplace=inplace, known=parts)
-        is_asked = any(getattr(item, "qconfig", None) is not None for item in working.modules())
-        if not is_asked and not isinstance(working, ConvertedEager):
-            warn_user("TQ424", function="convert", done="quantized")
+        if not isinstance(working, ConvertedEager) and tell_if_unasked(working, "convert", "quantized"):
             return working
         tell_of_observers(working, settings)
         with silenced(lambda text: "must run observer" in text):  # Those without data are told of above.

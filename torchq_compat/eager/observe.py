@@ -86,6 +86,15 @@ def set_qconfigs(model: nn.Module, spec: ModuleSpec, left_out: Collection[Any] =
             module.qconfig = qconfigs[path]
 
 
+def tell_if_unasked(model: nn.Module, function: str, done: str) -> bool:
+    """Warn that ``function`` changes nothing if no module of ``model`` has a qconfig; return whether so.
+    ``done`` says what nothing is: observed, or quantized."""
+    is_unasked = not any(getattr(module, "qconfig", None) for module in model.modules())
+    if is_unasked:
+        warn_user("TQ424", function=function, done=done)
+    return is_unasked
+
+
 def observe(model: nn.Module, settings: ObserveSettings) -> list[Decision]:
     """Add observers to the modules of ``model``, and replace its custom modules by observed ones; return a
     decision about each module without submodules.
@@ -96,8 +105,7 @@ def observe(model: nn.Module, settings: ObserveSettings) -> list[Decision]:
     """
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())} - {torch.device("meta")}
     device = next(iter(devices)) if len(devices) == 1 else None
-    if not any(getattr(module, "qconfig", None) for module in model.modules()):
-        warn_user("TQ424", function="prepare", done="observed")
+    tell_if_unasked(model, "prepare", "observed")
     _observe(model, "", settings, device)
     model.register_forward_pre_hook(note_call, with_kwargs=True)
     return list(_decisions(model))
