@@ -558,6 +558,29 @@ def _scan(cell: nn.Module, x: Tensor, h: Tensor) -> Tensor:
     return torch.stack(outputs, 1)
 
 
+class PhasedLSTM(nn.Module):
+    """A gate of time lets a part of each new state through; the last state is read beside all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(6, 8)
+        self.period, self.phase = nn.Parameter(torch.rand(8) * 4 + 1), nn.Parameter(torch.rand(8))
+        self.out = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:
+        h = c = x.new_zeros(x.shape[0], 8)
+        outputs = []
+        for step in range(x.shape[1]):
+            new_h, new_c = self.cell(x[:, step], (h, c))
+            phase = torch.fmod(times[:, step, None] + self.phase, self.period) / self.period
+            opening = torch.where(phase < 0.3, 2 - phase / 0.15, 0.01 * phase)
+            gate = torch.where(phase < 0.15, phase / 0.15, opening)
+            c = gate * new_c + (1 - gate) * c
+            h = gate * new_h + (1 - gate) * h
+            outputs.append(h)
+        return self.out(torch.stack(outputs, 1)), h
+
+
 @dataclass(frozen=True)
 class PublicLoop:
     """A model and what makes its inputs for (steps, batch)."""
@@ -627,4 +650,5 @@ PUBLIC_LOOPS: Mapping[str, PublicLoop] = {
     "stacked_steps": PublicLoop(StackedSteps, _values),
     "writes_parts": PublicLoop(WritesParts, _values),
     "with_variable": PublicLoop(WithVariable, _values),
+    "phased_lstm": PublicLoop(PhasedLSTM, lambda n, b: (torch.randn(b, n, 6), torch.rand(b, n).cumsum(1))),
 }

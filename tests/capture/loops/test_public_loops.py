@@ -11,7 +11,7 @@ from tests.helpers.oracle import calibrate, leaves, sqnr
 from tests.helpers.public_loops import PUBLIC_LOOPS
 
 #: Those that most of what is special in the others meets.
-QUICK = ("raw_lstm", "every_second", "positions", "writes_parts", "with_variable")
+QUICK = ("raw_lstm", "every_second", "positions", "writes_parts", "with_variable", "phased_lstm")
 #: The model -> the number of its loops, where that is not 1.
 LOOPS = {"both_directions": 3}
 #: The least SQNR in dB of the converted model, where that is not 20: a decision of one step changes all

@@ -410,7 +410,8 @@ class _AtStep:
         state = next((i for i, s in enumerate(roller.states) if s.position == j), None)
         earlier = [node for step in steps[:-1] if (node := step[j]) is not None]
         # What reads every step may be a loop itself, and reads all of them alike.
-        only_last = k == len(steps) - 1 and not any(_outside(roller.flow, node) for node in earlier)
+        readers = (user.target for node in earlier for user in _outside(roller.flow, node))
+        only_last = k == len(steps) - 1 and all(target in those("joins") for target in readers)
         if only_last and state is not None:
             return cls(state, None)
         return cls(roller.value(Inside(j), 0), -1 if only_last else k)
