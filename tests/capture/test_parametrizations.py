@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -162,3 +163,32 @@ def test_a_recurrent_module_with_computed_weights_is_copied(norm: Any, place: An
     decisions = tc.explain(converted).find("0" if place is nn.Sequential else "module")
     assert "float" in [decision.action for decision in decisions]
     assert torch.equal(converted(x)[0], model(x)[0])
+
+
+class _KeepsResults(nn.Module):
+    """Keeps what it computed, as position tables and attention biases are kept between calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.table = nn.Parameter(torch.randn(2, 6))
+        self.by_size: dict[int, Tensor] = {}
+        self.kept = SimpleNamespace(last=[self.table])
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[0] not in self.by_size:
+            self.by_size[x.shape[0]] = self.table[[0, 1, 0]]
+        result: Tensor = self.linear(x) + self.by_size[x.shape[0]]
+        self.kept.last.append(result)
+        return result
+
+
+def test_what_an_earlier_call_left_in_the_model_is_copied() -> None:
+    """It has an autograd graph; in a dict or in an object it stopped prepare with torch's own error."""
+    model, x = _KeepsResults().eval(), torch.randn(3, 6)
+    expected = model(x)
+    prepared = tc.prepare_fx(model, MAPPING, (x,))
+    prepared(x)
+    assert 30 < sqnr(expected, tc.convert_fx(prepared)(x)) < 60
+    assert model.kept.last[1] is expected  # The user's model is as it was.
+    assert model.by_size[3].requires_grad

@@ -10,15 +10,16 @@ import os
 import re
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from itertools import chain
 from pathlib import Path
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from torchq_compat.support.process_state import Lock
@@ -154,6 +155,8 @@ _SHARING = Lock()
 #: Their kernels (torch 2.13) ask for the memory of weights as if to write to it, which would copy it at each
 #: first call, and twice at a time if two threads call.
 WRITES_TO_WEIGHTS = (nn.LSTM,)
+#: What holds no tensors of its own, or is walked on its own.
+NO_TENSORS = (nn.Module, Graph, type, ModuleType, FunctionType, MethodType, str, int, float, type(None))
 
 
 def copied_model(model: Model, known: Mapping[int, Any] | None = None) -> Model:
@@ -166,31 +169,44 @@ def copied_weights(model: nn.Module, known: Mapping[int, Any] | None = None) -> 
     empty hooks, which make up most of the time that a copy takes.
 
     torch does not copy tensors that have an autograd graph. These are the weights that parametrizations and
-    ``torch.nn.utils.weight_norm`` compute, and buffers that were written with gradients on.
+    ``torch.nn.utils.weight_norm`` compute, buffers that were written with gradients on, and what a model kept
+    of an earlier call, in whatever it keeps it.
     """
     copies: dict[int, Any] = dict(known or {})
     unshared = {id(p) for m in model.modules() if isinstance(m, WRITES_TO_WEIGHTS) for p in m.parameters()}
+    passed: set[int] = set()
     for module in model.modules():
-        for value in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
-            if type(value) is OrderedDict and not value:
-                copies[id(value)] = OrderedDict()
-            # A recurrent module has its weights in a list, too.
-            for tensor in value if isinstance(value, list) else [value]:
-                if not isinstance(tensor, Tensor) or id(tensor) in copies:
-                    continue
-                if not tensor.is_leaf:
-                    copies[id(tensor)] = tensor.detach().clone()
-                elif id(tensor) not in unshared and _is_plain(tensor):
-                    shared = _shared(tensor)
-                    if shared is not None:
-                        needs_grad = tensor.requires_grad
-                        is_parameter = isinstance(tensor, nn.Parameter)
-                        copies[id(tensor)] = (
-                            nn.Parameter(shared, needs_grad)
-                            if is_parameter
-                            else shared.requires_grad_(needs_grad)
-                        )
+        hooks = (value for value in vars(module).values() if type(value) is OrderedDict and not value)
+        copies.update((id(value), OrderedDict()) for value in hooks)
+        for tensor in _tensors_held(vars(module), passed):
+            if id(tensor) in copies:
+                continue
+            if not tensor.is_leaf:
+                copies[id(tensor)] = tensor.detach().clone()
+            elif id(tensor) not in unshared and _is_plain(tensor):
+                shared = _shared(tensor)
+                if shared is not None:
+                    needs_grad = tensor.requires_grad
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    copies[id(tensor)] = (
+                        nn.Parameter(shared, needs_grad)
+                        if is_parameter
+                        else shared.requires_grad_(needs_grad)
+                    )
     return copies
+
+
+def _tensors_held(attributes: dict[str, Any], passed: set[int]) -> Iterator[Tensor]:
+    """Yield the tensors in a module's ``attributes``, in containers and in plain objects' attributes too."""
+    pending: list[Any] = [attributes]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, Tensor):
+            yield value
+        elif not isinstance(value, NO_TENSORS) and id(value) not in passed:
+            passed.add(id(value))
+            inner = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+            pending.extend(value if isinstance(value, (list, tuple, set)) else inner.values())
 
 
 def copied_values(tensor: Tensor) -> Tensor:
