@@ -47,6 +47,7 @@ from torchq_compat.support.decisions import (
     warned_if_nothing_is_quantized,
 )
 from torchq_compat.support.process_state import draws_kept
+from torchq_compat.support.upstream import pytree
 
 # Inserts observers into a captured model, where FX's configuration or a user's Quantizer puts them.
 
@@ -304,6 +305,7 @@ def _observe(state: _Preparing) -> None:
         observed_graph.calibrate_with_float_weights(state.observed)
     named = {decision.path for decision in state.decisions}
     quantized = {item.node for item in decided if item.action in (Action.QUANTIZED, Action.SHARED)}
+    thresholds = _thresholds(graph_module, quantized) if request.is_step and not state.is_qat else ()
     for item in decided:
         # An op quantizes what it reads, too; what shares the observer of an op was told there.
         read = producers.get(item.node, [])
@@ -312,8 +314,32 @@ def _observe(state: _Preparing) -> None:
         if known is not None and item.node in quantized and not is_behind:
             why = said("TQ437", size=known[0], factor=known[1])
             item = replace(item, reason=f"{item.reason}; {why}", warn=True, code="TQ437")
+        elif item.path.rpartition("/")[2] in thresholds:
+            item = replace(item, reason=f"{item.reason}; {said('TQ442')}", warn=True, code="TQ442")
         if item.path not in named:
             state.decisions.append(item)
+
+
+def _thresholds(step: GraphModule, quantized: Collection[str]) -> set[str]:
+    """Return the ops in the step of a loop that jump where what is ``quantized`` is off by one integer, and
+    whose results the loop computes with."""
+    graph = step.graph
+    results = pytree.tree_leaves(graph.output_node().args)
+    # A state is what the step before it returned.
+    before = dict(zip(graph.find_nodes(op="placeholder"), results, strict=False))
+    behind, result = set[Node](), set[str]()
+    for _ in range(2):
+        for node in graph.nodes:
+            reads = [before[node]] if node in before else node.all_input_nodes
+            if not behind.isdisjoint(reads) or node.name in quantized:
+                behind.add(node)
+    for node in behind:
+        # A choice between values, as in a piecewise function, is mostly of equal ones at the threshold.
+        chosen = those("picks", "check") if node.target in those("compares") else ()
+        is_read = any(user.op != "output" and user.target not in chosen for user in node.users)
+        if is_read and node.target in those("jumps", "compares", "positions"):
+            result.add(node.name)
+    return result
 
 
 @carries_out(PREPARE, "wrap")
