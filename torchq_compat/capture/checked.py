@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import enum
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from torchq_compat.capture.inlined_blocks import Block, inline_blocks
-from torchq_compat.capture.loops.loop_module import Loop
+from torchq_compat.capture.loops.loop_module import LONGER, Loop
 from torchq_compat.capture.packed_sequences import PackingMode
 from torchq_compat.capture.row_order import check_row_order
 from torchq_compat.capture.sizes.find_sizes import Group, find_sizes, group_of, sizes_of_symbols
@@ -608,30 +608,45 @@ GROWN = 1.6
 
 
 def growing_values(
-    case: CaptureCase, result: Attempt, longer: Mapping[str, tuple[Any, ...]]
+    case: CaptureCase, result: Attempt, longer: Mapping[str, Iterable[tuple[Any, ...]]]
 ) -> dict[str, tuple[str, float]]:
     """Return name of a node -> the size that its values grow with, and by how much at twice the size.
 
-    Only graphs with a loop, or an op that goes over a dimension, are run at other sizes.
+    Only graphs with a loop, or an op that goes over a dimension, are run at other sizes: at twice the size,
+    and, where values grew, at twice that, since states with bounds grow at first, too.
 
     Args:
-        longer: for the step of a loop, size of the model -> arguments of the last step at twice the size.
+        longer: for the step of a loop, size of the model -> arguments of the last step at longer sizes.
     """
-    tried = dict(longer)
+    tried: dict[str, Iterable[tuple[Any, ...]]] = dict(longer)
     has_loops = any(isinstance(module, Loop) for module in case.runs.modules.values())
     if has_loops or any(map(_goes_over, result.graph_module.graph.nodes)):
         for dimension in {group_of(item): item for item in result.sizes.free if item.example > 1}.values():
-            groups = {group_of(dimension): 2 * dimension.example}
-            if result.sizes.broken_rule(sizes_at(result.sizes, groups)) is None:
-                tried[dimension.name] = resized(case.args, case.inputs, result.sizes, groups)
+            tried[dimension.name] = _longer(case, result, dimension)
     before = _largest(case, result, case.args) if tried else {}
     grown: dict[str, tuple[str, float]] = {}
-    for size, args in tried.items():
+    for size, inputs in tried.items():
+        factors: dict[str, float] = {}
         with suppress(Exception):  # A table has no entries for as many.
-            for name, largest in _largest(case, result, args).items():
-                if 0 < GROWN * before.get(name, 0.0) <= largest < math.inf:
-                    grown[name] = size, largest / before[name]
+            last, names = before, set(before)
+            for args in inputs:
+                now = _largest(case, result, args)
+                names = {name for name in names if 0 < GROWN * last[name] <= now.get(name, 0.0) < math.inf}
+                factors = {name: factors.get(name, now[name] / last[name]) for name in names}
+                if not names:
+                    break
+                last = now
+        grown |= {name: (size, factor) for name, factor in factors.items()}
     return grown
+
+
+def _longer(case: CaptureCase, result: Attempt, dimension: Dimension) -> Iterator[tuple[Any, ...]]:
+    """Yield the example inputs at each of ``LONGER`` times the size of ``dimension``, up to its bounds."""
+    for times in LONGER:
+        groups = {group_of(dimension): times * dimension.example}
+        if result.sizes.broken_rule(sizes_at(result.sizes, groups)) is not None:
+            return
+        yield resized(case.args, case.inputs, result.sizes, groups)
 
 
 def _goes_over(node: Node) -> bool:

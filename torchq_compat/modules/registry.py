@@ -49,7 +49,7 @@ class ObserveRequest:
         prepare_inside: prepares a standalone module, or the model that the module holds, as its own model.
         example_inputs: the example inputs of the model that the module holds.
         first_inputs: what that model is given first, as the states before a loop.
-        longer_inputs: size of the model around it -> what it is given last at twice the size.
+        longer_inputs: size of the model around it -> what it is given last at longer sizes.
     """
 
     module: nn.Module
@@ -61,7 +61,7 @@ class ObserveRequest:
     prepare_inside: Callable[[ObserveRequest], GraphModule] | None = None
     example_inputs: tuple[Any, ...] | None = None
     first_inputs: tuple[Any, ...] = ()
-    longer_inputs: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    longer_inputs: Mapping[str, tuple[tuple[Any, ...], ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -209,7 +209,8 @@ def _prepare(model: nn.Module, request: PrepareRequest) -> QuantizationGraphModu
     try:
         run_passes(PREPARE, state, model)
     except Exception as cause:
-        if not hasattr(state, "with_loops") or not state.with_loops.steps:
+        is_raised = isinstance(cause, Warning)  # By a filter of the user.
+        if is_raised or not hasattr(state, "with_loops") or not state.with_loops.steps:
             raise
         raise _RolledModelFailedError(error_line(cause)) from cause
     finally:

@@ -50,7 +50,7 @@ class PrepareRequest:
     Attributes:
         rules: the QConfigMapping; if ``quantizer`` is given, the default one, for custom modules alone.
         is_step: whether the model is the step of a loop, prepared by the rules of the model around it.
-        first_inputs, longer_inputs: the arguments of its first step, and of its last at twice a size.
+        first_inputs, longer_inputs: the arguments of its first step, and of its last at longer sizes.
         unrolled_because: why loops over time stay as they are written; empty if they may be rolled.
         untraced_because: why modules of torch.nn that FX does not trace are one float call each; empty if
             they are traced.
@@ -69,7 +69,7 @@ class PrepareRequest:
     is_qat: bool
     is_step: bool = False
     first_inputs: tuple[Any, ...] = ()
-    longer_inputs: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    longer_inputs: Mapping[str, tuple[tuple[Any, ...], ...]] = field(default_factory=dict)
     unrolled_because: str = ""
     untraced_because: str = ""
     has_two_samples: bool = False

@@ -139,6 +139,10 @@ def _stacked(value: Tensor, dim: int, steps: int) -> list[int]:
     return [*value.shape[:dim], steps, *value.shape[dim:]]
 
 
+#: How often as long as the example the inputs are that show whether values grow.
+LONGER = (2, 4)
+
+
 class Loop(nn.Module):
     """A float loop over time.
 
@@ -155,8 +159,8 @@ class Loop(nn.Module):
         #: The arguments of the step in the last call, the example for its capture; and in the first.
         self.example: tuple[Tensor, ...] = ()
         self.first: tuple[Tensor, ...] = ()
-        #: Size of the model's inputs -> the arguments in the last call at twice the size.
-        self.longer: Mapping[str, tuple[Tensor, ...]] = {}
+        #: Size of the model's inputs -> the arguments in the last call at each of ``LONGER`` times the size.
+        self.longer: dict[str, tuple[tuple[Tensor, ...], ...]] = {}
 
     def forward(
         self, states: Sequence[Tensor], wholes: Sequence[Tensor], same: Sequence[Tensor]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from torchq_compat.capture.inlined_blocks import inline_blocks
-from torchq_compat.capture.loops.loop_module import GraphModel, Loop, LoopedSizes
+from torchq_compat.capture.loops.loop_module import LONGER, GraphModel, Loop, LoopedSizes
 from torchq_compat.capture.loops.roll_graph import RolledGraph, roll_graph
 from torchq_compat.capture.loops.segments import LIFTED
 from torchq_compat.capture.loops.step_flow import NotALoopError
@@ -378,7 +378,7 @@ def _like(model: nn.Module) -> type[GraphModel]:
 def _keep_examples(
     rolled_model: RolledModel, args: tuple[Any, ...], inputs: Mapping[str, Any], looped: LoopedSizes
 ) -> None:
-    """Record the arguments that the steps are called with in the example, and at twice its lengths."""
+    """Record the arguments that the steps are called with in the example, and at longer ones."""
     model = trial_copy(rolled_model.model)
 
     def run(args: tuple[Any, ...]) -> Iterator[tuple[Loop, Loop]]:
@@ -390,10 +390,13 @@ def _keep_examples(
     for loop, ran in run(args):
         loop.example, loop.first = ran.example, ran.first
     for group in looped.groups:
-        size, (label, dim) = dict.fromkeys(group, 2 * inputs[group[0][0]].shape[group[0][1]]), group[0]
+        label, dim = group[0]
         with suppress(Exception):  # A table has no entries for as many.
-            for loop, ran in run(with_sizes(args, inputs, size)):
-                loop.longer = {**loop.longer, f"{label}.size({dim})": ran.example}
+            for times in LONGER:
+                size = dict.fromkeys(group, times * inputs[label].shape[dim])
+                for loop, ran in run(with_sizes(args, inputs, size)):
+                    name = f"{label}.size({dim})"
+                    loop.longer[name] = (*loop.longer.get(name, ()), ran.example)
 
 
 def _check(
