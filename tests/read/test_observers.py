@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -141,6 +142,37 @@ def test_a_histogram_is_cut_where_torch_ao_cuts_it(
         assert search() == theirs._non_linear_param_search()
     for expected, found in zip(theirs.calculate_qparams(), ours.calculate_qparams(), strict=True):
         assert torch.equal(expected.float(), found.float())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_any_histogram_is_cut_where_torch_ao_cuts_it() -> None:
+    """Also those that no batch has made: as states are loaded, and rounded counts of grown ranges."""
+    generator = torch.Generator().manual_seed(1)
+    bins = 100
+    shares, places = torch.rand(4, bins, generator=generator), torch.arange(bins)
+    histograms = [
+        *shares * torch.tensor([1e-38, 1e-3, 1.0, 1e33])[:, None],
+        *(shares > 0.9).float() * 1e5 + shares.round(),
+        *torch.exp(-places * shares[:, :1] * 0.2) * 1000,
+        *(torch.where(places == place, 1e6, shares[2]) for place in (0, 40, 99)),
+        torch.ones(bins),
+        torch.zeros(bins),
+    ]
+    ends = [(-1.0, 6.0), (-1e-40, 1e-40), (-1e30, 0.0), (1.5, 1.5), (0.0, 1e-6)]
+    constructor = legacy.HistogramObserver.with_args(bins=bins)
+    theirs, ours = constructor(), ObserverConstructor(constructor)()
+    cuts = set()
+    with searched_in_arrays():
+        for (low, high), histogram in zip(itertools.cycle(ends), histograms):
+            for observer in (theirs, ours):
+                observer.histogram.copy_(histogram)
+                observer.min_val.fill_(low)
+                observer.max_val.fill_(high)
+            cut = theirs._non_linear_param_search()
+            for expected, found in zip(cut, ours._non_linear_param_search(), strict=True):
+                assert torch.equal(expected, found)
+            cuts.add((float(cut[0]), float(cut[1])))
+    assert len(cuts) > 10
 
 
 def test_a_fused_fake_quantize_has_the_qparams_it_trains_with() -> None:

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
 from ctypes import c_float
-from functools import cache
-from itertools import accumulate, islice, repeat
 from typing import Any
 
 import torch
@@ -21,6 +17,7 @@ from torchao.quantization.pt2e.observer import (
 )
 
 from torchq_compat.errors import ExportError
+from torchq_compat.read.histogram_search import least_error_bins
 from torchq_compat.read.qparams import has_loaded_qparams
 from torchq_compat.read.torch_ao_classes import PER_CHANNEL, recognised_by_torch_ao
 from torchq_compat.support.dtypes import SIXTEEN_BITS, as_dtype, dtype_range, is_integer, plain_dtype
@@ -29,15 +26,8 @@ from torchq_compat.support.process_state import is_compiling, is_exporting
 # Faster HistogramObserver and MinMaxObserver: calibration spends most of its time in them.
 #
 # After a few batches, nearly every further batch lies inside the range already known. torchao's observers,
-# and torch.ao's, compute and copy the unchanged range all the same; these compare and count. Their search
-# for the best range of a histogram compares one-element tensors, thousands of times; these compare Python
-# numbers. State and qparams are torchao's, bit for bit.
-
-
-#: The share of all values by which each step of the search narrows the range.
-SEARCH_STEP = 1e-5
-#: The most ranges whose errors are computed together.
-TRIED_AT_ONCE = 16
+# and torch.ao's, compute and copy the unchanged range all the same; these compare and count. State and
+# qparams are torchao's, bit for bit.
 
 
 @recognised_by_torch_ao
@@ -68,8 +58,7 @@ class FastHistogramObserver(HistogramObserver):  # type: ignore[misc]
         return x_orig
 
     def _non_linear_param_search(self) -> tuple[Tensor, Tensor]:
-        width = (self.max_val.item() - self.min_val.item()) / self.bins
-        first, last = _least_error_bins(self.histogram, width, self.dst_nbins)
+        first, last = least_error_bins(self)
         bin_width = (self.max_val - self.min_val) / self.bins
         return self.min_val + bin_width * first, self.min_val + bin_width * (last + 1)
 
@@ -99,87 +88,6 @@ def _is_inside(values: Tensor, low: Tensor, high: Tensor) -> bool:
         return False
     smallest, largest = torch.aminmax(values)
     return bool(low.item() <= smallest.item() and largest.item() <= high.item())
-
-
-def _least_error_bins(histogram: Tensor, bin_width: float, dst_nbins: int) -> tuple[int, int]:
-    """Return the first and last bin of the range to quantize. The range is narrowed until its error grows;
-    a few ranges ahead are tried at a time."""
-    ranges, least = _narrowing(histogram), math.inf
-    chosen, count = (0, len(histogram) - 1), 4
-    while ahead := list(islice(ranges, count)):
-        errors = _quantization_errors(histogram, bin_width, dst_nbins, ahead) if bin_width else [0.0] * count
-        for candidate, error in zip(ahead, errors, strict=False):
-            if error > least:
-                return chosen
-            chosen, least = candidate, error
-        count = min(2 * count, TRIED_AT_ONCE)
-    return chosen
-
-
-def _narrowing(histogram: Tensor) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of bins of the search: at each step, the side that loses more bins for the same share
-    of the values loses them."""
-    lows, highs = _shares()
-    values_up_to, total = histogram.cumsum(0).cpu(), histogram.sum().item()
-    # As in a comparison with a float32 tensor.
-    first_of = torch.searchsorted(values_up_to, (lows * total).float()).tolist()
-    last_of = (torch.searchsorted(values_up_to, (highs * total).float(), right=True) - 1).tolist()
-    cut_of = [-last for last in last_of]
-    first, last, low, high = 0, len(values_up_to) - 1, 1, 1
-    while first < last and high < len(cut_of) and lows[low - 1] < highs[high - 1]:
-        next_first = min(max(first_of[low], first), last)
-        next_last = min(max(last_of[high], first), last)
-        if next_first - first > last - next_last:
-            first, low = next_first, low + 1
-        elif next_last < last:
-            last, high = next_last, high + 1
-        else:
-            high = bisect_right(cut_of, -last, high)
-            continue
-        yield first, last
-
-
-@cache
-def _shares() -> tuple[Tensor, Tensor]:
-    """Return the shares of the values from which, and up to which, the range goes after each step.
-
-    They are added up as the search adds them, whose roundings decide.
-    """
-    count = math.ceil(1 / SEARCH_STEP) + 2
-    lows = accumulate(repeat(SEARCH_STEP, count), initial=0.0)
-    highs = accumulate(repeat(-SEARCH_STEP, count), initial=1.0)
-    return torch.tensor(list(lows), dtype=torch.float64), torch.tensor(list(highs), dtype=torch.float64)
-
-
-def _quantization_errors(
-    histogram: Tensor, bin_width: float, dst_nbins: int, ranges: Sequence[tuple[int, int]]
-) -> list[float]:
-    """Return the L2 errors of quantizing the values of ``histogram`` over each of ``ranges`` of its bins.
-
-    As HistogramObserver._compute_quantization_error, with its float32 roundings: the values of a bin are
-    spread evenly over it, and the integral of the squared distance to the centres of ``dst_nbins`` integers
-    is taken.
-    """
-    firsts = torch.tensor([first for first, _ in ranges], device=histogram.device)
-    bins = torch.arange(len(histogram), device=histogram.device)
-    widths = [bin_width * (last - first + 1) / dst_nbins for first, last in ranges]
-    width = torch.tensor(widths, dtype=torch.float32, device=histogram.device)[:, None]
-    half, density = width / 2, histogram / bin_width
-    begin = (bins - firsts[:, None]) * bin_width
-    end = begin + bin_width
-    level_of_begin = torch.div(begin, width, rounding_mode="floor").clamp_(0, dst_nbins - 1)
-    level_of_end = torch.div(end, width, rounding_mode="floor").clamp_(0, dst_nbins - 1)
-    from_begin = begin - (level_of_begin + 0.5) * width
-    to_end = end - (level_of_end * width + half)
-    error = density * ((_cubed(half) - _cubed(from_begin)) / 3)
-    error += (level_of_end - level_of_begin - 1) * (density * ((_cubed(half) - _cubed(-half)) / 3))
-    error += density * ((_cubed(to_end) - _cubed(-half)) / 3)
-    errors: list[float] = error.sum(1).tolist()
-    return errors
-
-
-def _cubed(distance: Tensor) -> Tensor:
-    return distance * distance * distance
 
 
 # Moving-average observers that count the values outside their range.
