@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -284,8 +285,18 @@ def dequantizes_constant(node: Node) -> bool:
     return node.target in DEQUANTIZES and source_of(node).op == "get_attr"
 
 
+_IS_WEIGHT_BY_WEIGHT: ContextVar[bool] = ContextVar("torchq_compat_weight_by_weight", default=False)
+
+
 class WeightByWeight(Interpreter):
     """Runs a q-dq graph, and dequantizes of each weight what is read, when it is read."""
+
+    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+        before = _IS_WEIGHT_BY_WEIGHT.set(True)
+        try:
+            return super().call_module(target, args, kwargs)
+        finally:
+            _IS_WEIGHT_BY_WEIGHT.reset(before)
 
     def run_node(self, n: Node) -> Any:
         if dequantizes_constant(n):
@@ -337,6 +348,15 @@ class WeightByWeight(Interpreter):
                 argument[index] if isinstance(argument, Tensor) else argument for argument in arguments
             ]
         return run_in_blocks(weight, arguments)
+
+
+def weight_by_weight(graph_module: GraphModule, graph: Graph) -> Callable[..., Any] | None:
+    """Return how to run ``graph``, on the state of ``graph_module``, if the call is one by ``WeightByWeight``
+    and a weight is large."""
+    if is_compiling() or not _IS_WEIGHT_BY_WEIGHT.get():
+        return None
+    is_large = any(buffer.numel() > LARGE for buffer in graph_module.buffers())
+    return WeightByWeight(graph_module, graph=graph).run if is_large else None
 
 
 def _has_rows(weight: Node) -> bool:

@@ -13,7 +13,13 @@ from torch.fx import Graph, GraphModule, Node
 
 from torchq_compat.capture.checked import capture_by_structure
 from torchq_compat.modules import parts
-from torchq_compat.read.qdq import DEQUANTIZE, QUANTIZE, called_in_blocks, dequantizes_constant
+from torchq_compat.read.qdq import (
+    DEQUANTIZE,
+    QUANTIZE,
+    called_in_blocks,
+    dequantizes_constant,
+    weight_by_weight,
+)
 from torchq_compat.read.qparams import PerTensorQParams
 from torchq_compat.recurrent.cells import FloatCell, kind_of
 from torchq_compat.recurrent.kernel.cell_reader import program_or_problem
@@ -263,7 +269,9 @@ class ConvertedCellGraphModule(parts.ConvertedPartGraphModule, CellGraphModule):
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return the inputs of ``step`` that depend on ``x`` (..., I), for all steps at once; (..., width)
         each."""
-        return self._functions.project(self, x)
+        project = weight_by_weight(self, self.projection_graph()) or partial(self._functions.project, self)
+        projected: tuple[Tensor, ...] = project(x)
+        return projected
 
     def step(self, *projected_and_states: Tensor) -> tuple[Tensor, ...]:
         """Return the new states, given the results of ``project`` for one step and the states, (B, width)
@@ -272,7 +280,9 @@ class ConvertedCellGraphModule(parts.ConvertedPartGraphModule, CellGraphModule):
 
     def repeated_step(self) -> Callable[..., tuple[Tensor, ...]]:
         """Return ``step`` for many steps in a row; the weights are dequantized once, in this call."""
-        return partial(self._functions.step_of_constants, self, *self._functions.constants(self))
+        return weight_by_weight(self, self.step_graph()) or partial(
+            self._functions.step_of_constants, self, *self._functions.constants(self)
+        )
 
     def step_of_weights(self) -> tuple[Callable[..., tuple[Tensor, ...]], tuple[Tensor, ...]]:
         """Return ``step`` as a function of (*weights, *projected, *states), and the stored, quantized

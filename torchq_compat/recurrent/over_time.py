@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from torchq_compat.modules.parts import ConvertedPartGraphModule, convert_parts
+from torchq_compat.read.qdq import weight_by_weight
 from torchq_compat.recurrent.cell_graph import CellGraphModule, ConvertedCellGraphModule, reference_cell
 from torchq_compat.recurrent.kernel.bound_module import BoundDirection, OwnedProgram
 from torchq_compat.recurrent.kernel.cell_reader import program_or_problem
@@ -223,7 +224,8 @@ class RecurrentDirection(nn.Module):
         """Return the input projection of ``x``, all steps at once; ``x`` itself if there is none."""
         if self.input_projection is None:
             return x
-        (projected,) = self.input_projection(x)
+        project = weight_by_weight(self.input_projection, self.input_projection.graph)
+        (projected,) = (project or self.input_projection)(x)
         assert isinstance(projected, Tensor)
         return projected
 
