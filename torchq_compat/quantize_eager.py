@@ -203,7 +203,9 @@ def prepare_qat(
     """
     if not model.training:
         raise ConfigError.of("TQ905.evaluation_mode")
-    classes = torch_ao.get_default_qat_module_mappings() if mapping is None else mapping
+    classes = dict(torch_ao.get_default_qat_module_mappings() if mapping is None else mapping)
+    # torch.ao's class refuses it; an attention module, which has it, is a custom module.
+    classes.pop(nn.modules.linear.NonDynamicallyQuantizableLinear, None)
     working = _working(model, "prepare_qat", inplace=inplace)
     set_qconfigs(working, {})
     convert_children(working, ConvertSettings(classes, {}))

@@ -18,7 +18,7 @@ from tests.eager.eager_models import ConvBNReLU, both, calibrated, sane
 from tests.helpers.oracle import sqnr
 from torchq_compat import quantize_eager
 from torchq_compat.checkpoints import load_fx_state
-from torchq_compat.errors import CheckpointError
+from torchq_compat.errors import CheckpointError, ConvertError
 
 FBGEMM = legacy.get_default_qconfig("fbgemm")
 
@@ -116,6 +116,8 @@ def test_as_eager_mode_and_its_states_load(make: Any, is_mapped: bool) -> None:
     steps = (their_result - result).abs() / ours.fc.scale
     assert float(steps.max()) < 2.01
     assert float(steps.mean()) < 0.2
+    with pytest.raises(ConvertError, match="TQ950"):
+        legacy.convert(ours_prepared)
     empty = quantize_eager.prepare(model)
     load_from_torch_ao = functools.partial(load_fx_state, empty)
     for load, state in (
@@ -128,6 +130,25 @@ def test_as_eager_mode_and_its_states_load(make: Any, is_mapped: bool) -> None:
         assert torch.equal(quantize_eager.convert(empty)(batches[0]), result)
     exported = torch.export.export(ours, (batches[0],)).module()
     assert float((exported(batches[0]) - result).abs().max()) < 1.01 * ours.fc.scale
+
+
+def test_attention_trains_where_eager_mode_raises() -> None:
+    torch.manual_seed(3)
+    model, x = Attention().train(), torch.randn(5, 3, 6)
+    model.qconfig = legacy.get_default_qat_qconfig("fbgemm")  # type: ignore[assignment]
+    with pytest.raises(AssertionError):
+        legacy.prepare_qat(model)
+    prepared = quantize_eager.prepare_qat(model)
+    optimizer = torch.optim.SGD(prepared.parameters(), lr=0.05)
+    for _ in range(4):
+        loss = prepared(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    expected = prepared.eval()(x)
+    assert torch.isfinite(loss)
+    assert 20 < sqnr(expected, quantize_eager.convert(prepared)(x)) < 70
+    assert sqnr(expected, model.eval()(x)) < 20
 
 
 def test_parts_are_explained() -> None:

@@ -78,12 +78,15 @@ def test_calibrated_as_eager_mode(net: Any, monkeypatch: pytest.MonkeyPatch) -> 
             functions.fuse_modules(model, model.chains(), inplace=True)
             model.qconfig = legacy.get_default_qconfig(engine)
             prepared = calibrated(functions, model, batches)
-            return prepared.state_dict(), functions.convert(prepared)
+            return prepared, functions.convert(prepared)
 
-        (their_state, theirs), (our_state, ours) = both(flow, model)
+        (their_prepared, theirs), (prepared, ours) = both(flow, model)
+        our_state, their_state = prepared.state_dict(), their_prepared.state_dict()
         assert our_state.keys() == their_state.keys()
         assert all(torch.equal(our_state[name], value) for name, value in their_state.items())
         assert_same(theirs, ours, batches[0], expected)
+        half_moved = legacy.convert(prepared)
+        assert torch.equal(half_moved(batches[0]), theirs(batches[0]))
 
 
 @pytest.mark.parametrize("net", NETS)

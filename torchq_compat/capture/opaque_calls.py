@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, cast
@@ -16,12 +17,13 @@ from torchao.quantization.pt2e.quantizer import QuantizationSpec
 
 from torchq_compat.capture.call_layouts import CallLayout, Field, Structure
 from torchq_compat.capture.opaque_stub import OPAQUE_OP, ORIGINAL, StubRegistry
+from torchq_compat.errors import ConvertError
 from torchq_compat.ops import those
 from torchq_compat.read.qdq import DEQUANTIZE, QUANTIZE, constants_in, insert_dequantize
 from torchq_compat.read.qparams import PerTensorQParams, QParams
 from torchq_compat.support import metadata
 from torchq_compat.support.graph_nodes import copied_values, source_of
-from torchq_compat.support.torch_ao import QuantType
+from torchq_compat.support.torch_ao import EAGER_ENGINE, QuantType
 from torchq_compat.support.upstream import pytree
 
 # The module behind an opaque call of the outer graph.
@@ -47,6 +49,16 @@ class OpaqueModule(nn.Module):
     #: Whether it rounds float inputs to the qparams of its layouts, and accepts integers too; a call's
     #: ``leaf_quantized`` then gives the results to return as integers.
     leaf_quantizes = False
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """Iterate as every module; raise if torch.ao's eager mode would convert only what is inside.
+
+        Raises:
+            ConvertError: a function of torch.ao was given a model that ``quantize_eager`` prepared.
+        """
+        if "qconfig" in vars(self) and sys._getframe(1).f_globals.get("__name__") == EAGER_ENGINE:
+            raise ConvertError.of("TQ950.other_engine", stage="prepared")
+        return super().named_children()
 
     def opaque_call(self, *args: Any, **kwargs: Any) -> Any:
         """Compute with floats, with the arguments and results of the float module."""

@@ -27,14 +27,8 @@ from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.user_warnings import warn_user
 
 OBSERVER = "activation_post_process"
-#: Names of the hooks that observe, here and in torch.ao, whose prepared models convert too.
-HOOKS = (
-    "observe_result",
-    "observe_input",
-    "note_call",
-    "_observer_forward_hook",
-    "_observer_forward_pre_hook",
-)
+#: The hooks of a prepared model. Those that observe are torch.ao's own, whose convert leaves them out.
+HOOKS = (torch_ao.observe_result, torch_ao.observe_input, note_call)
 #: The classes of observers; torchao's are registered as torch.ao's.
 OBSERVERS = (torch_ao.ObserverBase, torch_ao.FakeQuantizeBase)
 ClassMapping = Mapping[type[nn.Module], Any]
@@ -53,16 +47,6 @@ class ObserveSettings:
     observed_types: Collection[Any]
     observed_whole: Collection[Any]
     custom_modules: ClassMapping
-
-
-def observe_result(module: Any, _inputs: Any, result: Any) -> Any:
-    """Forward hook: observe the result."""
-    return getattr(module, OBSERVER)(result)
-
-
-def observe_input(module: Any, inputs: Any) -> Any:
-    """Forward pre-hook: observe the first input."""
-    return getattr(module, OBSERVER)(inputs[0])
 
 
 def set_qconfigs(model: nn.Module, spec: ModuleSpec, left_out: Collection[Any] = ()) -> None:
@@ -166,9 +150,9 @@ def _insert(module: nn.Module, device: torch.device | None, constructor: Any = N
     forget_observers(module)
     module.add_module(OBSERVER, _observer(constructor or qconfig.activation, device))
     if _chooses_at_run_time(getattr(module, OBSERVER)):
-        module.register_forward_pre_hook(observe_input, prepend=True)
+        module.register_forward_pre_hook(torch_ao.observe_input, prepend=True)
     else:
-        module.register_forward_hook(observe_result, prepend=True)
+        module.register_forward_hook(torch_ao.observe_result, prepend=True)
 
 
 def _observer(constructor: Callable[[], nn.Module], device: torch.device | None) -> nn.Module:
@@ -230,4 +214,4 @@ def forget_observers(module: nn.Module) -> None:
 
 def is_observing(hook: Any) -> bool:
     """Return whether ``hook`` calls an observer of eager mode."""
-    return getattr(hook, "__name__", "") in HOOKS
+    return hook in HOOKS

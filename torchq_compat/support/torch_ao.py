@@ -75,6 +75,8 @@ from torch.ao.quantization.quantization_mappings import (
     get_default_qconfig_propagation_list,
     get_default_static_quant_module_mappings,
 )
+from torch.ao.quantization.quantize import _observer_forward_hook as observe_result
+from torch.ao.quantization.quantize import _observer_forward_pre_hook as observe_input
 from torch.ao.quantization.utils import MatchAllNode
 
 from torchq_compat.support.versions import warn_of_untested_pair
@@ -87,6 +89,8 @@ warn_of_untested_pair()
 
 #: The module of FX's entry points.
 FX_ENGINE = "torch.ao.quantization.quantize_fx"
+#: The module of those of eager mode.
+EAGER_ENGINE = "torch.ao.quantization.quantize"
 
 
 class _Absent:
