@@ -14,7 +14,7 @@ from torch.fx.passes.split_module import split_module
 
 from torchq_compat.errors import ConvertError, ScriptError
 from torchq_compat.support.torch_ao import FX_ENGINE, QuantizationTracer
-from torchq_compat.support.upstream import PyTreeCodeGen, get_node_name_to_scope
+from torchq_compat.support.upstream import get_node_name_to_scope
 from torchq_compat.support.user_warnings import warn_user
 
 # Telling code that walks the graph of one of our models that it finds no layers there.
@@ -180,12 +180,11 @@ def _refuse_to_trace_observers(model: GraphModule, tracer: Tracer) -> None:
 
 
 def refuse_reader(stage: str, graph: Graph) -> None:
-    """Raise if the reader of a model's ``graph`` is torchao's prepare, or would lose how values nest.
+    """Raise if the reader of a model's ``graph`` is torchao's prepare, or would lose how arguments nest.
 
     Raises:
         ConvertError: ``prepare_pt2e`` or ``prepare_qat_pt2e`` was given a model of this package, or
-            ``split_module`` one that takes nested arguments, or returns an object of another class than
-            tuples, lists and dicts.
+            ``split_module`` one that takes nested arguments.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and str(frame.f_globals.get("__name__")).startswith("torchq_compat."):
@@ -196,8 +195,7 @@ def refuse_reader(stage: str, graph: Graph) -> None:
     if frame is not None and frame.f_code is split_module.__code__:
         info = getattr(graph._codegen, "pytree_info", None)
         is_flat = info is None or all(spec.is_leaf() for spec in info.in_spec.child(0).children())
-        # What ``return_structure`` could put into the graph has a codegen of its own.
-        if not is_flat or type(graph._codegen) is PyTreeCodeGen:
+        if not is_flat:
             raise ConvertError.of("TQ961.nested")
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule, Node, Proxy
 from torch.fx.graph import CodeGen
 
 from torchq_compat.capture.opaque_calls import qparams_of_integers
@@ -330,16 +331,39 @@ class StructuredCodeGen(PyTreeCodeGen):
         return super().process_outputs(pytree.tree_leaves(out))
 
     def generate_output(self, output_args: Any, **options: Any) -> str:
-        return CodeGen.generate_output(self, output_args, **options)
+        spec = self.pytree_info.out_spec
+        if spec is not None and _is_builtin(spec):
+            return CodeGen.generate_output(self, output_args, **options)
+        return super().generate_output(pytree.tree_leaves(output_args), **options)
 
 
 def return_structure(graph: Graph) -> None:
-    """Put the structure of the results into the output node, if it is of tuples, lists and dicts."""
+    """Put the structure of the results into the output node."""
     info = getattr(graph._codegen, "pytree_info", None)
-    if type(graph._codegen) is PyTreeCodeGen and info is not None and _is_builtin(info.out_spec):
+    if type(graph._codegen) is PyTreeCodeGen and info is not None:
         output = graph.output_node()
-        output.args = (pytree.tree_unflatten(pytree.tree_leaves(output.args[0]), info.out_spec),)
+        leaves = pytree.tree_leaves(output.args[0])
+        is_builtin = _is_builtin(info.out_spec)
+        output.args = (
+            pytree.tree_unflatten(leaves, info.out_spec)
+            if is_builtin
+            else _results_class(info.out_spec)(*leaves),
+        )
         graph.set_codegen(StructuredCodeGen(info))
+
+
+def _results_class(spec: pytree.TreeSpec) -> Any:
+    """Return a class of named tuples, which nodes take as arguments: made of anything but nodes, as torch.fx
+    makes it in a call, it is the structure ``spec``."""
+
+    class Results(namedtuple("Results", [f"leaf_{index}" for index in range(spec.num_leaves)])):  # type: ignore[misc]
+        __slots__ = ()
+
+        def __new__(cls, *leaves: Any) -> Any:
+            is_traced = any(isinstance(leaf, (Node, Proxy)) for leaf in leaves)
+            return super().__new__(cls, *leaves) if is_traced else pytree.tree_unflatten(leaves, spec)
+
+    return Results
 
 
 def return_flat(graph: Graph) -> None:

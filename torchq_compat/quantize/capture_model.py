@@ -7,8 +7,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
+from typing import Any
 
+import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e.quantizer import Quantizer
@@ -34,6 +36,7 @@ from torchq_compat.modules.swap import Swap, apply_swaps
 from torchq_compat.quantize.request import PrepareRequest, WithLoops
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.graph_nodes import module_path_of
+from torchq_compat.support.upstream import pytree
 
 # Runs the float model on its example inputs, and captures it with its custom modules as opaque calls.
 
@@ -89,11 +92,23 @@ def try_model(
     runs = Runs(trial_copy(working), StubRegistry(), modules, example=request.example_inputs)
     checked = [swap.paths[0] for swap in swaps if swap.request is not None and swap.handler.checks_calls]
     recorded = [] if request.is_qat or with_loops.steps else checked
+    _register_dataclasses(request.example_inputs)
     example = with_loops.example
     # Hooks, which counted the calls of modules, break the loops of torch's own operators.
-    if not recorded and example is not None and example.error is None:
-        return TriedModel(runs, example)
-    return TriedModel(runs, runs.of_float_model(request.example_inputs, recorded=recorded))
+    if recorded or example is None or example.error is not None:
+        example = runs.of_float_model(request.example_inputs, recorded=recorded)
+    _register_dataclasses(example.value)
+    return TriedModel(runs, example)
+
+
+def _register_dataclasses(nested: Any) -> None:
+    """Let torch.export take dataclasses among the arguments and results of a model, as FX does."""
+    for leaf in pytree.tree_leaves(nested):
+        kind = type(leaf)
+        if is_dataclass(kind) and kind not in pytree.SUPPORTED_NODES:
+            name = f"{kind.__module__}.{kind.__qualname__}"
+            torch.export.register_dataclass(kind, serialized_type_name=name)
+            _register_dataclasses(leaf)
 
 
 def capture_model(

@@ -4,7 +4,6 @@ results; and the user's model is unchanged."""
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -446,9 +445,9 @@ def test_shapes_that_depend_on_data() -> None:
 # Arguments and results of the model itself are torch.export's concern
 
 
-@dataclasses.dataclass
 class Unregistered:
-    value: Tensor
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
 
 
 class ReturnsIt(nn.Module):
@@ -462,7 +461,7 @@ class TakesIt(nn.Module):
 
 
 @pytest.mark.parametrize(("model", "args"), [(ReturnsIt(), X), (TakesIt(), (Unregistered(X[0]),))])
-def test_a_dataclass_at_the_edge_of_the_model(model: nn.Module, args: tuple[Any, ...]) -> None:
+def test_an_unknown_container_at_the_edge_of_the_model(model: nn.Module, args: tuple[Any, ...]) -> None:
     with pytest.raises(TorchQCompatError, match=r"Unregistered") as caught:
         tc.prepare_fx(model, MAPPING, args)
     assert "Hint: register what the model takes or returns: torch.export.register_dataclass" in str(
