@@ -581,6 +581,32 @@ class PhasedLSTM(nn.Module):
         return self.out(torch.stack(outputs, 1)), h
 
 
+class Scale(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.tensor(0.5)
+
+
+class TwoPasses(nn.Module):
+    """Both passes write into one tensor; units run every so many steps, and a module makes a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.inner, self.out = Scale(), nn.Linear(6, 8), nn.Linear(16, 4)
+        self.register_buffer("periods", torch.tensor([1, 1, 1, 2, 2, 2, 4, 4]))
+        self.periods: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.inner(x)
+        states = inner.new_zeros(x.shape[0], x.shape[1], 2, 8)
+        for direction in range(2):
+            state = inner.new_zeros(x.shape[0], 8)
+            for step in range(x.shape[1]) if direction == 0 else range(x.shape[1] - 1, -1, -1):
+                runs = (step % self.periods == 0).float()
+                state = runs * torch.tanh(inner[:, step] + self.scale(state)) + (1 - runs) * state
+                states[:, step, direction] = state
+        return self.out(states.flatten(2))
+
+
 @dataclass(frozen=True)
 class PublicLoop:
     """A model and what makes its inputs for (steps, batch)."""
@@ -650,5 +676,6 @@ PUBLIC_LOOPS: Mapping[str, PublicLoop] = {
     "stacked_steps": PublicLoop(StackedSteps, _values),
     "writes_parts": PublicLoop(WritesParts, _values),
     "with_variable": PublicLoop(WithVariable, _values),
+    "two_passes": PublicLoop(TwoPasses, _values),
     "phased_lstm": PublicLoop(PhasedLSTM, lambda n, b: (torch.randn(b, n, 6), torch.rand(b, n).cumsum(1))),
 }

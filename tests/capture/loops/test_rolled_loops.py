@@ -71,12 +71,14 @@ def test_a_rolled_loop() -> None:
     check_rolled("over_columns")
 
 
+@pytest.mark.filterwarnings("ignore:.*its values grow", "ignore:.*near a threshold")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in ROLLED if name != "over_columns"])
 def test_every_rolled_loop(name: str) -> None:
     check_rolled(name)
 
 
+@pytest.mark.filterwarnings("ignore:.*its values grow", "ignore:.*near a threshold")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ROLLED)
 def test_the_exported_form(name: str) -> None:

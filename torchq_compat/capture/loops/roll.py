@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from torchq_compat.capture.inlined_blocks import inline_blocks
 from torchq_compat.capture.loops.loop_module import LONGER, GraphModel, Loop, LoopedSizes
 from torchq_compat.capture.loops.roll_graph import RolledGraph, roll_graph
-from torchq_compat.capture.loops.segments import LIFTED
+from torchq_compat.capture.loops.segments import LIFTED, leaves_of
 from torchq_compat.capture.loops.step_flow import NotALoopError
 from torchq_compat.capture.opaque_calls import insert_calls
 from torchq_compat.capture.opaque_stub import OPAQUE_OP, StubRegistry
@@ -84,6 +84,8 @@ def _differences(one: Graph, other: Graph) -> list[tuple[Node, dict[int, Any]]]:
     """Return the nodes of ``one`` with constants that differ in ``other``, and the constants of ``other`` by
     the index of the leaf."""
     nodes, others = list(one.nodes), list(other.nodes)
+    if len(leaves_of(one.output_node())) != len(leaves_of(other.output_node())):
+        raise NotALoopError("its result is a list with one tensor for each step")
     if len(nodes) != len(others):
         raise NotALoopError("the graph has more nodes at another length")
     numbers = {node: index for index, node in enumerate(nodes)}
@@ -203,7 +205,9 @@ def roll_loops(
         if rolled.loops:
             break
     else:
-        raise NotALoopError(next(iter(rolled.reasons), "no ops repeat"))
+        raise NotALoopError(
+            next(iter(rolled.reasons), "no three steps run the same ops: one may read a list that grows")
+        )
     result = _build(working, rolled, captured)
     if is_trained:
         _refuse_parted_parameters(result)

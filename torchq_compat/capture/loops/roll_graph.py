@@ -242,9 +242,9 @@ class _Roller:
 
     def _write_results(self, results: Sequence[Node]) -> None:
         count, current = len(self.steps), dict[Node, Node]()
-        for written in self.flow.written.values():
-            place = written.place
-            whole = results[self.value(written.value, place.dim)]
+        for write in self.flow.written.values():
+            place = write.place
+            whole = results[self.value(write.value, place.dim)]
             if place.slope < 0:
                 whole = self.call(ATEN.flip.default, whole, [place.dim])
             if place.keeps:
@@ -258,10 +258,18 @@ class _Roller:
                 new = self.call(scatter_of(view), current.get(old, old), new, *view.args[1:])
                 current[old] = new
         last = max(map(self.order.__getitem__, self.where))
-        for old, new in current.items():
+
+        @functools.cache
+        def written(old: Node) -> Node:
+            """Return ``old`` behind the loop; a view stays one, because more may be written into it."""
+            if not scatters(old):
+                return current[old]
+            return self.call(old.target, written(old.args[0]), *old.args[1:])  # type: ignore[arg-type]
+
+        for old in current:
             for user in list(old.users):
                 if self.order.get(user, 0) > last and user not in self.where:
-                    user.replace_input_with(old, new)
+                    user.replace_input_with(old, written(old))
 
     def _taken(self) -> list[int]:
         return [p for p in self.flow.taken if self.flow.is_read_inside(p)]
@@ -408,10 +416,12 @@ class _AtStep:
         k, j = roller.where[source]
         steps = roller.steps
         state = next((i for i, s in enumerate(roller.states) if s.position == j), None)
-        earlier = [node for step in steps[:-1] if (node := step[j]) is not None]
-        # What reads every step may be a loop itself, and reads all of them alike.
-        readers = (user.target for node in earlier for user in _outside(roller.flow, node))
-        only_last = k == len(steps) - 1 and all(target in those("joins") for target in readers)
+        earlier = {node for step in steps[:-1] if (node := step[j]) is not None}
+        # What reads one step alike in each may be a loop itself; a list of all steps is not.
+        readers = {user for node in earlier for user in _outside(roller.flow, node)}
+        joined = [user for user in readers if user.target in those("joins")]
+        are_lists = all(len(earlier.intersection(user.all_input_nodes)) > 1 for user in joined)
+        only_last = k == len(steps) - 1 and len(joined) == len(readers) and are_lists
         if only_last and state is not None:
             return cls(state, None)
         return cls(roller.value(Inside(j), 0), -1 if only_last else k)

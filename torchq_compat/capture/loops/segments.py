@@ -14,7 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 from torchq_compat.capture.opaque_stub import OPAQUE_OP, StubRegistry
 from torchq_compat.capture.sizes.shape_program import ShapeProgram
 from torchq_compat.ops import facts, those
-from torchq_compat.support.graph_nodes import SLICE_END, module_path_of
+from torchq_compat.support.graph_nodes import SLICE_END, attribute_of, module_path_of
 from torchq_compat.support.upstream import OpOverload, pytree
 
 ATEN = torch.ops.aten
@@ -26,6 +26,9 @@ WITH_NUMBER: dict[Any, tuple[int, Any]] = {
         for name in ("eq", "ne", "lt", "le", "gt", "ge", "remainder")
     },
     ATEN.pow.Tensor_Scalar: (1, ATEN.pow.Tensor_Tensor),
+    ATEN.pow.Scalar: (0, ATEN.pow.Tensor_Tensor),
+    ATEN.remainder.Scalar_Tensor: (0, ATEN.remainder.Tensor),
+    ATEN.rsub.Scalar: (1, ATEN.rsub.Tensor),
     ATEN.full.default: (1, ATEN.expand.default),
 }
 #: The fewest steps of a loop; fewer may be a repetition by chance.
@@ -197,6 +200,7 @@ def _cut_steps_last(graph: Graph) -> None:
         if max(kinds) >= FEWEST:
             for views in chains:
                 _cut_last(views, step, known)
+    graph.eliminate_dead_code()
 
 
 def _cuts_of(view: Any) -> list[Node]:
@@ -221,7 +225,7 @@ def _cut_last(views: Sequence[Node], step: int, known: dict[Hashable, Node]) -> 
         view, dim = views[index], dims.index(of_source[index])
         key = None if index == step else (result, view.target, dim, view.args[2:])
         if key not in known or key is None:
-            with view.graph.inserting_before(views[0]):
+            with view.graph.inserting_before(views[-1]):
                 cut = view.graph.call_function(view.target, (result, dim, *view.args[2:]))  # type: ignore[arg-type]
             cut.meta = {**view.meta, "val": view.target(result.meta["val"], dim, *view.args[2:])}  # type: ignore[operator]
             known[key] = cut
@@ -278,12 +282,16 @@ LIFTED = "lifted_tensor_"
 def _share_lifted_constants(graph_module: GraphModule) -> None:
     known: list[tuple[Node, Tensor]] = []
     for node in graph_module.graph.find_nodes(op="get_attr"):
-        value = getattr(graph_module, str(node.target), None) if LIFTED in str(node.target) else None
-        if not isinstance(value, Tensor):
+        if LIFTED not in str(node.target):
             continue
+        value: Tensor = attribute_of(graph_module, node)
         same = (other for other, kept in known if kept.dtype == value.dtype and torch.equal(kept, value))
         if (other := next(same, None)) is None:
             known.append((node, value))
+            node.target = str(node.target).replace(
+                ".", "_"
+            )  # The step is no part of the module that made it.
+            setattr(graph_module, node.target, value)
         else:
             node.replace_all_uses_with(other)
             graph_module.graph.erase_node(node)
