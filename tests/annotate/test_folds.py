@@ -15,6 +15,8 @@ from torch.ao.quantization import (
     get_default_qat_qconfig_mapping,
     get_default_qconfig_mapping,
 )
+from torch.ao.quantization.backend_config import BackendConfig, BackendPatternConfig, DTypeConfig
+from torch.ao.quantization.utils import MatchAllNode
 
 import torchq_compat as tc
 from tests.helpers.once import made_once
@@ -185,3 +187,26 @@ def test_what_is_switched_off_is_what_fx_switches_off(off: str) -> None:
     prepared = tc.prepare_qat_fx(model.train(), trains, x)
     oracle = fx.prepare_qat_fx(copy.deepcopy(model), trains, x)
     torch.testing.assert_close(prepared(*x), oracle(*x))
+
+
+def test_a_pattern_with_a_batch_norm_that_nothing_fuses_is_matched() -> None:
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(4, 4, 3, padding=1), with_statistics(nn.BatchNorm2d(4))
+            self.relu = nn.ReLU()
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.relu(torch.add(self.norm(self.conv(x)), x))
+            return result
+
+    dtypes = DTypeConfig(torch.quint8, torch.quint8, torch.qint8, torch.float)
+    nested = (nn.ReLU, (torch.add, (nn.BatchNorm2d, nn.Conv2d), MatchAllNode))
+    row = BackendPatternConfig()._set_pattern_complex_format(nested).add_dtype_config(dtypes)
+    model, x = Residual().eval(), torch.randn(4, 4, 8, 8)
+    config = BackendConfig("of its own").set_backend_pattern_config(row)
+    prepared = tc.prepare_fx(model, get_default_qconfig_mapping("x86"), (x,), backend_config=config)
+    calibrate(prepared, [(x,)])
+    quantized = [item.kind for item in tc.explain(prepared) if item.action is Action.QUANTIZED]
+    assert quantized == ["Conv2d + add.Tensor + ReLU"]
+    assert 30 < sqnr(model(x), tc.convert_fx(prepared, backend_config=config)(x)) < 60

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -244,7 +244,9 @@ def match_fused_patterns(
     Raises:
         ConfigError: modules of a fused pattern have different QConfigs by object type.
     """
-    matcher = _Matcher({node: partition for partition in partitions for node in partition.nodes}, backend)
+    matcher = _Matcher(
+        {node: partition for partition in partitions for node in partition.nodes}, backend, folded_into
+    )
     # If both inputs of an add could belong to a pattern, FX uses the left one.
     joined_on_the_left = {
         op.nodes[-1]
@@ -265,6 +267,7 @@ MayJoin = Callable[[SourcePartition, int], bool]
 class _Matcher:
     by_node: Mapping[Node, SourcePartition]
     backend: BackendTable
+    folded_into: Collection[str]
 
     def patterns(
         self, partitions: list[SourcePartition], may_join: MayJoin
@@ -285,7 +288,7 @@ class _Matcher:
         ops = longest
         while (follower := self._follower(ops, may_join)) is not None:
             ops = (*ops, follower)
-            if _entry(ops, self.backend) is not None and not self._is_taken_from_behind(ops, may_join):
+            if self._entry(ops) is not None and not self._is_taken_from_behind(ops, may_join):
                 longest = ops
         return longest
 
@@ -295,9 +298,9 @@ class _Matcher:
         follower = self._follower(ops[-1:], may_join)
         if follower is None:
             return False
-        entry = _entry((ops[-1], follower), self.backend)
+        entry = self._entry((ops[-1], follower))
         is_fused = entry is not None and entry.is_fused_module
-        return is_fused and _entry((*ops, follower), self.backend) is None
+        return is_fused and self._entry((*ops, follower)) is None
 
     def _follower(self, ops: tuple[SourcePartition, ...], may_join: MayJoin) -> SourcePartition | None:
         """Return the op behind ``ops`` that continues a fused pattern of the backend, or None."""
@@ -305,14 +308,32 @@ class _Matcher:
         if output is None or len(output.users) != 1:
             return None
         follower = self.by_node.get(next(iter(output.users)))
-        if follower is None or not self.backend.may_start(*_pattern_parts((*ops, follower))):
+        chains = () if follower is None else _chains((*ops, follower), self.folded_into)
+        if follower is None or not any(self.backend.may_start(*chain) for chain in chains):
             return None
         side = _side(ops[-1], follower)
         return follower if side is None or may_join(follower, side) else None
 
+    def _entry(self, ops: tuple[SourcePartition, ...]) -> PatternEntry | None:
+        return _entry(ops, self.backend, self.folded_into)
 
-def _entry(ops: tuple[SourcePartition, ...], backend: BackendTable) -> PatternEntry | None:
-    return backend.find(*_pattern_parts(ops))
+
+def _entry(
+    ops: tuple[SourcePartition, ...], backend: BackendTable, folded_into: Collection[str]
+) -> PatternEntry | None:
+    entries = (backend.find(*chain) for chain in _chains(ops, folded_into))
+    return next(filter(None, entries), None)
+
+
+def _chains(
+    ops: tuple[SourcePartition, ...], folded_into: Collection[str]
+) -> Iterator[tuple[tuple[PatternPart, ...], ...]]:
+    """Yield the parts of ``ops``, and those with the batch norm that is in the weight of the first: a pattern
+    that does not fuse it still has it."""
+    first, *remaining = _pattern_parts(ops)
+    yield (first, *remaining)
+    if remaining and ops[0].label in folded_into:
+        yield (first, BATCH_NORMS, *remaining)
 
 
 def _pattern_parts(ops: tuple[SourcePartition, ...]) -> tuple[tuple[PatternPart, ...], ...]:
@@ -344,7 +365,7 @@ def _fused_pattern(
     backend: BackendTable,
     folded_into: Collection[str],
 ) -> FusedPattern:
-    entry, own_entry = _entry(ops, backend), _entry(ops[:1], backend)
+    entry, own_entry = _entry(ops, backend, folded_into), _entry(ops[:1], backend, ())
     if entry is not None and ops[0].label in folded_into and not _fuses_batch_norm(ops, backend):
         entry = replace(entry, is_fused_module=False)
     roles = own_entry.input_type_to_index if own_entry else {}
