@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
-from torch.fx.node import map_arg
+from torch.fx.node import map_aggregate, map_arg
 
 from torchq_compat.capture.sizes.numbers import Computed, Size, sizes_in
 from torchq_compat.capture.sizes.size_reads import ReadSizes
@@ -24,6 +24,7 @@ OPAQUE = "torchq_compat.custom_module.default"
 
 
 ATEN = torch.ops.aten
+META = torch.device("meta")
 #: An operator of torch, and the forms of its arguments -> its result: models repeat themselves, and torch
 #: computes many shapes in Python, at milliseconds each.
 KNOWN_SHAPES: Kept[Any] = Kept(8192)
@@ -181,9 +182,10 @@ class _OnShapes(Interpreter):
         return KNOWN_SHAPES.of(key, lambda: self.call_function(target, args, kwargs))
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if kwargs.get("device") is not None:
-            kwargs = {**kwargs, "device": torch.device("meta")}
-        return super().call_function(target, args, kwargs)
+        return super().call_function(
+            target,
+            *map_aggregate((args, kwargs), lambda value: META if isinstance(value, torch.device) else value),
+        )
 
 
 def _shape_of_common(target: Any, given: Sequence[Tensor], args: Any) -> Sequence[int] | None:
