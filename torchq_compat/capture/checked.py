@@ -19,7 +19,7 @@ from torchq_compat.capture.inlined_blocks import Block, inline_blocks
 from torchq_compat.capture.loops.loop_module import LONGER, Loop
 from torchq_compat.capture.packed_sequences import PackingMode
 from torchq_compat.capture.row_order import check_row_order
-from torchq_compat.capture.sizes.find_sizes import Group, find_sizes, group_of, sizes_of_symbols
+from torchq_compat.capture.sizes.find_sizes import Group, admit_ones, find_sizes, group_of, sizes_of_symbols
 from torchq_compat.capture.sizes.input_sizes import Dimension, InputSizes, Place, SizeRule, sizes_of
 from torchq_compat.capture.sizes.shape_program import ShapeProgram
 from torchq_compat.capture.sizes.size_reads import SizeReads
@@ -171,11 +171,60 @@ def attempt(case: CaptureCase, way: Way) -> Attempt:
     result.problem = _compare(case, result, case.example)
     if result.problem is None and case.packing.packs:
         check_row_order(graph_module, case.runs, case.args)
+    if result.problem is None and way is Way.FOLLOWED:
+        result.sizes = _with_ones(case, result)
     if result.problem is None:
         for groups in trial_sizes(result.sizes, are_short=bool(case.runs.modules)):
             if not any(groups.items() <= trial.groups.items() for trial in result.trials):
                 try_sizes(case, result, groups)
     return result
+
+
+def _with_ones(case: CaptureCase, result: Attempt) -> InputSizes:
+    """Return the sizes of ``found`` with every size of 1 at which Python decides otherwise, and the graph
+    computes what the float model does all the same, as where a batch of one need not be expanded."""
+    sizes, others = result.sizes, next(trial_sizes(result.sizes), {})
+    for group in dict.fromkeys(group_of(item) for item in sizes.free if item.example > 1):
+        rule = sizes.broken_rule(sizes_at(sizes, {group: 1}))
+        if rule is None or not rule.by_python:
+            continue
+        admitted = admit_ones(sizes, group, sizes_of(case.inputs))
+        trials = [sizes_at(admitted, groups) for groups in ({group: 1}, {**others, group: 1})]
+        if all(admitted.broken_rule(trial) is None and _agrees(case, result, trial) for trial in trials):
+            sizes = admitted
+    return sizes
+
+
+def _agrees(case: CaptureCase, result: Attempt, sizes: Mapping[Place, int]) -> bool:
+    run = case.runs.of_float_model(with_sizes(case.args, case.inputs, sizes))
+    return run.error is None and _compare(case, result, run) is None
+
+
+def _from_more(case: CaptureCase, result: Attempt) -> tuple[CaptureCase, Attempt]:
+    """Return ``found``, or, where Python fixed sizes of 1, a capture at more that is right at 1 too."""
+    sizes, example = result.sizes, sizes_of(case.inputs)
+    # Sizes of their own for each index, as equal ones change together.
+    others = [size for size in range(2, 32) if size not in example.values()]
+
+    def is_stuck(item: Dimension) -> bool:
+        rules = [sizes.broken_rule({**example, item.place: size}) for size in others[:2]]
+        return item.example == 1 and all(rule is not None and rule.by_python for rule in rules)
+
+    stuck = [item for item in sizes.dimensions if is_stuck(item)]
+    by_index = [[item for item in stuck if item.index == index] for index in {item.index for item in stuck}]
+    for items in [stuck, *by_index] if len(by_index) > 1 else by_index:
+        args = with_sizes(case.args, case.inputs, {item.place: others[item.index] for item in items})
+        run = case.runs.of_float_model(args)
+        if run.error is not None:
+            continue
+        inputs = dict(zip(case.inputs, pytree.tree_leaves(args), strict=True))
+        wider = replace(case, args=args, inputs=inputs, example=run)
+        with suppress(Exception):
+            other = attempt(wider, Way.FOLLOWED)
+            accepts = other.is_right and other.sizes.broken_rule(example) is None
+            if accepts and _compare(case, other, case.example) is None:
+                return wider, other
+    return case, result
 
 
 def _acceptance(case: CaptureCase, graph_module: GraphModule) -> Callable[[Mapping[Place, int]], bool]:
@@ -299,7 +348,7 @@ def capture_checked(case: CaptureCase) -> tuple[CaptureCase, Attempt]:
             errors.append(cause)
             continue
         if result.is_right:
-            return changed, result
+            return _from_more(changed, result) if way is Way.FOLLOWED else (changed, result)
         built.append((changed, result))
     for changed, result in built:
         if result.problem is None:

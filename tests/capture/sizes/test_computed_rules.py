@@ -125,3 +125,42 @@ def test_a_compiled_form_keeps_the_rule(dynamic: bool) -> None:
     torch.testing.assert_close(compiled(other), model(other))
     with pytest.raises(InputError, match=r"size 6 in dimension 2, .* needs at least 10"):
         compiled(torch.randn(2, 3, 6, 6))
+
+
+class _ExpandsPositions(nn.Module):
+    """Expands its positions unless the batch is one, and masks unless the sequence is one, as Llama does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.positions = nn.Linear(4, 4), nn.Embedding(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(x.shape[1])[None]
+        if x.shape[0] != places.shape[0]:
+            places = places.expand(x.shape[0], -1)
+        y = self.linear(x + self.positions(places))
+        scores = y @ y.transpose(1, 2)
+        if y.shape[1] > 1:
+            scores = scores.masked_fill(torch.ones_like(scores[0]).triu(1).bool(), -30.0)
+        return scores.softmax(-1) @ y
+
+
+@pytest.mark.parametrize("shape", [(1, 6, 4), (3, 6, 4), (3, 1, 4), (1, 1, 4)])
+def test_a_size_of_one_at_which_nothing_changes_is_free(shape: tuple[int, ...]) -> None:
+    model = _ExpandsPositions().eval()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", r"(?s).*TQ6\d\d", QuantizationWarning)
+        warnings.filterwarnings("ignore", r"(?s).*TQ437", QuantizationWarning)
+        prepared = tc.prepare_fx(model, get_default_qconfig_mapping("x86"), (torch.randn(shape),))
+    for sizes in [(1, 6), (2, 6), (5, 9), (1, 1), (4, 1), (1, 12)]:
+        x = torch.randn(*sizes, 4)
+        torch.testing.assert_close(prepared(x), model(x))
+
+
+@pytest.mark.parametrize(("batch", "refused"), [(1, 3), (3, 1)])
+def test_a_size_of_one_at_which_the_model_changes_is_refused(batch: int, refused: int) -> None:
+    model, x = Decides("b == 1").eval(), torch.randn(batch, 3, 8)
+    prepared = quietly(model, x, get_default_qconfig_mapping("x86"))
+    torch.testing.assert_close(prepared(x), model(x))
+    with pytest.raises(InputError, match=r"(?s)in dimension 0.*TQ901"):
+        prepared(torch.randn(refused, 3, 8))

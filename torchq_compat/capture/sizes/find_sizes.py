@@ -13,6 +13,8 @@ from torch import SymInt, Tensor
 from torch.fx import GraphModule, Node
 
 from torchq_compat.capture.sizes.input_sizes import (
+    AS_IN_EXAMPLE,
+    FARTHEST,
     Dimension,
     InputSizes,
     Place,
@@ -56,6 +58,40 @@ def find_sizes(inputs: Mapping[str, Any], read: ReadSizes, accepts: Callable[[Si
     operators = tuple(search.rules_of_operators(own, rules))
     result = replace(sizes, dimensions=tuple(own), rules=(*rules, *operators))
     return accepted_range(result, example) if program is not None else result
+
+
+def admit_ones(sizes: InputSizes, group: Group, example: Sizes) -> InputSizes:
+    """Return ``sizes`` that accept 1 in all dimensions of ``group`` at a time, too, as far as Python decided
+    otherwise there."""
+    members = {
+        f"s{n}": item for n, item in enumerate(sizes.dimensions) if item.is_free and group_of(item) == group
+    }
+    places = {name: item.place for name, item in members.items()}
+    known = {**example, **{item.place: 1 for item in members.values()}}
+    known |= sizes.program.sizes(known) if sizes.program is not None else {}
+    are_ones = " and ".join(f"{name} == 1" for name in members)
+    rules = [
+        replace(rule, condition=f"({rule.condition}) or {are_ones}", places={**rule.places, **places})
+        if rule.by_python and not rule.holds(known)
+        else rule
+        for rule in sizes.rules
+    ]
+    result = replace(
+        sizes, rules=tuple(rule for rule in rules if rule.is_computed or _refuses(rule, example))
+    )
+    if result.program is None:
+        return result
+    result = accepted_range(result, example)
+    # What was broken at 1 alone is broken nowhere now.
+    kept = tuple(rule for rule in result.rules if rule.alone is None or rule.expected != AS_IN_EXAMPLE)
+    program = result.program if any(rule.is_computed for rule in kept) else None
+    return replace(result, rules=kept, program=program)
+
+
+def _refuses(rule: SizeRule, example: Sizes) -> bool:
+    """Return whether some sizes up to four times those of the example break ``rule``."""
+    farthest = {place: range(1, max(64, FARTHEST * example[place]) + 1) for place in rule.places.values()}
+    return any(not rule.holds({**example, place: size}) for place in farthest for size in farthest[place])
 
 
 def _rules_of_guards(
