@@ -50,6 +50,7 @@ class ObserveRequest:
         example_inputs: the example inputs of the model that the module holds.
         first_inputs: what that model is given first, as the states before a loop.
         longer_inputs: size of the model around it -> what it is given last at longer sizes.
+        states: how many of its first inputs are what the step before it returned first.
     """
 
     module: nn.Module
@@ -62,6 +63,7 @@ class ObserveRequest:
     example_inputs: tuple[Any, ...] | None = None
     first_inputs: tuple[Any, ...] = ()
     longer_inputs: Mapping[str, tuple[tuple[Any, ...], ...]] = field(default_factory=dict)
+    states: int = 0
 
 
 @dataclass(frozen=True)

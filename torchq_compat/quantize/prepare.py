@@ -306,7 +306,8 @@ def _observe(state: _Preparing) -> None:
         observed_graph.calibrate_with_float_weights(state.observed)
     named = {decision.path for decision in state.decisions}
     quantized = {item.node for item in decided if item.action in (Action.QUANTIZED, Action.SHARED)}
-    thresholds = _thresholds(graph_module, quantized) if request.is_step and not state.is_qat else ()
+    is_told = request.is_step and not state.is_qat
+    thresholds = _thresholds(graph_module, quantized, request.states) if is_told else ()
     for item in decided:
         # An op quantizes what it reads, too; what shares the observer of an op was told there.
         read = producers.get(item.node, [])
@@ -321,13 +322,13 @@ def _observe(state: _Preparing) -> None:
             state.decisions.append(item)
 
 
-def _thresholds(step: GraphModule, quantized: Collection[str]) -> set[str]:
+def _thresholds(step: GraphModule, quantized: Collection[str], states: int) -> set[str]:
     """Return the ops in the step of a loop that jump where what is ``quantized`` is off by one integer, and
     whose results the loop computes with."""
     graph = step.graph
     results = pytree.tree_leaves(graph.output_node().args)
     # A state is what the step before it returned.
-    before = dict(zip(graph.find_nodes(op="placeholder"), results, strict=False))
+    before = dict(zip(graph.find_nodes(op="placeholder")[:states], results, strict=False))
     behind, result = set[Node](), set[str]()
     for _ in range(2):
         for node in graph.nodes:

@@ -51,6 +51,7 @@ class PrepareRequest:
         rules: the QConfigMapping; if ``quantizer`` is given, the default one, for custom modules alone.
         is_step: whether the model is the step of a loop, prepared by the rules of the model around it.
         first_inputs, longer_inputs: the arguments of its first step, and of its last at longer sizes.
+        states: how many of its first inputs are what the step before it returned first.
         unrolled_because: why loops over time stay as they are written; empty if they may be rolled.
         untraced_because: why modules of torch.nn that FX does not trace are one float call each; empty if
             they are traced.
@@ -70,6 +71,7 @@ class PrepareRequest:
     is_step: bool = False
     first_inputs: tuple[Any, ...] = ()
     longer_inputs: Mapping[str, tuple[tuple[Any, ...], ...]] = field(default_factory=dict)
+    states: int = 0
     unrolled_because: str = ""
     untraced_because: str = ""
     has_two_samples: bool = False
@@ -93,6 +95,7 @@ class PrepareRequest:
                 is_step=True,
                 first_inputs=inner.first_inputs,
                 longer_inputs=inner.longer_inputs,
+                states=inner.states,
             )
         standalone = inner.standalone
         assert standalone is not None

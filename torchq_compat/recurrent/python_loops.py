@@ -165,6 +165,7 @@ class LoopHandler(registry.CustomModuleHandler):
             example_inputs=loop.example,
             first_inputs=loop.first,
             longer_inputs=loop.longer,
+            states=loop.form.states,
         )
         prepared = request.prepare_inside(step)
         assert isinstance(prepared, QuantizationGraphModule)

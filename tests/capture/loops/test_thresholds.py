@@ -53,6 +53,21 @@ def _is_piecewise(x: Tensor, h: Tensor) -> Tensor:
     return 0.5 * h + 0.5 * torch.where(x >= 0, x + 0.5, x.sigmoid())
 
 
+class Masked(nn.Module):
+    """Its mask is of the input, which has the shape of what each step returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.out = nn.RNNCell(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, results = x.new_zeros(x.size(0), 6), []
+        for t in range(x.size(1)):
+            h = self.cell((x[:, t] > 0).float() * x[:, t], h)
+            results.append(self.out(h))
+        return torch.stack(results, 1)
+
+
 @pytest.mark.parametrize(
     ("step", "op"),
     [
@@ -68,9 +83,10 @@ def test_what_jumps_in_a_loop_is_told(step: Step, op: str) -> None:
     assert [item.kind for item in tc.explain(prepared) if item.code == "TQ442"] == [op]
 
 
-def test_a_function_of_pieces_and_a_single_choice_are_not_told() -> None:
-    models = [Loop(_is_piecewise), nn.Sequential(nn.Linear(6, 8), nn.Hardtanh(), nn.Linear(8, 4))]
-    for model in models:
+def test_a_function_of_pieces_and_a_mask_are_not_told() -> None:
+    settings = tc.get_default_prepare_custom_config()
+    for model in (Loop(_is_piecewise), Masked()):
         with warnings.catch_warnings():
             warnings.simplefilter("error", QuantizationWarning)
-            tc.prepare_fx(model.eval(), MAPPING, (torch.randn(2, 7, 6),))
+            prepared = tc.prepare_fx(model.eval(), MAPPING, (torch.randn(2, 7, 6),), settings)
+        assert hasattr(prepared, "loop")
