@@ -20,7 +20,14 @@ from torchq_compat.capture.loops.loop_module import LONGER, Loop
 from torchq_compat.capture.packed_sequences import PackingMode
 from torchq_compat.capture.row_order import check_row_order
 from torchq_compat.capture.sizes.find_sizes import Group, admit_ones, find_sizes, group_of, sizes_of_symbols
-from torchq_compat.capture.sizes.input_sizes import Dimension, InputSizes, Place, SizeRule, sizes_of
+from torchq_compat.capture.sizes.input_sizes import (
+    AS_IN_EXAMPLE,
+    Dimension,
+    InputSizes,
+    Place,
+    SizeRule,
+    sizes_of,
+)
 from torchq_compat.capture.sizes.shape_program import ShapeProgram
 from torchq_compat.capture.sizes.size_reads import SizeReads
 from torchq_compat.capture.torch_export import EVERY_SIZE, capture, capture_flat, clean_captured
@@ -519,7 +526,8 @@ def _decide(case: CaptureCase, result: Attempt, dimension: Dimension, rules: lis
         line = f" by {rule.line}" if rule is not None and rule.line else ""
         warn = rule is not None and rule.by_python and _runs_elsewhere(case, result, dimension)
         return Decision(path, kind, Action.FIXED, f"{at}{line}", warn=warn)
-    by_python = any(rule.by_python for rule in rules)
+    # What no tried size breaks is listed, and not warned about.
+    by_python = any(rule.by_python and rule.expected != AS_IN_EXAMPLE for rule in rules)
     warn = by_python and _runs_elsewhere(case, result, dimension)
     constant = f"{dimension.name} == {dimension.example}"
     is_constant = any(rule.expected in (constant, str(dimension.example)) for rule in rules)

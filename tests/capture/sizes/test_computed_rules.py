@@ -138,6 +138,7 @@ class _ExpandsPositions(nn.Module):
         places = torch.arange(x.shape[1])[None]
         if x.shape[0] != places.shape[0]:
             places = places.expand(x.shape[0], -1)
+        assert x.shape[1] + 0 - places.shape[-1] <= 0
         y = self.linear(x + self.positions(places))
         scores = y @ y.transpose(1, 2)
         if y.shape[1] > 1:

@@ -22,7 +22,7 @@ from torchq_compat.capture.sizes.input_sizes import (
     accepted_range,
     sizes_of,
 )
-from torchq_compat.capture.sizes.numbers import Size, condition_of, sizes_in
+from torchq_compat.capture.sizes.numbers import Size, condition_of, simplified, sizes_in
 from torchq_compat.capture.sizes.shape_program import ShapeProgram, is_computable
 from torchq_compat.capture.sizes.size_reads import ReadSizes
 
@@ -67,7 +67,8 @@ def admit_ones(sizes: InputSizes, group: Group, example: Sizes) -> InputSizes:
         f"s{n}": item for n, item in enumerate(sizes.dimensions) if item.is_free and group_of(item) == group
     }
     places = {name: item.place for name, item in members.items()}
-    known = {**example, **{item.place: 1 for item in members.values()}}
+    ones = (item.place for item in sizes.dimensions if {item.place, item.root} & {*places.values()})
+    known = {**example, **dict.fromkeys(ones, 1)}
     known |= sizes.program.sizes(known) if sizes.program is not None else {}
     are_ones = " and ".join(f"{name} == 1" for name in members)
     rules = [
@@ -109,16 +110,19 @@ def _rules_of_guards(
                 rule = SizeRule.fixing(number, item, guard.place.line, by_python=guard.place.by_user)
                 rules[rule.condition] = rule
             continue
+        expression = simplified(guard.expression)
         names: dict[Size, str] = {}
         places: dict[str, Place] = {}
-        for size in sizes_in(guard.expression):
+        for size in sizes_in(expression):
             if size.node in labels:
                 place = labels[size.node], size.dim
             else:
                 place = "", asked.setdefault((size.node, size.dim), len(asked))
             names[size] = f"s{list(by_place).index(place)}" if place[0] else f"t{place[1]}"
             places[names[size]] = place
-        condition = condition_of(guard.expression, guard.value, names)
+        if not names:
+            continue  # It has the same value at all sizes.
+        condition = condition_of(expression, guard.value, names)
         named = [by_place[place] for place in places.values() if place in by_place]
         dimension = named[0] if named else dimensions[0]
         rule = SizeRule(condition, places, dimension, "", guard.place.line, guard.place.by_user)

@@ -122,6 +122,27 @@ def in_terms_of(expression: Any, nodes: Mapping[Any, Any]) -> Any:
     return expression
 
 
+#: What leaves a number as it is, as its second operand; and the values of operations on equal numbers.
+NEUTRAL = {"add": 0, "sub": 0, "mul": 1}
+OF_EQUALS = {"sub": 0, "eq": True, "le": True, "ge": True, "ne": False, "lt": False, "gt": False}
+
+
+def simplified(expression: Any) -> Any:
+    """Return ``expression`` without what changes nothing: ``n + 0``, ``n - n``, comparisons of n with n."""
+    if not isinstance(expression, Computed):
+        return expression
+    first, *others = operands = tuple(map(simplified, expression.operands))
+    operation = expression.operation
+    if not any(isinstance(operand, (Size, Computed)) for operand in operands):
+        return operation.function(*operands)
+    name = next((name for name, item in OPERATIONS.items() if item == operation), "")
+    if others == [first] and name in OF_EQUALS:
+        return OF_EQUALS[name]
+    if name in NEUTRAL and others == [NEUTRAL[name]]:
+        return first
+    return Computed(operation, operands)
+
+
 def as_code(expression: Any, names: Mapping[Size, str]) -> str:
     """Return ``expression`` as Python code in which each size is called as in ``names``."""
     if isinstance(expression, Size):
