@@ -538,6 +538,7 @@ def _decide(case: CaptureCase, result: Attempt, dimension: Dimension, rules: lis
 def _conditions(result: Attempt, dimension: Dimension, rules: list[SizeRule]) -> str:
     # The limits of operators are those of the float model too, and are not reported.
     of_python = [rule for rule in rules if rule.by_python or "==" in rule.expected]
+    of_python = [rule for rule in of_python if rule.expected != AS_IN_EXAMPLE] or of_python
     words = [f"it is {rule.expected}" if rule.is_computed else rule.expected for rule in of_python]
     texts = [
         f"{word} ({rule.line})" if rule.line else word for word, rule in zip(words, of_python, strict=True)

@@ -132,7 +132,7 @@ class _ExpandsPositions(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.positions = nn.Linear(4, 4), nn.Embedding(16, 4)
+        self.linear, self.positions, self.causal = nn.Linear(4, 4), nn.Embedding(16, 4), True
 
     def forward(self, x: Tensor) -> Tensor:
         places = torch.arange(x.shape[1])[None]
@@ -141,7 +141,10 @@ class _ExpandsPositions(nn.Module):
         assert x.shape[1] + 0 - places.shape[-1] <= 0
         y = self.linear(x + self.positions(places))
         scores = y @ y.transpose(1, 2)
-        if y.shape[1] > 1:
+        # At a length of one a symbol of truth, which torch's own functions refuse, if it is not answered.
+        is_causal = y.shape[1] > 1 and self.causal
+        y = F.scaled_dot_product_attention(y, y, y, is_causal=is_causal)
+        if is_causal:
             scores = scores.masked_fill(torch.ones_like(scores[0]).triu(1).bool(), -30.0)
         return scores.softmax(-1) @ y
 

@@ -61,8 +61,6 @@ OPERATIONS = {
     "pos": Operation(operator.pos, "{}"),
     "lshift": Operation(operator.lshift, "({} << {})"),
     "rshift": Operation(operator.rshift, "({} >> {})"),
-    "and_": Operation(operator.and_, "({} & {})"),
-    "or_": Operation(operator.or_, "({} | {})"),
     "bitwise_and": Operation(operator.and_, "({} & {})"),
     "bitwise_or": Operation(operator.or_, "({} | {})"),
     "bitwise_xor": Operation(operator.xor, "({} ^ {})"),
@@ -72,7 +70,6 @@ OPERATIONS = {
     "le": Operation(operator.le, "({} <= {})"),
     "gt": Operation(operator.gt, "({} > {})"),
     "ge": Operation(operator.ge, "({} >= {})"),
-    "sym_not": Operation(operator.not_, "(not {})"),
     "sym_min": Operation(torch.sym_min, "min({}, {})"),
     "sym_max": Operation(torch.sym_max, "max({}, {})"),
     "ceil": Operation(math.ceil, "math.ceil({})"),
@@ -81,7 +78,6 @@ OPERATIONS = {
     "round": Operation(round, "round({}, {})"),
     "abs": Operation(abs, "abs({})"),
     "sym_float": Operation(torch.sym_float, "float({})"),
-    "sym_ite": Operation(torch.sym_ite, "({1} if {0} else {2})"),
     "sqrt": Operation(torch._sym_sqrt, "math.sqrt({})"),  # type: ignore[attr-defined]
 }
 
@@ -214,7 +210,9 @@ class Followed:
     def is_nested_int(self) -> bool:
         return False
 
-    is_constant = is_nested_int
+    # What Python compares is answered at once: operators of torch take no symbols of truth, and one may be
+    # left over, as in ``is_causal = length > 1 and mask is None``.
+    is_constant = is_bool
 
     def is_symbolic(self) -> bool:
         return True
