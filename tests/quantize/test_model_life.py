@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.ao.quantization import (
     MinMaxObserver,
@@ -604,8 +605,15 @@ def altered(state: dict[str, Tensor], kind: str) -> dict[str, dict[str, Tensor]]
             (3, -(2.0**40)),
         ]
         changed = {f"column {column} {number}": row(column, number) for column, number in numbers}
+        changed |= {"no dimension": value[0, 0], "a column more": F.pad(value, (0, 1))}
+        changed |= {"of 8 bits": value.to(torch.float8_e5m2)}
     else:
         changed = {f"{number}": torch.full_like(value, number) for number in (math.nan, math.inf, 0.0, -1.0)}
+        # Wide ones are infinite and zero in the model.
+        changed |= {
+            f"{number}": torch.full_like(value, number, dtype=torch.float64) for number in (1e300, 1e-300)
+        }
+        changed |= {"of 8 bits": torch.zeros_like(value, dtype=torch.float8_e5m2)}
     changed["huge"] = torch.ones((), dtype=value.dtype).expand(2**40)
     return {label: {**state, name: wrong} for label, wrong in changed.items()}
 

@@ -129,23 +129,40 @@ def check_state(state: Any, model: nn.Module) -> None:
             raise CheckpointError.bad_value(
                 name, f"has the shape {tuple(value.shape)}, but not as many values"
             )
-        if is_quantized(value) and name in scales | observed:
+        is_of_qparams = name in observed | scales | zero_points.keys()
+        if is_quantized(value) and is_of_qparams:
             raise CheckpointError.bad_value(name, f"is {value.dtype}, which is no dtype of a range or scale")
         if isinstance(expected, Tensor) and not _can_hold(expected.dtype, value):
             raise CheckpointError.bad_value(name, f"is {value.dtype} where the model has {expected.dtype}")
-        if name in observed and bool(value.isnan().any()):
+        if name.endswith("_extra_state") and isinstance(expected, Tensor):
+            given, own_form = (f"{t.dtype} of the shape {tuple(t.shape)}" for t in (value, expected))
+            if value.shape[1:] != expected.shape[1:] or value.element_size() == 1:
+                raise CheckpointError.bad_value(name, f"is {given}, where the model has {own_form}")
+        if not is_of_qparams:
+            continue
+        held = _as_held(value, expected)
+        if name in observed and bool(held.isnan().any()):
             raise CheckpointError.bad_value(name, "holds NaN")
         other = _other_end(name) if name in observed else None
         highest = state.get(other, own.get(other)) if other is not None else None
         if isinstance(highest, Tensor) and highest.numel() != value.numel():
             counts = f"{value.numel()} numbers, where {other} holds {highest.numel()}"
             raise CheckpointError.bad_value(name, f"holds {counts}")
-        if name in scales and not bool((value.isfinite() & (value > 0)).all()):
+        if name in scales and not bool((held.isfinite() & (held > 0)).all()):
             raise CheckpointError.bad_value(name, "holds a scale that is no positive number")
-        if name in zero_points and not value.is_floating_point():
+        if name in zero_points and not bool(held.isfinite().all()):
+            raise CheckpointError.bad_value(name, "holds a zero point that is no number")
+        if name in zero_points and not held.is_floating_point():
             limits = torch.iinfo(zero_points[name])
-            if not bool(((value >= limits.min) & (value <= limits.max)).all()):
+            if not bool(((held >= limits.min) & (held <= limits.max)).all()):
                 raise CheckpointError.bad_value(name, f"holds a zero point outside of {zero_points[name]}")
+
+
+def _as_held(value: Tensor, expected: Any) -> Tensor:
+    """Return ``value`` as the model will hold it: 1e300 is infinite in float32."""
+    held = value.to(expected.dtype) if isinstance(expected, Tensor) else value
+    # torch (2.13) compares no numbers of 8 bits.
+    return held.float() if held.is_floating_point() and held.element_size() == 1 else held
 
 
 def _other_end(name: str) -> str | None:
