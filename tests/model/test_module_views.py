@@ -235,6 +235,9 @@ def test_a_module_prepared_without_training_has_no_weight_fake_quantize() -> Non
     prepared = tc.prepare_fx(Net().eval(), MAPPING, (x,))
     assert not hasattr(prepared.fc, "weight_fake_quant")
     assert str(prepared.fc) == "Linear(in_features=4, out_features=2, bias=True)"
+    view = prepared.fc
+    view.note = 5
+    assert view.note == 5
 
 
 @pytest.mark.parametrize("kind", ["full_backward", "full_backward_pre"])

@@ -12,7 +12,9 @@ from torch.ao.quantization import get_default_qat_qconfig_mapping, get_default_q
 
 import torchq_compat as tc
 from torchq_compat.errors import ScriptError
+from torchq_compat.support.argument_checks import listed
 from torchq_compat.support.decisions import Report
+from torchq_compat.support.report import folded_prefixes
 
 
 class Recognizer(nn.Module):
@@ -184,3 +186,14 @@ def test_outliers_are_clipped_and_nothing_is_plotted_without_data() -> None:
     (place,) = (place for place in tc.explain(prepared).ranges if place.largest == 300.0)
     assert place.last < 300
     assert 0 < (place.clipped or 0) < 0.001
+
+
+def test_paths_below_one_are_folded_from_three_on() -> None:
+    assert folded_prefixes(["a.b", "a.c", "d"]) == [("", "a.b"), ("", "a.c"), ("", "d")]
+    folded = [("a", "  .b"), ("", "  .c"), ("", "  .d"), ("", "e.f")]
+    assert folded_prefixes(["a.b", "a.c", "a.d", "e.f"]) == folded
+
+
+def test_a_list_of_names_says_how_many_more_there_are() -> None:
+    assert listed(["a", "b"], most=2) == "a, b"
+    assert listed(["a", "b", "c"], most=2) == "a, b and 1 more"
