@@ -43,6 +43,7 @@ from tests.helpers.oracle import MAP_LSTM, activation_qparams, calibrate, fx_act
 from tests.helpers.training import SHAPES, ConvNet, SequenceNet, prepare
 from torchq_compat.checkpoints import load_checkpoint, save_checkpoint
 from torchq_compat.errors import CheckpointError, ConvertError, QuantizationWarning
+from torchq_compat.nn.intrinsic import qat
 from torchq_compat.port.running.redirections import training_as_fx
 
 
@@ -134,6 +135,13 @@ def test_batch_norm_statistics_freeze_and_move_again() -> None:
     train(prepared, ConvNet, 1)
     assert all(torch.equal(value, prepared.state_dict()[name]) for name, value in state.items())
     prepared.apply(update_bn_stats)
+    train(prepared, ConvNet, 1)
+    assert not any(torch.equal(value, prepared.state_dict()[name]) for name, value in state.items())
+    state = {name: prepared.state_dict()[name].clone() for name in state}
+    qat.freeze_bn_stats(prepared)
+    train(prepared, ConvNet, 1)
+    assert all(torch.equal(value, prepared.state_dict()[name]) for name, value in state.items())
+    qat.update_bn_stats(prepared)
     train(prepared, ConvNet, 1)
     assert not any(torch.equal(value, prepared.state_dict()[name]) for name, value in state.items())
 
