@@ -130,16 +130,19 @@ def test_a_compiled_form_keeps_the_rule(dynamic: bool) -> None:
 class _ExpandsPositions(nn.Module):
     """Expands its positions unless the batch is one, and masks unless the sequence is one, as Llama does."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_limited: bool = False) -> None:
         super().__init__()
         self.linear, self.positions, self.causal = nn.Linear(4, 4), nn.Embedding(16, 4), True
+        self.is_limited = is_limited
 
     def forward(self, x: Tensor) -> Tensor:
         places = torch.arange(x.shape[1])[None]
         if x.shape[0] != places.shape[0]:
             places = places.expand(x.shape[0], -1)
         assert x.shape[1] + 0 - places.shape[-1] <= 0
-        y = self.linear(x + self.positions(places))
+        y = self.linear(x + self.positions(places % 16))
+        if self.is_limited and (x.shape[1] > 300 or y.shape[0] > 200):
+            y = y * 2
         scores = y @ y.transpose(1, 2)
         # At a length of one a symbol of truth, which torch's own functions refuse, if it is not answered.
         is_causal = y.shape[1] > 1 and self.causal
@@ -159,6 +162,18 @@ def test_a_size_of_one_at_which_nothing_changes_is_free(shape: tuple[int, ...]) 
     for sizes in [(1, 6), (2, 6), (5, 9), (1, 1), (4, 1), (1, 12)]:
         x = torch.randn(*sizes, 4)
         torch.testing.assert_close(prepared(x), model(x))
+
+
+@pytest.mark.parametrize("shape", [(1, 6, 4), (3, 1, 4)])
+def test_other_limits_are_kept_where_a_size_of_one_is_free(shape: tuple[int, ...]) -> None:
+    model = _ExpandsPositions(is_limited=True).eval()
+    prepared = quietly(model, torch.randn(shape), get_default_qconfig_mapping("x86"))
+    for sizes in [(1, 300), (200, 1)]:
+        x = torch.randn(*sizes, 4)
+        torch.testing.assert_close(prepared(x), model(x))
+    for sizes in [(1, 301), (201, 1)]:
+        with pytest.raises(InputError, match="TQ901"):
+            prepared(torch.randn(*sizes, 4))
 
 
 @pytest.mark.parametrize(("batch", "refused"), [(1, 3), (3, 1)])

@@ -71,15 +71,16 @@ def admit_ones(sizes: InputSizes, group: Group, example: Sizes) -> InputSizes:
     known = {**example, **dict.fromkeys(ones, 1)}
     known |= sizes.program.sizes(known) if sizes.program is not None else {}
     are_ones = " and ".join(f"{name} == 1" for name in members)
-    rules = [
-        replace(rule, condition=f"({rule.condition}) or {are_ones}", places={**rule.places, **places})
-        if rule.by_python and not rule.holds(known)
-        else rule
-        for rule in sizes.rules
-    ]
-    result = replace(
-        sizes, rules=tuple(rule for rule in rules if rule.is_computed or _refuses(rule, example))
-    )
+    rules: list[SizeRule] = []
+    for rule in sizes.rules:
+        if not rule.by_python or rule.holds(known):
+            rules.append(rule)
+            continue
+        condition, of_both = f"({rule.condition}) or {are_ones}", {**rule.places, **places}
+        admitting = replace(rule, condition=condition, places=of_both)
+        if rule.is_computed or _refuses(admitting, example):
+            rules.append(admitting)
+    result = replace(sizes, rules=tuple(rules))
     if result.program is None:
         return result
     result = accepted_range(result, example)
@@ -90,9 +91,10 @@ def admit_ones(sizes: InputSizes, group: Group, example: Sizes) -> InputSizes:
 
 
 def _refuses(rule: SizeRule, example: Sizes) -> bool:
-    """Return whether some sizes up to four times those of the example break ``rule``."""
-    farthest = {place: range(1, max(64, FARTHEST * example[place]) + 1) for place in rule.places.values()}
-    return any(not rule.holds({**example, place: size}) for place in farthest for size in farthest[place])
+    """Return whether a size breaks ``rule``: each up to four times that of the example, and large ones."""
+    near = max(64, FARTHEST * max(example.values()))
+    tried = [*range(1, near + 1), *(1 << power for power in range(10, 31))]
+    return any(not rule.holds({**example, place: size}) for place in rule.places.values() for size in tried)
 
 
 def _rules_of_guards(
