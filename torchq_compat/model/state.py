@@ -136,7 +136,7 @@ def check_state(state: Any, model: nn.Module) -> None:
             raise CheckpointError.bad_value(name, f"is {value.dtype} where the model has {expected.dtype}")
         if name.endswith("_extra_state") and isinstance(expected, Tensor):
             given, own_form = (f"{t.dtype} of the shape {tuple(t.shape)}" for t in (value, expected))
-            if value.shape[1:] != expected.shape[1:] or value.element_size() == 1:
+            if value.shape[1:] != expected.shape[1:] or value.element_size() == 1 < expected.element_size():
                 raise CheckpointError.bad_value(name, f"is {given}, where the model has {own_form}")
         if not is_of_qparams:
             continue
