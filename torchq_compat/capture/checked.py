@@ -20,14 +20,7 @@ from torchq_compat.capture.loops.loop_module import LONGER, Loop
 from torchq_compat.capture.packed_sequences import PackingMode
 from torchq_compat.capture.row_order import check_row_order
 from torchq_compat.capture.sizes.find_sizes import Group, admit_ones, find_sizes, group_of, sizes_of_symbols
-from torchq_compat.capture.sizes.input_sizes import (
-    AS_IN_EXAMPLE,
-    Dimension,
-    InputSizes,
-    Place,
-    SizeRule,
-    sizes_of,
-)
+from torchq_compat.capture.sizes.input_sizes import Dimension, InputSizes, Place, SizeRule, sizes_of
 from torchq_compat.capture.sizes.shape_program import ShapeProgram
 from torchq_compat.capture.sizes.size_reads import SizeReads
 from torchq_compat.capture.torch_export import EVERY_SIZE, capture, capture_flat, clean_captured
@@ -190,12 +183,13 @@ def attempt(case: CaptureCase, way: Way) -> Attempt:
 def _with_ones(case: CaptureCase, result: Attempt) -> InputSizes:
     """Return the sizes of ``found`` with every size of 1 at which Python decides otherwise, and the graph
     computes what the float model does all the same, as where a batch of one need not be expanded."""
-    sizes, others = result.sizes, next(trial_sizes(result.sizes), {})
+    sizes = result.sizes
     for group in dict.fromkeys(group_of(item) for item in sizes.free if item.example > 1):
         rule = sizes.broken_rule(sizes_at(sizes, {group: 1}))
         if rule is None or not rule.by_python:
             continue
         admitted = admit_ones(sizes, group, sizes_of(case.inputs))
+        others = next(trial_sizes(result.sizes), {})
         trials = [sizes_at(admitted, groups) for groups in ({group: 1}, {**others, group: 1})]
         if all(admitted.broken_rule(trial) is None and _agrees(case, result, trial) for trial in trials):
             sizes = admitted
@@ -226,7 +220,7 @@ def _from_more(case: CaptureCase, result: Attempt) -> tuple[CaptureCase, Attempt
             continue
         inputs = dict(zip(case.inputs, pytree.tree_leaves(args), strict=True))
         wider = replace(case, args=args, inputs=inputs, example=run)
-        with suppress(Exception):
+        with suppress(Exception):  # An error inside an attempt is a failed attempt.
             other = attempt(wider, Way.FOLLOWED)
             accepts = other.is_right and other.sizes.broken_rule(example) is None
             if accepts and _compare(case, other, case.example) is None:
@@ -527,7 +521,7 @@ def _decide(case: CaptureCase, result: Attempt, dimension: Dimension, rules: lis
         warn = rule is not None and rule.by_python and _runs_elsewhere(case, result, dimension)
         return Decision(path, kind, Action.FIXED, f"{at}{line}", warn=warn)
     # What no tried size breaks is listed, and not warned about.
-    by_python = any(rule.by_python and rule.expected != AS_IN_EXAMPLE for rule in rules)
+    by_python = any(rule.by_python and not rule.is_unbroken for rule in rules)
     warn = by_python and _runs_elsewhere(case, result, dimension)
     constant = f"{dimension.name} == {dimension.example}"
     is_constant = any(rule.expected in (constant, str(dimension.example)) for rule in rules)
@@ -538,7 +532,7 @@ def _decide(case: CaptureCase, result: Attempt, dimension: Dimension, rules: lis
 def _conditions(result: Attempt, dimension: Dimension, rules: list[SizeRule]) -> str:
     # The limits of operators are those of the float model too, and are not reported.
     of_python = [rule for rule in rules if rule.by_python or "==" in rule.expected]
-    of_python = [rule for rule in of_python if rule.expected != AS_IN_EXAMPLE] or of_python
+    of_python = [rule for rule in of_python if not rule.is_unbroken] or of_python
     words = [f"it is {rule.expected}" if rule.is_computed else rule.expected for rule in of_python]
     texts = [
         f"{word} ({rule.line})" if rule.line else word for word, rule in zip(words, of_python, strict=True)

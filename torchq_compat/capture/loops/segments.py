@@ -288,9 +288,8 @@ def _share_lifted_constants(graph_module: GraphModule) -> None:
         same = (other for other, kept in known if kept.dtype == value.dtype and torch.equal(kept, value))
         if (other := next(same, None)) is None:
             known.append((node, value))
-            node.target = str(node.target).replace(
-                ".", "_"
-            )  # The step is no part of the module that made it.
+            # The step is no part of the module that made it.
+            node.target = str(node.target).replace(".", "_")
             setattr(graph_module, node.target, value)
         else:
             node.replace_all_uses_with(other)

@@ -13,7 +13,6 @@ from torch import SymInt, Tensor
 from torch.fx import GraphModule, Node
 
 from torchq_compat.capture.sizes.input_sizes import (
-    AS_IN_EXAMPLE,
     FARTHEST,
     Dimension,
     InputSizes,
@@ -81,13 +80,7 @@ def admit_ones(sizes: InputSizes, group: Group, example: Sizes) -> InputSizes:
         if rule.is_computed or _refuses(admitting, example):
             rules.append(admitting)
     result = replace(sizes, rules=tuple(rules))
-    if result.program is None:
-        return result
-    result = accepted_range(result, example)
-    # What was broken at 1 alone is broken nowhere now.
-    kept = tuple(rule for rule in result.rules if rule.alone is None or rule.expected != AS_IN_EXAMPLE)
-    program = result.program if any(rule.is_computed for rule in kept) else None
-    return replace(result, rules=kept, program=program)
+    return accepted_range(result, example) if result.program is not None else result
 
 
 def _refuses(rule: SizeRule, example: Sizes) -> bool:

@@ -98,6 +98,11 @@ class SizeRule:
         """Whether the rule is about sizes of tensors that the model computes."""
         return any(not label for label, _ in self.places.values())
 
+    @property
+    def is_unbroken(self) -> bool:
+        """Whether the rule is about computed sizes, and no size that was tried of one dimension broke it."""
+        return self.is_computed and self.alone is None
+
     @cached_property
     def _test(self) -> Callable[..., Any]:
         test: Callable[..., Any] = eval(f"lambda {', '.join(self.places)}: {self.condition}", {"math": math})
@@ -260,7 +265,7 @@ AS_IN_EXAMPLE = "a size at which the model decides as in the example"
 
 def accepted_range(sizes: InputSizes, example: Mapping[Place, int]) -> InputSizes:
     """Return ``sizes`` with each rule about computed sizes told of the dimension that may break it; rules
-    that no size breaks are dropped."""
+    that no size breaks, or none any more, are dropped."""
     assert sizes.program is not None
     tries = _Tries(sizes, dict(example), {**example, **sizes.program.sizes(example)})
     by_condition: dict[str, SizeRule] = {}
@@ -287,7 +292,9 @@ def accepted_range(sizes: InputSizes, example: Mapping[Place, int]) -> InputSize
         for rule in sizes.rules
         for mover in [tries.mover(rule)]
         if rule.condition in by_condition
-        or (mover if rule.is_computed else rule.line or rule.dimension.place not in fixed)
+        or (
+            mover and rule.is_unbroken if rule.is_computed else rule.line or rule.dimension.place not in fixed
+        )
     )
     needs_program = any(rule.is_computed for rule in rules)
     return replace(sizes, rules=rules, program=sizes.program if needs_program else None)

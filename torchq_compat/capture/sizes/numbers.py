@@ -82,6 +82,10 @@ OPERATIONS = {
 }
 
 
+#: An operation -> one of its names; those that stand for other code have none.
+NAMES = {operation: name for name, operation in OPERATIONS.items()}
+
+
 @dataclass(frozen=True)
 class Size:
     """The size of dimension ``dim`` of the tensor that ``node`` of a graph computes; None if no node does."""
@@ -131,7 +135,7 @@ def simplified(expression: Any) -> Any:
     operation = expression.operation
     if not any(isinstance(operand, (Size, Computed)) for operand in operands):
         return operation.function(*operands)
-    name = next((name for name, item in OPERATIONS.items() if item == operation), "")
+    name = NAMES.get(operation, "")
     if others == [first] and name in OF_EQUALS:
         return OF_EQUALS[name]
     if name in NEUTRAL and others == [NEUTRAL[name]]:
@@ -158,12 +162,10 @@ def condition_of(expression: Any, value: Any, names: Mapping[Size, str]) -> str:
     if not isinstance(value, bool):
         return f"{code} == {value!r}"
     if not value and isinstance(expression, Computed):
-        other = next(
-            (o for o, item in OPERATIONS.items() if item == expression.operation and o in OPPOSITES), None
-        )
+        other = OPPOSITES.get(NAMES.get(expression.operation, ""))
         if other is None:
             return f"not {code}"
-        code = as_code(Computed(OPERATIONS[OPPOSITES[other]], expression.operands), names)
+        code = as_code(Computed(OPERATIONS[other], expression.operands), names)
     is_comparison = isinstance(expression, Computed) and expression.operation.words.startswith("({} ")
     return code[1:-1] if is_comparison else code
 
