@@ -22,7 +22,7 @@ from torchq_compat.capture.row_order import check_row_order
 from torchq_compat.capture.sizes.find_sizes import Group, admit_ones, find_sizes, group_of, sizes_of_symbols
 from torchq_compat.capture.sizes.input_sizes import Dimension, InputSizes, Place, SizeRule, sizes_of
 from torchq_compat.capture.sizes.shape_program import ShapeProgram
-from torchq_compat.capture.sizes.size_reads import SizeReads
+from torchq_compat.capture.sizes.size_reads import ReadSizes, SizeReads
 from torchq_compat.capture.torch_export import EVERY_SIZE, capture, capture_flat, clean_captured
 from torchq_compat.capture.trial_runs import (
     AS_LARGE,
@@ -69,6 +69,7 @@ class CaptureCase:
         example: the run of the float model on ``args``.
         packing: how sequences are packed in the graph.
         is_step: whether it is the step of a loop, called with sizes that the model around it checks.
+        read: what Python asked of sizes before, in a model whose loops are rolled.
     """
 
     model: nn.Module
@@ -79,6 +80,7 @@ class CaptureCase:
     example: FloatRun
     packing: PackingMode = field(default_factory=lambda: PackingMode(whole=False))
     is_step: bool = False
+    read: ReadSizes = field(default_factory=ReadSizes)
 
 
 @dataclass(frozen=True)
@@ -162,9 +164,11 @@ def attempt(case: CaptureCase, way: Way) -> Attempt:
         reads.write_results(graph_module)
         accepts = _acceptance(case, graph_module)
         # A step is a graph already, in which no Python decides anything.
-        sizes = InputSizes() if case.is_step else find_sizes(case.inputs, reads.read, accepts)
+        sizes = (
+            InputSizes() if case.is_step else find_sizes(case.inputs, case.read.and_also(reads.read), accepts)
+        )
     else:
-        sizes = sizes_of_symbols(graph_module, case.inputs, conditions)
+        sizes = sizes_of_symbols(graph_module, case.inputs, case.read, conditions)
     clean_captured(graph_module)
     make_out_of_place(graph_module)
     result = Attempt(graph_module, sizes, blocks, None)

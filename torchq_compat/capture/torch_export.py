@@ -201,13 +201,18 @@ def _is_of_computed_weight(text: str) -> bool:
     return assigned is not None
 
 
-def capture_freely(model: nn.Module, args: tuple[Any, ...]) -> GraphModule:
+def capture_freely(model: nn.Module, args: tuple[Any, ...], reads: SizeReads | None = None) -> GraphModule:
     """Return ``model`` as an aten graph, with the sizes free that its Python reads; see ``SizeReads``.
+
+    Args:
+        model: the model.
+        args: example positional arguments.
+        reads: what answers the reads, and keeps what was decided.
 
     Raises:
         Exception: whatever torch.export or the model raises.
     """
-    reads = SizeReads()
+    reads = reads or SizeReads()
     captured, _ = reads.captured(model, lambda: capture(model, args))
     reads.write_results(captured)
     clean_captured(captured)

@@ -27,6 +27,7 @@ from torchq_compat.capture import opaque_calls, torch_export
 from torchq_compat.capture.checked import Attempt, CaptureCase, capture_checked
 from torchq_compat.capture.opaque_stub import RecordedCalls, StubRegistry
 from torchq_compat.capture.signature import CallSignature
+from torchq_compat.capture.sizes.size_reads import ReadSizes
 from torchq_compat.capture.trial_runs import FloatRun, Runs, trial_copy
 from torchq_compat.capture.unseen_python import show_identities
 from torchq_compat.custom_modules import handler_of
@@ -48,10 +49,12 @@ class TriedModel:
     Attributes:
         runs: runs the float model, and keeps the arguments of its custom modules.
         example: the run on the example inputs.
+        read: what Python decided by sizes before loops were rolled.
     """
 
     runs: Runs
     example: FloatRun
+    read: ReadSizes
 
     @property
     def problem(self) -> InputError | None:
@@ -98,7 +101,7 @@ def try_model(
     if recorded or example is None or example.error is not None:
         example = runs.of_float_model(request.example_inputs, recorded=recorded)
     _register_dataclasses(example.value)
-    return TriedModel(runs, example)
+    return TriedModel(runs, example, with_loops.read)
 
 
 def _register_dataclasses(nested: Any) -> None:
@@ -134,7 +137,14 @@ def capture_model(
     watching = stubs.results.watch(working)
     inputs = signature.labelled(args)
     case = CaptureCase(
-        working, args, inputs, request.dynamic_shapes, tried.runs, tried.example, is_step=request.is_step
+        working,
+        args,
+        inputs,
+        request.dynamic_shapes,
+        tried.runs,
+        tried.example,
+        is_step=request.is_step,
+        read=tried.read,
     )
     try:
         with torch_export.failed_attempts_held_back():

@@ -23,6 +23,7 @@ from torchq_compat.capture.loops.roll import roll_loops
 from torchq_compat.capture.loops.step_flow import NotALoopError
 from torchq_compat.capture.opaque_stub import StubRegistry
 from torchq_compat.capture.signature import CallSignature
+from torchq_compat.capture.sizes.size_reads import ReadSizes
 from torchq_compat.capture.torch_export import NO_SIZE, capture
 from torchq_compat.capture.trial_runs import FloatRun, Runs, trial_copy
 from torchq_compat.errors import InputError, TorchQCompatError
@@ -194,12 +195,14 @@ class WithLoops:
         steps: paths in ``model`` of the submodules that compute one step.
         decisions: the decisions about the loops.
         example: the run of ``model`` on the example inputs, if there was one.
+        read: what Python decided by sizes before loops were rolled.
     """
 
     model: nn.Module
     steps: tuple[str, ...] = ()
     decisions: tuple[Decision, ...] = ()
     example: FloatRun | None = None
+    read: ReadSizes = field(default_factory=ReadSizes)
 
 
 def with_rolled_loops(working: nn.Module, signature: CallSignature, request: PrepareRequest) -> WithLoops:
@@ -234,7 +237,7 @@ def with_rolled_loops(working: nn.Module, signature: CallSignature, request: Pre
         # still be captured.
         return _as_written(working, looped, f"{type(cause).__name__}: {cause}")
     steps = tuple(f"{path}.step" for path in rolled.loops)
-    return WithLoops(rolled.model, steps, tuple(decide_values(rolled.decided)))
+    return WithLoops(rolled.model, steps, tuple(decide_values(rolled.decided)), read=rolled.read)
 
 
 def _as_written(working: nn.Module, looped: LoopedSizes, reason: str) -> WithLoops:

@@ -281,8 +281,12 @@ class _CallSites(TorchFunctionMode):
         return self
 
     def differing(self, others: _CallSites) -> list[Site]:
-        """Return the calls of which ``others`` counted another number."""
-        return [site for site, count in self.counts.items() if count != others.counts[site]]
+        """Return the calls of which ``others`` counted another number; what ran once or not is no loop."""
+        return [
+            site
+            for site, count in self.counts.items()
+            if count != others.counts[site] and max(count, others.counts[site]) > 1
+        ]
 
     def __torch_function__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._count(sys._getframe(1))

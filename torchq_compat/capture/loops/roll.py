@@ -7,9 +7,9 @@ import functools
 import inspect
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from torchq_compat.capture.inlined_blocks import inline_blocks
+from torchq_compat.capture.loops.length_guards import Length, keep_guards
 from torchq_compat.capture.loops.loop_module import LONGER, GraphModel, Loop, LoopedSizes
 from torchq_compat.capture.loops.roll_graph import RolledGraph, roll_graph
 from torchq_compat.capture.loops.segments import LIFTED, leaves_of
@@ -24,6 +25,7 @@ from torchq_compat.capture.loops.step_flow import NotALoopError
 from torchq_compat.capture.opaque_calls import insert_calls
 from torchq_compat.capture.opaque_stub import OPAQUE_OP, StubRegistry
 from torchq_compat.capture.packed_sequences import PackingMode
+from torchq_compat.capture.sizes.size_reads import ReadSizes, SizeReads
 from torchq_compat.capture.torch_export import capture_freely, copied_inputs
 from torchq_compat.capture.trial_runs import CAPTURED, FloatRun, Runs, difference, trial_copy, with_sizes
 from torchq_compat.capture.unseen_python import marked_functions, show_identities
@@ -40,23 +42,6 @@ from torchq_compat.support.upstream import pytree
 
 
 ATEN = torch.ops.aten
-
-
-@dataclass(frozen=True)
-class Length:
-    """One length that the two captures differ in.
-
-    Attributes:
-        placeholder: the index of an input with this length.
-        dim: the dimension of that input.
-        short: the length in the first capture.
-        grown: by how much it is larger in the second; different for each length.
-    """
-
-    placeholder: int
-    dim: int
-    short: int
-    grown: int
 
 
 def follow_lengths(short: RolledGraph, long: RolledGraph, lengths: Sequence[Length]) -> None:
@@ -134,8 +119,8 @@ def _with_length(
     if length not in sizes:
         placeholders = graph.find_nodes(op="placeholder")
         with graph.inserting_after(placeholders[-1]):
-            place = (placeholders[length.placeholder], length.dim)
-            sizes[length] = graph.call_function(ATEN.sym_size.int, place)
+            size = length.size_in(placeholders)
+            sizes[length] = graph.call_function(ATEN.sym_size.int, (size.node, size.dim))
     with graph.inserting_before(node):
         result = sizes[length]
         if slope < 0:
@@ -167,19 +152,22 @@ class RolledModel:
             the loops.
         loops: the loops by path.
         decided: the lines whose ``assert`` is left out, and those that ask for a buffer's value, with it.
+        read: what Python decided by sizes outside of the loops.
     """
 
     model: nn.Module
     loops: Mapping[str, Loop] = field(default_factory=dict)
     decided: tuple[tuple[str, Any], ...] = ()
+    read: ReadSizes = field(default_factory=ReadSizes)
 
 
 @dataclass(frozen=True)
 class _Captured:
-    """The stubs of a capture and the float modules, by handle, that they replaced."""
+    """The stubs of a capture, the float modules that they replaced, by handle, and what Python asked."""
 
     stubs: StubRegistry
     modules: Mapping[str, nn.Module]
+    read: ReadSizes
 
 
 def roll_loops(
@@ -200,18 +188,11 @@ def roll_loops(
     Raises:
         NotALoopError: no loop can be rolled that computes the same at every length.
     """
-    for least in SHORT:
-        rolled, captured = _rolled_at_two_lengths(working, args, inputs, looped, put_stubs, least)
-        if rolled.loops:
-            break
-    else:
-        raise NotALoopError(
-            next(iter(rolled.reasons), "no three steps run the same ops: one may read a list that grows")
-        )
+    rolled, captured, doubtful = _rolled_at_two_lengths(working, args, inputs, looped, put_stubs)
     result = _build(working, rolled, captured)
     if is_trained:
         _refuse_parted_parameters(result)
-    _check(result, runs, args, inputs, looped)
+    _check(result, runs, args, inputs, looped, doubtful)
     _keep_examples(result, args, inputs, looped)
     return result
 
@@ -222,37 +203,43 @@ def _rolled_at_two_lengths(
     inputs: Mapping[str, Any],
     looped: LoopedSizes,
     put_stubs: PutStubs,
-    least: int,
-) -> tuple[RolledGraph, _Captured]:
+) -> tuple[RolledGraph, _Captured, Sequence[Collection[int]]]:
+    """Return the rolled graph, what was captured, and for each length the sizes that are to be tried."""
+    names = _free_names(working)
+    for least in SHORT:
+        lengths = _choose_lengths(inputs, looped, least)
+        places = [place for length in lengths for place in length.places]
+        capture = functools.partial(_capture_rolled, working, put_stubs, names, places)
+        shorts = [length.short for length in lengths]
+        rolled, captured = capture(with_sizes(args, inputs, looped.sizes(shorts)))
+        if rolled.loops:
+            break
+    else:
+        raise NotALoopError(
+            next(iter(rolled.reasons), "no three steps run the same ops: one may read a list that grows")
+        )
+    longs = [length.short + length.grown for length in lengths]
+    other, of_long = capture(with_sizes(args, inputs, looped.sizes(longs)))
+    follow_lengths(rolled, other, lengths)
+    read, doubtful = keep_guards(captured.read, of_long.read, lengths)
+    return rolled, replace(captured, read=read), doubtful
+
+
+def _choose_lengths(inputs: Mapping[str, Any], looped: LoopedSizes, least: int) -> list[Length]:
+    """Return the lengths of the two captures, of ``least`` size: sizes that no input dimension has, because
+    torch.export treats equal sizes as one."""
     labels = list(inputs)
-    shorts, grown = _choose_lengths(inputs, len(looped.groups), least)
-    longs = [short + more for short, more in zip(shorts, grown, strict=True)]
-    lengths = [
-        Length(labels.index(group[0][0]), group[0][1], *pair)
-        for group, *pair in zip(looped.groups, shorts, grown, strict=True)
-    ]
-    places = [(labels.index(label), dim) for group in looped.groups for label, dim in group]
-    capture = functools.partial(_capture_rolled, working, put_stubs, _free_names(working), places)
-    rolled, captured = capture(with_sizes(args, inputs, looped.sizes(shorts)))
-    if rolled.loops:
-        other, _ = capture(with_sizes(args, inputs, looped.sizes(longs)))
-        follow_lengths(rolled, other, lengths)
-    return rolled, captured
-
-
-def _choose_lengths(inputs: Mapping[str, Any], count: int, least: int) -> tuple[list[int], list[int]]:
-    """Return the lengths of the short capture, and by how much each grows in the long one: sizes that no
-    input dimension has, because torch.export treats equal sizes as one."""
     known = {size for leaf in inputs.values() if isinstance(leaf, Tensor) for size in leaf.shape}
-    shorts: list[int] = []
-    grown: list[int] = []
-    for _ in range(count):
+    lengths = list[Length]()
+    for group in looped.groups:
         short = next(size for size in itertools.count(least) if size not in known)
-        more = next(g for g in itertools.count(1) if g not in grown and short + g not in known)
-        known |= {short, short + more}
-        shorts.append(short)
-        grown.append(more)
-    return shorts, grown
+        taken = [length.grown for length in lengths]
+        grown = next(g for g in itertools.count(1) if g not in taken and short + g not in known)
+        known |= {short, short + grown}
+        label, dim = group[0]
+        places = tuple((labels.index(label), dim) for label, dim in group)
+        lengths.append(Length(places, short, grown, int(inputs[label].shape[dim])))
+    return lengths
 
 
 def _free_names(working: nn.Module) -> list[str]:
@@ -267,18 +254,18 @@ def _capture_rolled(
     lengths: Sequence[tuple[int, int]],
     args: tuple[Any, ...],
 ) -> tuple[RolledGraph, _Captured]:
-    model, stubs = trial_copy(working), StubRegistry()
+    model, stubs, reads = trial_copy(working), StubRegistry(), SizeReads()
     modules = put_stubs(model, stubs)
     show_identities(model)
     try:
         with stubs.capturing(model), marked_functions(), PackingMode(whole=False).during(model):
-            graph_module = capture_freely(model, args)
+            graph_module = capture_freely(model, args, reads)
             inline_blocks(graph_module)
             make_out_of_place(graph_module, keep_writes_into_views=True)
     except Exception as cause:
         raise NotALoopError(f"torch.export cannot capture it unrolled: {cause}") from cause
     rolled = roll_graph(graph_module, stubs, names, lengths)
-    return rolled, _Captured(stubs, modules)
+    return rolled, _Captured(stubs, modules, reads.read)
 
 
 def _build(working: nn.Module, rolled: RolledGraph, captured: _Captured) -> RolledModel:
@@ -310,7 +297,8 @@ def _build(working: nn.Module, rolled: RolledGraph, captured: _Captured) -> Roll
     model = _like(working)(_pruned(working, lambda path: path not in only_in_steps), graph)
     for name, loop in loops.items():
         model.add_module(name, loop)
-    return RolledModel(model, loops, metadata.VALUES_DECIDED.of(rolled.graph_module) or ())
+    decided = metadata.VALUES_DECIDED.of(rolled.graph_module) or ()
+    return RolledModel(model, loops, decided, captured.read)
 
 
 def _with_float_calls(root: nn.Module, graph: Graph, captured: _Captured) -> Graph:
@@ -409,16 +397,18 @@ def _check(
     args: tuple[Any, ...],
     inputs: Mapping[str, Any],
     looped: LoopedSizes,
+    doubtful: Sequence[Collection[int]],
 ) -> None:
-    """Run the rolled model beside the user's model: on the example, and with each length changed alone.
+    """Run the rolled model beside the user's model: on the example, and with each length changed alone, also
+    to the ``doubtful`` sizes of each.
 
     Raises:
         NotALoopError: the results differ, or the float model runs at fewer than two lengths.
     """
     example = [int(inputs[group[0][0]].shape[group[0][1]]) for group in looped.groups]
     tried = [example]
-    for index in range(len(example)):
-        for size in (SHORT[1], 3, 1):
+    for index, others in enumerate(doubtful):
+        for size in sorted({SHORT[1], 3, 1, *others}, reverse=True):
             tried.append([size if other == index else known for other, known in enumerate(example)])
     ran = 0
     for sizes in reversed(tried):

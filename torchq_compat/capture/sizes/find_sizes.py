@@ -280,12 +280,13 @@ SIZE = re.compile(r"L\['(?P<name>\w+)'\](?P<path>(?:\[[^\]]+\]|\.\w+)*)\.size\(\
 
 
 def sizes_of_symbols(
-    graph_module: GraphModule, inputs: Mapping[str, Any], conditions: Sequence[str]
+    graph_module: GraphModule, inputs: Mapping[str, Any], read: ReadSizes, conditions: Sequence[str]
 ) -> InputSizes:
     """Return the sizes of the placeholders of ``graph_module``.
 
     Args:
         inputs: the example inputs by label.
+        read: what Python asked of sizes before this capture.
         conditions: what torch.export assumes of the sizes, as Python code.
     """
     dimensions: list[Dimension] = []
@@ -305,7 +306,9 @@ def sizes_of_symbols(
             dimensions.append(Dimension(label, index, known, None if root == (label, index) else root))
     constants = {label: value for label, value in inputs.items() if not isinstance(value, Tensor)}
     rules = (*_rules_of_dimensions(dimensions, specialized), *_rules_of_conditions(dimensions, conditions))
-    return InputSizes(tuple(dimensions), constants, rules)
+    program, of_guards = _rules_of_guards(inputs, read, dimensions)
+    result = InputSizes(tuple(dimensions), constants, (*rules, *of_guards), program)
+    return accepted_range(result, sizes_of(inputs)) if program is not None else result
 
 
 def _rules_of_dimensions(

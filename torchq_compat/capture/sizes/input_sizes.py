@@ -21,6 +21,8 @@ from torchq_compat.support.argument_checks import shown
 
 #: The most forms of calls that are remembered.
 MOST_ACCEPTED = 512
+#: Sizes at which a rule about one of them is tried: small ones, and powers of two.
+COMMON = (*range(1, 64), *(1 << power for power in range(6, 31)))
 #: The label of an input, such as ``x`` or ``states[0]``, and a dimension; or an empty label and the number of
 #: a size that a ``ShapeProgram`` computes.
 Place = tuple[str, int]
@@ -98,10 +100,13 @@ class SizeRule:
         """Whether the rule is about sizes of tensors that the model computes."""
         return any(not label for label, _ in self.places.values())
 
-    @property
+    @cached_property
     def is_unbroken(self) -> bool:
-        """Whether the rule is about computed sizes, and no size that was tried of one dimension broke it."""
-        return self.is_computed and self.alone is None
+        """Whether no size that was tried of one dimension breaks the rule."""
+        if self.is_computed:
+            return self.alone is None
+        place, *others = self.places.values()
+        return not others and all(self.holds({place: size}) for size in COMMON)
 
     @cached_property
     def _test(self) -> Callable[..., Any]:

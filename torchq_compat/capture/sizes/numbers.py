@@ -111,15 +111,19 @@ def sizes_in(expression: Any) -> Iterator[Size]:
             yield from sizes_in(operand)
 
 
+def map_sizes(expression: Any, function: Callable[[Size], Any]) -> Any:
+    """Return ``expression`` with ``function`` of each size in its place."""
+    if isinstance(expression, Size):
+        return function(expression)
+    if isinstance(expression, Computed):
+        operands = (map_sizes(operand, function) for operand in expression.operands)
+        return Computed(expression.operation, tuple(operands))
+    return expression
+
+
 def in_terms_of(expression: Any, nodes: Mapping[Any, Any]) -> Any:
     """Return ``expression`` with the sizes of other ``nodes``."""
-    if isinstance(expression, Size):
-        return Size(nodes[expression.node], expression.dim)
-    if isinstance(expression, Computed):
-        return Computed(
-            expression.operation, tuple(in_terms_of(operand, nodes) for operand in expression.operands)
-        )
-    return expression
+    return map_sizes(expression, lambda size: Size(nodes.get(size.node, size.node), size.dim))
 
 
 #: What leaves a number as it is, as its second operand; and the values of operations on equal numbers.

@@ -138,6 +138,17 @@ class ReadSizes:
     guards: tuple[Guard, ...] = ()
     known: Mapping[Node, tuple[Any, ...]] = field(default_factory=dict)
 
+    def and_also(self, other: ReadSizes) -> ReadSizes:
+        """Return what was asked in either trace, in terms of the inputs of ``other`` if it has any."""
+        if not self.inputs or not other.inputs:
+            return self if self.inputs else other
+        nodes = dict(zip(self.inputs, other.inputs, strict=True))
+        guards = (replace(g, expression=in_terms_of(g.expression, nodes)) for g in self.guards)
+        known = {
+            node: tuple(in_terms_of(size, nodes) for size in sizes) for node, sizes in self.known.items()
+        }
+        return ReadSizes(other.inputs, (*guards, *other.guards), {**known, **other.known})
+
 
 @dataclass(frozen=True)
 class Guard:

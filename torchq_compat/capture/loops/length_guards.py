@@ -1,0 +1,156 @@
+"""Keeps what Python decides by sizes in a model whose loops are rolled from captures at two lengths."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch.fx import Graph, Node
+
+from torchq_compat.capture.loops.step_flow import NotALoopError
+from torchq_compat.capture.sizes.numbers import (
+    OPERATIONS,
+    Computed,
+    Size,
+    condition_of,
+    map_sizes,
+    simplified,
+    sizes_in,
+)
+from torchq_compat.capture.sizes.shape_program import is_computable
+from torchq_compat.capture.sizes.size_reads import Guard, ReadSizes
+
+# What both captures decided alike is a guard of the rolled model too, in terms of its inputs: each trace
+# computes the sizes that a decision is about at its own lengths, and they grow evenly in between. What one of
+# them decided alone belongs to a loop, as ``range(x.size(1))`` does.
+
+
+ADD, SUB, MUL, FLOORDIV = (OPERATIONS[name] for name in ("add", "sub", "mul", "floordiv"))
+
+
+@dataclass(frozen=True)
+class Length:
+    """One length that the two captures differ in.
+
+    Attributes:
+        places: the index and the dimension of each input with this length.
+        short: the length in the first capture.
+        grown: by how much it is larger in the second; different for each length.
+        example: the length in the example.
+    """
+
+    places: tuple[tuple[int, int], ...]
+    short: int
+    grown: int
+    example: int
+
+    def size_in(self, inputs: Sequence[Any]) -> Size:
+        """Return the length as a size of one of ``inputs``."""
+        index, dim = self.places[0]
+        return Size(inputs[index], dim)
+
+
+def keep_guards(
+    short: ReadSizes, long: ReadSizes, lengths: Sequence[Length]
+) -> tuple[ReadSizes, tuple[frozenset[int], ...]]:
+    """Return what two captures of a model decided alike.
+
+    Returns:
+        The guards; and for each length, the sizes up to the captures' at which a decision is another one. No
+        guard follows from such a decision, mostly about a step's number, nor from one about what a custom
+        module computes by itself: trials show whether they matter.
+
+    Raises:
+        NotALoopError: a decision is about a size that does not grow evenly with a length.
+    """
+    graph = Graph()
+    inputs = tuple(None if node is None else graph.node_copy(node) for node in short.inputs)
+    longs = [replace(length, short=length.short + length.grown) for length in lengths]
+    known = {**short.known, **long.known}
+    known |= _at_lengths(short.inputs, inputs, lengths) | _at_lengths(long.inputs, inputs, longs)
+    read, computable = ReadSizes(inputs, (), known), set[Node]()
+    twins = dict(_named(long.guards))
+    guards, doubtful = list[Guard](), [frozenset[int]() for _ in lengths]
+    for name, guard in _named(short.guards):
+        if name not in twins:
+            continue
+        expression = _in_lengths(guard, twins[name], short.inputs, inputs, lengths)
+        if not all(is_computable(size.node, read, computable) for size in sizes_in(expression)):
+            continue
+        others = [_broken_at(expression, guard.value, length, length.size_in(inputs)) for length in lengths]
+        if not any(others):
+            guards.append(replace(guard, expression=expression))
+        doubtful = [known | other for known, other in zip(doubtful, others, strict=True)]
+    return replace(read, guards=tuple(guards)), tuple(doubtful)
+
+
+def _named(guards: Sequence[Guard]) -> Iterator[tuple[Any, Guard]]:
+    """Yield each guard with its line, what it says of any sizes, and how many before it say the same."""
+    counts = Counter[Any]()
+    for guard in guards:
+        text = condition_of(guard.expression, guard.value, dict.fromkeys(sizes_in(guard.expression), "n"))
+        name = guard.place.line, text
+        yield (*name, counts[name]), guard
+        counts[name] += 1
+
+
+def _in_lengths(
+    guard: Guard,
+    twin: Guard,
+    own: Sequence[Node | None],
+    inputs: Sequence[Node | None],
+    lengths: Sequence[Length],
+) -> Any:
+    """Return the expression of ``guard`` in terms of the lengths and of ``inputs``, which are its ``own``."""
+
+    def in_lengths(size: Size, other: Size) -> Any:
+        growth = _value(other) - _value(size)
+        if not growth:
+            return Size(inputs[own.index(size.node)], size.dim) if size.node in own else size
+        for length in lengths:
+            if growth == length.grown and (size.node in own or len(lengths) > 1):
+                return Computed(ADD, (length.size_in(inputs), _value(size) - length.short))
+            if growth % length.grown == 0 and len(lengths) == 1:
+                slope = Computed(FLOORDIV, (Computed(SUB, (other, size)), length.grown))
+                more = Computed(ADD, (length.size_in(inputs), -length.short))
+                return Computed(ADD, (size, Computed(MUL, (slope, more))))
+        raise NotALoopError(f"{guard.place.line} decides by a size that does not grow as a length does")
+
+    sizes = zip(sizes_in(guard.expression), sizes_in(twin.expression), strict=True)
+    terms = {size: in_lengths(size, other) for size, other in sizes}
+    return simplified(map_sizes(guard.expression, terms.__getitem__))
+
+
+def _value(size: Size) -> int:
+    return int(size.node.meta["val"].shape[size.dim])
+
+
+def _broken_at(expression: Any, value: Any, length: Length, own: Size) -> frozenset[int]:
+    """Return the sizes of ``length``, called ``own``, at which ``expression`` has another value: up to those
+    of the captures, and that of the example."""
+    sizes = (
+        {*range(1, length.short + length.grown + 1), length.example} if own in sizes_in(expression) else ()
+    )
+
+    def is_broken(size: int) -> bool:
+        with suppress(ArithmeticError):
+            at_size = map_sizes(expression, lambda item: size if item == own else _value(item))
+            return bool(simplified(at_size) != value)
+        return False
+
+    return frozenset(filter(is_broken, sizes))
+
+
+def _at_lengths(
+    own: Sequence[Node | None], inputs: Sequence[Node | None], lengths: Sequence[Length]
+) -> dict[Node, tuple[Any, ...]]:
+    """Return each input of a trace with its sizes: those of ``inputs``, but the short ones of ``lengths``."""
+    fixed = {place: length.short for length in lengths for place in length.places}
+    return {
+        node: tuple(fixed.get((index, dim), Size(new, dim)) for dim in range(node.meta["val"].dim()))
+        for index, (node, new) in enumerate(zip(own, inputs, strict=True))
+        if node is not None
+    }
