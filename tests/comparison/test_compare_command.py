@@ -362,6 +362,31 @@ def test_the_recorder_has_the_trained_weights_and_the_last_batches() -> None:
     assert "; 0.bias, 1.bias_hh_l0, 1.bias_ih_l0 as before the training, and observe the last 1 b" in remark
 
 
+def test_what_is_recorded_are_the_batches_of_the_script(tmp_path: Path) -> None:
+    """Not those on which convert tries what it made, nor calls of the converted model, nor without it."""
+    script = """
+from torchq_compat.comparison.cases import ScriptRecorder
+recorder = ScriptRecorder()
+with recorder.recording():
+    import torch
+    from torch import nn
+    from torch.ao.quantization import get_default_qconfig_mapping
+    from torch.ao.quantization.quantize_fx import convert_fx, fuse_fx, prepare_fx
+    batches = [torch.full((2, 8), float(number)) for number in range(4)]
+    model = fuse_fx(nn.Sequential(nn.Linear(8, 4), nn.ReLU()).eval())
+    prepared = prepare_fx(model, get_default_qconfig_mapping("x86"), (batches[0],))
+    for batch in batches[:3]:
+        prepared(batch)
+    convert_fx(prepared)(batches[3])
+    prepared(batches[3])
+(case,) = recorder.cases("script.py")
+print([float(batch.mean()) for (batch,) in case.calibration_data])
+"""
+    (tmp_path / "script.py").write_text(script)
+    ran = warm_python("script.py", cwd=tmp_path)
+    assert ran.stdout == "[0.0, 1.0, 2.0]\n", ran.stderr
+
+
 HANGS = """
 import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])

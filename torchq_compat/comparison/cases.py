@@ -242,14 +242,16 @@ class ScriptRecorder:
 
     def _convert_fx(self, call: Function, arguments: dict[str, Any]) -> Any:
         recording = metadata.RECORDING.of(arguments["graph_module"])
-        trained = arguments["graph_module"].state_dict() if recording is not None else {}
+        if recording is None or recording.is_converted:
+            return call()
+        trained, batches = arguments["graph_module"].state_dict(), recording.batches.copy()
         converted = call()
-        if recording is not None and not recording.is_converted:
-            recording.is_converted = True
-            recording.convert_custom_config = arguments.get("convert_custom_config")
-            recording.observer_qparams = converted.record.observer_qparams
-            if recording.is_qat:
-                self.remarks.append(_take_trained(recording, trained))
+        # Without the batches on which convert tried what it made.
+        recording.batches, recording.is_converted = batches, True
+        recording.convert_custom_config = arguments.get("convert_custom_config")
+        recording.observer_qparams = converted.record.observer_qparams
+        if recording.is_qat:
+            self.remarks.append(_take_trained(recording, trained))
         return converted
 
     _convert_to_reference_fx = _convert_fx
