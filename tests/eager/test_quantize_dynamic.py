@@ -196,7 +196,13 @@ def test_classes_and_keys_are_those_of_torch_ao() -> None:
     beyond = nn.ModuleList([nn.LSTM(4, 4, bias=False), nn.LSTM(4, 4, proj_size=2), nn.RNN(4, 4)])
     for module in tc.quantize_dynamic(beyond, {nn.LSTM, nn.RNN}):
         assert type(module).__module__.startswith("torchq_compat.")
-        assert module(torch.randn(3, 2, 4))[0].isfinite().all()
+        scripted, x = torch.jit.script(module), torch.randn(3, 2, 4)
+        with torch.no_grad():
+            result, states = module(x)
+            for given in ((x,), (x, states)):
+                for one, other in zip(leaves(module(*given)), leaves(scripted(*given)), strict=True):
+                    torch.testing.assert_close(other, one, rtol=0, atol=1e-6)
+        assert result.isfinite().all()
 
 
 def test_saved_whole_and_by_state() -> None:

@@ -6,7 +6,9 @@ import pytest
 
 from tests.port.checks import check_left, check_noop, check_transformed
 from torchq_compat.port.legacy_api.names import REMOVED_CAPTURES
+from torchq_compat.port.rewrites import removed_modules
 from torchq_compat.port.rewrites.removed_captures import REWRITE
+from torchq_compat.port.scanner import rewrite_text
 
 
 @pytest.mark.parametrize(
@@ -74,3 +76,25 @@ def test_torch_has_lost_it(name: str) -> None:
     module, _, function = name.rpartition(".")
     if REMOVED_CAPTURES[name].gave_module:
         assert not hasattr(importlib.import_module(module), function)
+
+
+def test_removed_modules_written_out() -> None:
+    """A name goes to where it is now; PT2E's functions are left to their own rewrite."""
+    before = """\
+import torch
+x86 = torch.ao.quantization.quantizer.X86InductorQuantizer(), torch.ao.quantization.quantizer.QuantizationSpec
+torch.ao.quantization._quantize_pt2e.prepare_pt2e_quantizer(m, x86)
+"""
+    after = """\
+import torch
+import torchq_compat.pt2e
+import torchao.quantization.pt2e.quantizer
+import torchao.quantization.pt2e.quantizer.x86_inductor_quantizer
+x86 = NEW.x86_inductor_quantizer.X86InductorQuantizer(), NEW.QuantizationSpec
+torchq_compat.pt2e.prepare_pt2e(m, x86)
+""".replace("NEW", "torchao.quantization.pt2e.quantizer")
+    both = (removed_modules.REWRITE, removed_modules.REWRITE_OF_PT2E)
+    assert rewrite_text(before, both) == after
+    assert rewrite_text(after, both) == after
+    gone = "import torch\ntorch.ao.quantization.pt2e.nonsense\n"
+    check_left(removed_modules.REWRITE, gone, "has no nonsense")
