@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from torchq_compat.custom_modules import handler_of
-from torchq_compat.eager.grid import ConvertedEager
+from torchq_compat.eager.users_model import ConvertedEager, EagerModel
 from torchq_compat.errors import ArgumentError, CheckpointError
 from torchq_compat.fx_state.load import load_module_state, load_state
 from torchq_compat.fx_state.states import packed_names
 from torchq_compat.model.graph_module import QuantizationGraphModule, Stage
+from torchq_compat.model.state import load_whole
 from torchq_compat.support import argument_checks
 from torchq_compat.support.atomic_files import whole_file
-from torchq_compat.support.decisions import MODULE_DECISIONS
 
 __all__ = ["load_checkpoint", "load_fx_state", "save_checkpoint"]
 
@@ -94,7 +94,8 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module | None = None
     if not BY_NAME.accepts(content):
         raise CheckpointError.of("TQ960.not_a_state", result=argument_checks.shown(content))
     if model is not None:
-        _load_whole(model, content)
+        checks_itself = isinstance(model, (QuantizationGraphModule, EagerModel))
+        model.load_state_dict(content) if checks_itself else load_whole(model, content, model.load_state_dict)
     return content
 
 
@@ -135,25 +136,13 @@ def load_fx_state(prepared: nn.Module, state_dict: Mapping[str, Any]) -> None:
         >>> convert_fx(prepared)(x).shape
         torch.Size([3, 2])
     """
-    if prepared.__dict__.get(MODULE_DECISIONS) and not isinstance(prepared, ConvertedEager):
+    if isinstance(prepared, EagerModel) and not isinstance(prepared, ConvertedEager):
         load_module_state(prepared, state_dict, handler_of)
         return
     if not isinstance(prepared, QuantizationGraphModule) or prepared.record.stage is not Stage.PREPARED:
         result = prepared.record.stage.value if isinstance(prepared, QuantizationGraphModule) else "float"
         raise ArgumentError.of("TQ903.not_prepared_here", prepared=prepared, result=result)
     load_state(prepared, state_dict, handler_of)
-
-
-def _load_whole(model: nn.Module, content: dict[str, Any]) -> None:
-    """Load ``content`` into ``model``, which torch would leave half loaded if a later tensor does not fit."""
-    before = {k: v.clone() if isinstance(v, Tensor) else v for k, v in model.state_dict().items()}
-    try:
-        model.load_state_dict(content)
-    except Exception as cause:
-        model.load_state_dict(before, strict=False)
-        if isinstance(cause, CheckpointError):
-            raise
-        raise CheckpointError.other_model(str(cause)) from cause
 
 
 def _foreign_classes(file: BinaryIO) -> list[str]:

@@ -26,7 +26,7 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 from torchq_compat.annotate.annotation import annotating_nothing
 from torchq_compat.capture.opaque_calls import OpaqueModule
 from torchq_compat.eager.convert import ConvertSettings, convert_children, convert_module, tell_of_observers
-from torchq_compat.eager.grid import ConvertedEager, decide, mark_converted, rounding_as_graph
+from torchq_compat.eager.grid import rounding_as_graph
 from torchq_compat.eager.observe import (
     ObserveSettings,
     forget_observers,
@@ -34,6 +34,7 @@ from torchq_compat.eager.observe import (
     set_qconfigs,
     tell_if_unasked,
 )
+from torchq_compat.eager.users_model import ConvertedEager, EagerModel, decide, mark
 from torchq_compat.errors import ConfigError
 from torchq_compat.lower.integers.lowered_module import lower_to_integers
 from torchq_compat.model.graph_module import ConvertedGraphModule, ConvertedModel, record_of
@@ -171,6 +172,7 @@ def prepare(
         config.get("float_to_observed_custom_module_class", {}),
     )
     decide(working, observe(working, settings))
+    mark(working, EagerModel)
     return working
 
 
@@ -290,7 +292,7 @@ def convert(
         for item in working.modules():
             vars(item).pop("qconfig", None)
             forget_observers(item)
-    mark_converted(working)
+    mark(working, ConvertedEager)
     decide(working, settings.decisions)
     return working
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 import warnings
 from typing import Any
 
@@ -149,6 +150,54 @@ def test_attention_trains_where_eager_mode_raises() -> None:
     assert torch.isfinite(loss)
     assert 20 < sqnr(expected, quantize_eager.convert(prepared)(x)) < 70
     assert sqnr(expected, model.eval()(x)) < 20
+
+
+def bad_values(value: Tensor, *, is_zero_point: bool) -> list[Any]:
+    """Return what no scale, zero point or range can be, in place of ``value``."""
+    values = [
+        None,
+        1.0,
+        torch.empty_like(value, device="meta"),
+        value.to_sparse(),
+        torch.ones(()).expand(2**40),
+    ]
+    values += [torch.ones(7, dtype=value.dtype), torch.ones_like(value, dtype=torch.complex64)]
+    if is_zero_point:
+        return [*values, torch.full_like(value, 300), torch.full_like(value, 0.5, dtype=torch.float64)]
+    return values + [
+        torch.full_like(value, number, dtype=torch.float64) for number in (torch.nan, -torch.inf, 1e300)
+    ]
+
+
+@pytest.mark.parametrize("stage", ["prepared", "trained", "converted"])
+def test_a_state_that_no_model_can_have_is_refused_by_name(stage: str) -> None:
+    torch.manual_seed(4)
+    model, x = Recurrent().train(stage == "trained"), torch.randn(5, 3, 6)
+    model.qconfig = legacy.get_default_qat_qconfig("fbgemm") if stage == "trained" else FBGEMM  # type: ignore[assignment]
+    prepare = quantize_eager.prepare_qat if stage == "trained" else quantize_eager.prepare
+    loaded = prepare(model)
+    loaded(x)
+    if stage == "converted":
+        loaded = quantize_eager.convert(loaded)
+    loaded.apply(legacy.disable_observer).eval()
+    state, result = copy.deepcopy(loaded.state_dict()), loaded(x)
+    names = [name for name in state if re.fullmatch(r"fc\..*(scale|zero_point|max_val)", name)]
+    assert len(names) >= {"prepared": 1, "trained": 6, "converted": 4}[stage]
+    parent = nn.ModuleDict({"inner": loaded})
+    for name in names:
+        for bad in bad_values(state[name], is_zero_point=name.endswith("zero_point")):
+            with pytest.raises(CheckpointError, match=rf"{re.escape(name)}[ ,].*\nHint: .*TQ960"):
+                loaded.load_state_dict({**state, name: bad})
+            with pytest.raises(CheckpointError, match=re.escape(name)):
+                parent.load_state_dict(
+                    {f"inner.{key}": bad if key == name else v for key, v in state.items()}
+                )
+    for bad_state in ({**state, "fc.stranger": x}, {k: v for k, v in state.items() if k != names[-1]}):
+        with pytest.raises(CheckpointError, match=rf"fc\.stranger|{re.escape(names[-1])}"):
+            loaded.load_state_dict({**bad_state, "fc.bias": torch.zeros_like(state["fc.bias"])})
+    for other in (loaded, copy.deepcopy(loaded)):
+        assert torch.equal(other.eval()(x), result)
+    assert type(loaded).__name__ == "Recurrent"
 
 
 def test_parts_are_explained() -> None:

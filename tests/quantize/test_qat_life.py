@@ -571,7 +571,7 @@ def test_a_range_whose_ends_differ_in_number_is_refused(end: str, numbers: Tenso
     prepared, expected = calibrated()
     state = prepared.state_dict()
     name = next(name for name in state if name.endswith(end) and state[name].numel() == 1)
-    with pytest.raises(CheckpointError, match=r"min_val holds \d numbers, where .* holds \d.*\nHint: "):
+    with pytest.raises(CheckpointError, match=rf"{end} holds \d numbers, where .* holds \d.*\nHint: "):
         prepared.load_state_dict({**state, name: numbers})
     assert torch.equal(converted_output(prepared), expected)
 

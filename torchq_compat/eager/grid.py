@@ -9,8 +9,7 @@ does the same, so that the captured graph is q-dq.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -22,15 +21,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torchq_compat.capture.opaque_calls import OpaqueModule
-from torchq_compat.errors import ExportError
 from torchq_compat.read.qparams import PerTensorQParams
 from torchq_compat.support import quantized_tensors
-from torchq_compat.support.decisions import MODULE_DECISIONS, Decision
 from torchq_compat.support.dtypes import LEGACY_DTYPES, dtype_range, plain_dtype
-from torchq_compat.support.later_stages import lower_to_script
-from torchq_compat.support.process_state import draws_kept, is_exporting
+from torchq_compat.support.process_state import is_exporting
 from torchq_compat.support.upstream import pytree
-from torchq_compat.support.user_warnings import warn_user
 
 #: Functions whose results have values of their input, or zeros: nothing has to be rounded.
 MOVES = frozenset(
@@ -270,93 +265,6 @@ def grid_of(value: Tensor) -> PerTensorQParams | None:
     """Return the qparams that ``value`` is known to lie on."""
     mode = active()
     return None if mode is None else mode.of(value)
-
-
-# The class of a converted eager model: the user's own, whose calls follow the values on their grids.
-
-
-WARNED = "_torchq_compat_told"
-#: The attribute that has shapes and dtypes of the last call, also of the prepared model's.
-CALLED_WITH = "_torchq_compat_called_with"
-
-
-class ConvertedEager(nn.Module):
-    """A mixin for the class of a user's model: a call follows its quantized values."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with following() as grid:
-            result = super().__call__(*args, **kwargs)
-        note_call(self, args, kwargs)
-        if not vars(self).get(WARNED) and not torch.compiler.is_exporting():
-            vars(self)[WARNED] = _tell(type(self).__name__, grid)
-        return result
-
-    def __prepare_scriptable__(self) -> nn.Module:
-        """Return the model lowered for inputs like those of its last call; torch.jit calls this."""
-        called_with = vars(self).get(CALLED_WITH)
-        if called_with is None or None in called_with:
-            raise ExportError.of("TQ930.script_before_call", kind=type(self).__name__)
-        with draws_kept():
-            inputs = [torch.rand(shape).to(dtype) for shape, dtype in called_with]
-            return lower_to_script(self, tuple(inputs))
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuilt, (users_class(self), vars(self).copy())
-
-
-def note_call(model: nn.Module, args: Any, kwargs: Any) -> None:
-    """Forward pre-hook of the prepared model: scripts compile what they convert before they call it."""
-    vars(model)[CALLED_WITH] = None if kwargs else tuple(map(_kind_of, args))
-
-
-def _kind_of(value: Any) -> tuple[torch.Size, torch.dtype] | None:
-    is_known = isinstance(value, Tensor) and not torch.compiler.is_compiling()
-    return (value.shape, value.dtype) if is_known else None
-
-
-def _tell(name: str, grid: FollowGrid) -> bool:
-    """Warn about what the call did and eager mode would not have done; return whether there was any."""
-    if grid.unquantized:
-        warn_user("TQ425", model=name, place=_first(grid.unquantized))
-    if grid.left:
-        warn_user("TQ426", model=name, function=_first(grid.left))
-    if grid.by_hand:
-        warn_user("TQ427", model=name, function=_first(grid.by_hand))
-    return bool(grid.unquantized or grid.left or grid.by_hand)
-
-
-def _first(names: Iterable[str]) -> str:
-    return ", ".join(list(names)[:5])
-
-
-@functools.cache
-def _class_of(users: Any) -> type[nn.Module]:
-    members = {"__module__": users.__module__, "__qualname__": users.__qualname__, "__doc__": users.__doc__}
-    return type(users.__name__, (ConvertedEager, users), members)
-
-
-def users_class(model: nn.Module) -> type[nn.Module]:
-    """Return the class that the user wrote."""
-    cls = type(model)
-    return cls.__mro__[2] if isinstance(model, ConvertedEager) else cls
-
-
-def mark_converted(model: nn.Module) -> None:
-    """Make ``model`` a converted model, in place."""
-    if not isinstance(model, ConvertedEager):
-        model.__class__ = _class_of(type(model))  # type: ignore[arg-type]
-
-
-def decide(model: nn.Module, decisions: Iterable[Decision]) -> None:
-    """Keep the decisions about ``model`` for ``explain``."""
-    vars(model)[MODULE_DECISIONS] = tuple(decisions)
-
-
-def _rebuilt(users: type[nn.Module], state: dict[str, Any]) -> nn.Module:
-    cls: Any = _class_of(users)  # type: ignore[arg-type]
-    model: nn.Module = cls.__new__(cls)
-    vars(model).update(state)
-    return model
 
 
 # Custom modules compute their own results, whose grids they know.

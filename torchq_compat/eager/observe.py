@@ -16,10 +16,9 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 
 from torchq_compat.capture.opaque_calls import OpaqueModule
 from torchq_compat.custom_modules import handler_of
-from torchq_compat.eager.grid import note_call
 from torchq_compat.eager.quantize_dynamic import ModuleSpec, propagated_qconfigs
+from torchq_compat.eager.users_model import note_call
 from torchq_compat.errors import ConfigError
-from torchq_compat.fx_state.load import translated_state
 from torchq_compat.modules.registry import ObserveRequest, handlers
 from torchq_compat.read.qspecs import OpSpecs
 from torchq_compat.support import torch_ao
@@ -179,7 +178,6 @@ def _observed_custom(
             observed = handler.observe(request)
             observed.opaque_observed_class = observed_class
             observed.qconfig = qconfig
-            observed.register_load_state_dict_pre_hook(translate_names)  # type: ignore[no-untyped-call]
             return observed
     result = observed_class.from_float(module)  # type: ignore[attr-defined]
     if not isinstance(result, nn.Module):
@@ -189,18 +187,6 @@ def _observed_custom(
     if handler_of(result) is None:
         _insert(result, device)
     return result
-
-
-def translate_names(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Pre-hook of loading: give what torch.ao saved for a custom module the names it has here."""
-    own = module.state_dict()
-    given = {name.removeprefix(prefix): name for name in state_dict if name.startswith(prefix)}
-    if given.keys() <= own.keys():
-        return
-    state = translated_state(module, {name: state_dict[at] for name, at in given.items()}, handler_of(module))
-    for at in given.values():
-        del state_dict[at]
-    state_dict.update((f"{prefix}{name}", value) for name, value in state.items())
 
 
 def forget_observers(module: nn.Module) -> None:

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchq_compat.eager.grid import active, as_quantize_per_tensor, grid_of, paused, put_on
-from torchq_compat.errors import CheckpointError, ConvertError
+from torchq_compat.errors import ConvertError
+from torchq_compat.model.state import HasQParams, SavedQParams
 from torchq_compat.read import qdq
 from torchq_compat.read.qparams import PerTensorQParams
 from torchq_compat.read.qparams import qparams_of as observed
@@ -59,7 +60,7 @@ def observed_qparams(observer: Any, place: str) -> PerTensorQParams:
 WITHOUT_STATE = ("ELU", "PReLU", "Sigmoid", "Softmax")
 
 
-class OnGrid(nn.Module):
+class OnGrid(HasQParams, nn.Module):
     """Base of the modules whose results are rounded to qparams of their own.
 
     Attributes:
@@ -89,6 +90,9 @@ class OnGrid(nn.Module):
         with paused():
             return put_on(compute(*map(as_float, args)), self.output)
 
+    def saved_qparams(self) -> tuple[SavedQParams, ...]:
+        return (SavedQParams(*QPARAMS, self.output.dtype, (1,)),)
+
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[f"{prefix}scale"] = torch.tensor(self.output.scale, dtype=torch.float64)
@@ -112,10 +116,8 @@ class OnGrid(nn.Module):
                 f"{prefix}{name}" for name, value in zip(QPARAMS, given, strict=True) if value is None
             ]
             return
-        scale, zero_point = map(float, given)
-        if not 0 < scale < float("inf"):
-            raise CheckpointError.bad_value(f"{prefix}scale", f"is {scale}")
-        self.output = replace(self.output, scale=scale, zero_point=int(zero_point))
+        scale, zero_point = given
+        self.output = replace(self.output, scale=float(scale), zero_point=int(zero_point))
         self.has_seen_data = True
 
     def extra_repr(self) -> str:
@@ -210,7 +212,7 @@ class QFunctional(OnGrid):
             return put_on(torch.mul(x, y), replace(grid, scale=grid.scale * abs(y), zero_point=mirrored))
 
 
-class IntegerWeight(nn.Module):
+class IntegerWeight(HasQParams, nn.Module):
     """Base of the modules with an integer weight: per channel, also if all channels have one scale.
 
     Attributes:
@@ -289,6 +291,9 @@ class IntegerWeight(nn.Module):
             "weight_zero_point": self.weight_zero_points,
         }
 
+    def saved_qparams(self) -> tuple[SavedQParams, ...]:
+        return (SavedQParams("weight_scale", "weight_zero_point", self.integers.dtype),)
+
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         present = {name: value for name, value in self._entries().items() if value is not None}
         destination.update((f"{prefix}{name}", value.detach()) for name, value in present.items())
@@ -301,41 +306,41 @@ class IntegerWeight(nn.Module):
         metadata: Any,
         strict: bool,
         missing: list[str],
-        *others: Any,
+        unexpected: list[str],
+        errors: list[str],
     ) -> None:
-        given = _unpacked(state_dict, prefix)
+        unpack(state_dict, prefix)
         for name, own in self._entries().items():
-            value = given.pop(name, None)
-            if own is None or value is None:
-                missing += [f"{prefix}{name}"] * (own is not None)
+            value = None if own is None else state_dict.pop(f"{prefix}{name}", None)
+            if own is None:
+                continue
+            if value is None:
+                missing.append(f"{prefix}{name}")
             elif own.shape != value.shape:
-                shapes = f"has the shape {tuple(value.shape)} where the model has {tuple(own.shape)}"
-                raise CheckpointError.bad_value(f"{prefix}{name}", shapes)
+                shapes = f"{tuple(value.shape)} where the model has {tuple(own.shape)}"
+                errors.append(f"{prefix}{name} has the shape {shapes}.")
             else:
                 own.copy_(value.detach())
-        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *others)
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
 
 
-def _unpacked(state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """Take the weight and bias of one module out of ``state_dict``, where torch.ao packs them."""
-    names = ("weight", "bias", "weight_scale", "weight_zero_point")
-    given = {name: state_dict.pop(f"{prefix}{name}", None) for name in names}
+def unpack(state_dict: dict[str, Any], prefix: str) -> None:
+    """Give the weight and bias of one module, which torch.ao packs, names of their own in ``state_dict``."""
+    given: dict[str, Any] = {}
     for packed in ("_packed_params._packed_params", "_packed_params._packed_weight", "_packed_params.dtype"):
         value = state_dict.pop(f"{prefix}{packed}", None)
-        if isinstance(value, tuple):
-            given["weight"], given["bias"] = value
-        elif isinstance(value, Tensor):
+        if isinstance(value, tuple) and len(value) == 2:
+            given |= {"weight": value[0]} | ({} if value[1] is None else {"bias": value[1]})
+        elif value is not None and not isinstance(value, torch.dtype):
             given["weight"] = value
-    weight = given["weight"]
+    weight: Any = given.get("weight", state_dict.get(f"{prefix}weight"))
     if is_quantized(weight):
         if is_per_channel(weight) or has_float_qparams(weight):
-            qparams: tuple[Any, Any] = channel_qparams(weight)
+            scale, zero_point = channel_qparams(weight)
         else:
-            axis_of_channels = weight.shape[:1]
-            qparams = tuple(torch.tensor(value).expand(axis_of_channels) for value in qparams_of(weight))  # type: ignore[assignment]
-        given |= dict(zip(("weight_scale", "weight_zero_point"), qparams, strict=True))
-        given["weight"] = integers_of(weight)
-    return given
+            scale, zero_point = (torch.full(weight.shape[:1], value) for value in qparams_of(weight))
+        given |= {"weight": integers_of(weight), "weight_scale": scale, "weight_zero_point": zero_point}
+    state_dict.update((f"{prefix}{name}", value) for name, value in given.items())
 
 
 def _is_off_grid(value: Any) -> bool:
@@ -375,6 +380,9 @@ class Weighted(IntegerWeight, OnGrid):
     def product(self, x: Tensor) -> Tensor:
         """Return the product with the weight, plus the bias."""
         raise NotImplementedError
+
+    def saved_qparams(self) -> tuple[SavedQParams, ...]:
+        return *super().saved_qparams(), *OnGrid.saved_qparams(self)
 
     def _entries(self) -> dict[str, Tensor | None]:
         return {**super()._entries(), "bias": self.float_bias}

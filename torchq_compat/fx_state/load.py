@@ -19,6 +19,7 @@ from torchq_compat.fx_state.graph_names import PARAMETRIZATIONS, required_by_gra
 from torchq_compat.fx_state.numbered import FoldedBatchNorm, Required, RequiredObserver, RequiredTensor
 from torchq_compat.fx_state.states import SCALE_NAME, Entry, FxState, FxWeight
 from torchq_compat.model.graph_module import QuantizationGraphModule, record_of
+from torchq_compat.model.state import is_no_range
 from torchq_compat.read.observers import WeightObserver
 from torchq_compat.read.qconfig_mappings import QConfigRules
 from torchq_compat.read.qparams import hold_qparams, release_qparams
@@ -118,13 +119,13 @@ def _required_of_module(model: nn.Module, name: str) -> RequiredTensor:
     return RequiredTensor(name, names, observer if last == "weight" else None, is_optional=is_counter)
 
 
-def translated_state(module: nn.Module, given: Mapping[str, Any], handler: Any) -> dict[str, Tensor]:
-    """Return the state ``given`` of a custom module that torch.ao prepared, in the names of ``module``.
+def translated_state(module: nn.Module, given: Mapping[str, Any], handler: Any, at: str) -> dict[str, Tensor]:
+    """Return the state ``given`` of a custom module that torch.ao prepared, in the names of ``module``, which
+    stands ``at`` a path.
 
     Raises:
         CheckpointError: an entry has no place, or ``given`` is of a converted module.
     """
-    at = "module"
     state = FxState.read({f"{at}.{name}": value for name, value in given.items()})
     plan = _Planner(module, state, handler.required_of_fx(module, state, at, required_by_model)).plan()
     if state.is_converted:
@@ -342,13 +343,16 @@ class _Planner:
                 f"{', '.join(lacking) or 'nothing'}."
             )
         for key, value in given.items():
+            if value.is_complex() or (value.is_floating_point() and value.element_size() == 1):
+                raise CheckpointError.bad_value(f"{name}.{key}", f"is {value.dtype}, and no range or scale")
             if key.endswith(("histogram", "scale")) and not bool(value.isfinite().all()):
                 raise CheckpointError.bad_value(f"{name}.{key}", "holds NaN or infinity")
             if key.endswith(("min_val", "max_val")) and bool(value.isnan().any()):
                 raise CheckpointError.bad_value(f"{name}.{key}", "holds NaN")
             other = key.replace("min_val", "max_val")
-            if other != key and value.shape == given[other].shape and _is_no_range(value, given[other]):
-                raise CheckpointError.bad_value(f"{name}.{key}", f"is larger than {name}.{other}")
+            if other != key and value.shape == given[other].shape and is_no_range(value, given[other]):
+                problem = f"is larger than {name}.{other}, or infinite"
+                raise CheckpointError.bad_value(f"{name}.{key}", problem)
             # A learned scale may have any value after a training step; the next call clamps it.
             if key.endswith("scale") and key not in learned and not bool((value > 0).all()):
                 raise CheckpointError.bad_value(f"{name}.{key}", "holds a scale that is no positive number")
@@ -509,10 +513,6 @@ def _is_stand_in(path: str, entries: Mapping[str, Entry]) -> bool:
         and bool((scale.value == 1).all())
         and not bool(zero_point.value.any())
     )
-
-
-def _is_no_range(low: Tensor, high: Tensor) -> bool:
-    return bool(((low > high) & low.isfinite() & high.isfinite()).any())
 
 
 def _current_observer(given: dict[str, Tensor], own: set[str], observer: Any) -> dict[str, Tensor]:

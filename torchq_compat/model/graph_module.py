@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from functools import wraps
+from functools import partial, wraps
 from types import FrameType
 from typing import Any, Self, cast
 
@@ -36,6 +36,7 @@ from torchq_compat.model.state import (
     check_state,
     fx_state_loader,
     is_fx_state,
+    load_whole,
     qparams_state,
     set_qparams_state,
     with_plain_tables,
@@ -51,7 +52,7 @@ from torchq_compat.model.views import (
 from torchq_compat.read.backend_configs import BackendTable
 from torchq_compat.read.qconfig_mappings import QConfigRules
 from torchq_compat.read.qdq import WeightByWeight
-from torchq_compat.read.qparams import QParams, adopt_loaded_qparams
+from torchq_compat.read.qparams import QParams
 from torchq_compat.support import later_stages, metadata
 from torchq_compat.support.argument_checks import listed
 from torchq_compat.support.decisions import Decision
@@ -324,29 +325,16 @@ class QuantizationGraphModule(GraphModule):
             CheckpointError: ``state_dict`` is not a state, has missing or unexpected keys, shapes or dtypes
                 that do not fit, or invalid qparams.
         """
-        check_state(state_dict, self)
+        checked = check_state(state_dict, self)
         foreign = sorted(state_dict.keys() - self.state_dict().keys()) if is_fx_state(state_dict) else []
         if foreign:
             loader = fx_state_loader()
             if loader is None:
                 raise errors.CheckpointError.of("TQ960.fx_names", names=listed(foreign, 3))
             return loader(self, state_dict)
-        # torchao's observers keep the tensors they are given, uncopied: two models would share them.
-        own = OrderedDict((k, v.clone() if isinstance(v, Tensor) else v) for k, v in state_dict.items())
-        # Without version metadata torch treats the state as an old one, and resets the eps of observers.
-        own._metadata = getattr(state_dict, "_metadata", self.state_dict()._metadata)  # type: ignore[attr-defined]
-        state_dict = own
-        before = {name: value.clone() for name, value in self.state_dict().items()}
-        adopt_loaded_qparams(self, state_dict)
         devices = {name: value.device for name, value in self.named_buffers()}
-        try:
-            result = super().load_state_dict(state_dict, strict=strict, assign=assign)
-        except Exception as cause:
-            adopt_loaded_qparams(self, before)
-            super().load_state_dict(before, strict=False)
-            if isinstance(cause, errors.CheckpointError):
-                raise
-            raise errors.CheckpointError.other_model(str(cause)) from cause
+        load = partial(super().load_state_dict, assign=assign)
+        result = load_whole(self, checked, load, strict=strict)
         for name, value in self.named_buffers():
             if not assign and value.device != devices.get(name, value.device):
                 value.data = value.to(devices[name])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +16,11 @@ from torch.fx.node import Argument
 from torchao.quantization.pt2e.fake_quantize import FakeQuantizeBase
 from torchao.quantization.pt2e.observer import ObserverBase
 
-from torchq_compat.errors import CheckpointError
+from torchq_compat.errors import CheckpointError, ConfigError
 from torchq_compat.read.qdq import CHOOSE_QPARAMS, DEQUANTIZE, DEQUANTIZE_PER_CHANNEL, QUANTIZE, is_qdq
+from torchq_compat.read.qparams import SCALE, ZERO_POINT, adopt_loaded_qparams
 from torchq_compat.support.argument_checks import shown
+from torchq_compat.support.dtypes import is_integer, plain_dtype
 from torchq_compat.support.graph_nodes import attribute_of
 from torchq_compat.support.quantized_tensors import is_quantized
 from torchq_compat.support.torch_ao import FakeQuantizeBase as LegacyFakeQuantizeBase
@@ -96,79 +100,191 @@ def _per_tensor_nodes(graph_module: GraphModule) -> list[Node]:
     ]
 
 
-# Check a state before it is loaded: ``nn.Module.load_state_dict`` accepts some bad states, and crashes on
-# others.
+# Check a state before it is loaded, and load it whole: ``nn.Module.load_state_dict`` accepts some bad states,
+# crashes on others, and stops midway.
+
+OBSERVERS = (ObserverBase, LegacyObserverBase)
+FAKE_QUANTIZES = (FakeQuantizeBase, LegacyFakeQuantizeBase)
+#: A key of the metadata of states that were checked, or are the model's own.
+CHECKED = "torchq_compat_checked"
 
 
-def check_state(state: Any, model: nn.Module) -> None:
+class SavedQParams(NamedTuple):
+    """The names of a scale and its zero point in the state of a module, and what they can be.
+
+    Attributes:
+        dtype: that of the integers; None if it is not known.
+        counts: how many scales there can be; empty if that is not known.
+    """
+
+    scale: str
+    zero_point: str
+    dtype: torch.dtype | None = None
+    counts: tuple[int, ...] = ()
+
+
+class HasQParams:
+    """A mixin for modules whose state has qparams that are of no observer and no graph."""
+
+    def saved_qparams(self) -> tuple[SavedQParams, ...]:
+        """Return the names of the qparams, and what they can be."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    """What the numbers of one entry can be.
+
+    Attributes:
+        kind: ``range``, ``scale``, ``zero point``, or ``number`` for what observers have besides.
+        other: the entry that has as many of them; empty if none does.
+        counts: how many there can be; empty if that is not known.
+        dtype: that of the integers, whose zero point it is; None if it is not known.
+    """
+
+    kind: str
+    other: str = ""
+    counts: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None
+
+
+def load_whole(
+    model: nn.Module, state: Mapping[str, Any], load: Callable[..., Any], *, strict: bool = True
+) -> Any:
+    """Call ``load`` with a copy of ``state``, which was checked; if it does not fit, restore ``model``.
+
+    Args:
+        load: (state, strict=...) -> what ``nn.Module.load_state_dict`` returns.
+
+    Raises:
+        CheckpointError: ``state`` does not fit.
+    """
+    own = model.state_dict()
+    # Observers keep the tensors they are given, uncopied: two models would share them.
+    copies = [
+        OrderedDict((k, v.clone() if isinstance(v, Tensor) else copy.copy(v)) for k, v in items.items())
+        for items in (state, own)
+    ]
+    # Without version metadata torch treats the state as an old one, and resets the eps of observers.
+    metadata = getattr(state, "_metadata", None) or getattr(own, "_metadata", {})
+    for item in copies:
+        item._metadata = {k: {**v, CHECKED: True} for k, v in metadata.items()}  # type: ignore[attr-defined]
+    given, before = copies
+    try:
+        adopt_loaded_qparams(model, given)
+        return load(given, strict=strict)
+    except Exception as cause:
+        adopt_loaded_qparams(model, before)
+        load(before, strict=False)
+        if isinstance(cause, CheckpointError):
+            raise
+        raise CheckpointError.other_model(str(cause)) from cause
+
+
+def check_state(
+    state: Any, model: nn.Module, rename: Callable[[dict[str, Any]], None] | None = None
+) -> dict[str, Any]:
     """Refuse anything that is not a state, and values that copying would silently change.
+
+    Args:
+        rename: gives the entries of a copy of ``state`` the names that they have in ``model``.
+
+    Returns:
+        The state; its ranges and qparams are in the dtypes of ``model``.
 
     Raises:
         CheckpointError: ``state`` is not a mapping from names; it has a value that is not a tensor, a meta
             tensor, a tensor whose numbers the dtype of ``model`` cannot hold, a range of an observer that is
             NaN or has ends that differ in number, a scale that is not positive and finite, a zero point that
-            the integers do not have, or a shape of more values than it stores.
+            the integers do not have, qparams for another number of channels, or a shape of more values than
+            it stores.
     """
     if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
         raise CheckpointError.of("TQ960.not_a_state", result=shown(state))
-    own, scales, observed = model.state_dict(), set(_scales(model)), set(_observed(model))
-    zero_points = dict(_zero_points(model))
-    for name, value in state.items():
-        expected = own.get(name)
-        if not isinstance(value, Tensor):
-            if isinstance(expected, Tensor):
-                raise CheckpointError.bad_value(name, f"must be a tensor, got {shown(value)}")
-            continue
-        if value.is_meta:
-            raise CheckpointError.bad_value(name, "is a meta tensor, which has no values")
-        if isinstance(expected, Tensor) and (value.is_nested or value.layout is not expected.layout):
-            raise CheckpointError.bad_value(name, "is sparse or nested, where the model has a dense tensor")
-        is_like_own = isinstance(expected, Tensor) and expected.shape == value.shape
-        if not is_like_own and value.numel() * value.element_size() > value.untyped_storage().nbytes():
-            # A few bytes in a file, terabytes when it is copied.
-            raise CheckpointError.bad_value(
-                name, f"has the shape {tuple(value.shape)}, but not as many values"
-            )
-        is_of_qparams = name in observed | scales | zero_points.keys()
-        if is_quantized(value) and is_of_qparams:
-            raise CheckpointError.bad_value(name, f"is {value.dtype}, which is no dtype of a range or scale")
-        if isinstance(expected, Tensor) and not _can_hold(expected.dtype, value):
-            raise CheckpointError.bad_value(name, f"is {value.dtype} where the model has {expected.dtype}")
-        if name.endswith("_extra_state") and isinstance(expected, Tensor):
-            given, own_form = (f"{t.dtype} of the shape {tuple(t.shape)}" for t in (value, expected))
-            if value.shape[1:] != expected.shape[1:] or value.element_size() == 1 < expected.element_size():
-                raise CheckpointError.bad_value(name, f"is {given}, where the model has {own_form}")
-        if not is_of_qparams:
-            continue
-        held = _as_held(value, expected)
-        if name in observed and bool(held.isnan().any()):
-            raise CheckpointError.bad_value(name, "holds NaN")
-        other = _other_end(name) if name in observed else None
-        highest = state.get(other, own.get(other)) if other is not None else None
-        if isinstance(highest, Tensor) and highest.numel() != value.numel():
-            counts = f"{value.numel()} numbers, where {other} holds {highest.numel()}"
-            raise CheckpointError.bad_value(name, f"holds {counts}")
-        if name in scales and not bool((held.isfinite() & (held > 0)).all()):
-            raise CheckpointError.bad_value(name, "holds a scale that is no positive number")
-        if name in zero_points and not bool(held.isfinite().all()):
-            raise CheckpointError.bad_value(name, "holds a zero point that is no number")
-        if name in zero_points and not held.is_floating_point():
-            limits = torch.iinfo(zero_points[name])
-            if not bool(((held >= limits.min) & (held <= limits.max)).all()):
-                raise CheckpointError.bad_value(name, f"holds a zero point outside of {zero_points[name]}")
+    own = model.state_dict()
+    checked = OrderedDict(state)
+    checked._metadata = getattr(state, "_metadata", None)  # type: ignore[attr-defined]
+    _refuse(checked, lambda name: _problem(name, checked[name], own.get(name)))
+    if rename is not None:
+        rename(checked)
+        _refuse(checked, lambda name: _problem(name, checked[name], own.get(name), is_renamed=True))
+    numbers = {
+        name: value for name, value in _numbers(model).items() if isinstance(checked.get(name), Tensor)
+    }
+    for name in numbers:
+        checked[name] = _as_held(checked[name], own.get(name))
+    _refuse(numbers, lambda name: _problem_of_numbers(name, numbers[name], {**own, **checked}))
+    return checked
+
+
+def _refuse(names: Iterable[str], problem_of: Callable[[str], str | None]) -> None:
+    for name in names:
+        if (problem := problem_of(name)) is not None:
+            raise CheckpointError.bad_value(name, problem)
+
+
+def _problem(name: str, value: Any, expected: Any, *, is_renamed: bool = False) -> str | None:
+    """Return why ``value`` is none for the entry ``name``, where the model has ``expected``; what is not yet
+    renamed may be a quantized tensor that stands for several entries."""
+    if not isinstance(value, Tensor):
+        return f"must be a tensor, got {shown(value)}" if isinstance(expected, Tensor) else None
+    if value.is_meta:
+        return "is a meta tensor, which has no values"
+    if value.is_nested or value.layout is not getattr(expected, "layout", torch.strided):
+        return "is sparse or nested, where the model has a dense tensor"
+    is_like_own = isinstance(expected, Tensor) and expected.shape == value.shape
+    if not is_like_own and value.numel() * value.element_size() > value.untyped_storage().nbytes():
+        # A few bytes in a file, terabytes when it is copied.
+        return f"has the shape {tuple(value.shape)}, but not as many values"
+    if not isinstance(expected, Tensor):
+        return None
+    is_other_kind = is_renamed and is_quantized(value) and not is_quantized(expected)
+    if is_other_kind or not _can_hold(expected.dtype, value):
+        return f"is {value.dtype} where the model has {expected.dtype}"
+    if expected.dim() == 0 and value.numel() != 1:
+        return f"holds {value.numel()} numbers, where the model holds 1"  # torch takes the first.
+    if name.endswith("_extra_state"):
+        given, own_form = (f"{t.dtype} of the shape {tuple(t.shape)}" for t in (value, expected))
+        if value.shape[1:] != expected.shape[1:] or value.element_size() == 1 < expected.element_size():
+            return f"is {given}, where the model has {own_form}"
+    return None
+
+
+def _problem_of_numbers(name: str, numbers: _Numbers, state: Mapping[str, Any]) -> str | None:
+    held, other = state[name], state.get(numbers.other)
+    if is_quantized(held):
+        return f"is {held.dtype}, which is no dtype of a range or scale"
+    values = held.float()  # What most kernels compute in.
+    if numbers.kind == "range" and bool(values.isnan().any()):
+        return "holds NaN"
+    if numbers.kind == "scale" and not bool((values.isfinite() & (values > 0)).all()):
+        return "holds a scale that is no positive number"
+    if numbers.kind in ("number", "zero point") and not bool(values.isfinite().all()):
+        return f"holds a {numbers.kind} that is NaN or infinite"
+    if numbers.dtype is not None and not held.is_floating_point():
+        limits = torch.iinfo(numbers.dtype)
+        if not bool(((held >= limits.min) & (held <= limits.max)).all()):
+            return f"holds a zero point outside of {numbers.dtype}"
+    # Observers and fake-quantizes accept any number of values.
+    if numbers.counts and held.numel() not in numbers.counts:
+        return f"holds {held.numel()} numbers, where the model has {numbers.counts[0]}"
+    if isinstance(other, Tensor) and other.numel() != held.numel():
+        return f"holds {held.numel()} numbers, where {numbers.other} holds {other.numel()}"
+    if name.endswith("min_val") and isinstance(other, Tensor) and is_no_range(values, other):
+        return f"is larger than {numbers.other}, or infinite"
+    return None
+
+
+def is_no_range(low: Tensor, high: Tensor) -> bool:
+    """Return whether the range of an observer has seen no values that ``low`` and ``high`` could be."""
+    is_unseen = low.isposinf() & high.isneginf()
+    return not bool((is_unseen | ((low <= high) & low.isfinite() & high.isfinite())).all())
 
 
 def _as_held(value: Tensor, expected: Any) -> Tensor:
     """Return ``value`` as the model will hold it: 1e300 is infinite in float32."""
-    held = value.to(expected.dtype) if isinstance(expected, Tensor) else value
-    # torch (2.13) compares no numbers of 8 bits.
-    return held.float() if held.is_floating_point() and held.element_size() == 1 else held
-
-
-def _other_end(name: str) -> str | None:
-    """Return the name of the highest value seen, for the name of the lowest; torchao's observers accept any
-    number of either."""
-    return f"{name.removesuffix('min_val')}max_val" if name.endswith("min_val") else None
+    is_known = isinstance(expected, Tensor) and not is_quantized(value)
+    return value.to(expected.dtype) if is_known else value
 
 
 def _can_hold(dtype: torch.dtype, value: Tensor) -> bool:
@@ -177,41 +293,75 @@ def _can_hold(dtype: torch.dtype, value: Tensor) -> bool:
         return True
     if value.dtype is torch.bool or not torch.can_cast(value.dtype, dtype):
         return False
-    if is_quantized(value) or value.is_floating_point() or dtype.is_floating_point or dtype.is_complex:
+    if is_quantized(value) or dtype.is_complex:
+        return True
+    if value.is_floating_point():
+        held = value.to(dtype)
+        # torch (2.13) compares no numbers of 8 bits.
+        before, after = (item.float() if item.element_size() == 1 else item for item in (value, held))
+        return bool((before.isfinite() == after.isfinite()).all())
+    if dtype.is_floating_point:
         return True
     # Integers wrap around.
     return bool(torch.equal(value.to(dtype).to(value.dtype), value))
 
 
-def _observed(model: nn.Module) -> Iterator[str]:
-    """Yield the names of what the observers of ``model`` have seen."""
-    for path, module in model.named_modules():
-        if isinstance(module, (ObserverBase, LegacyObserverBase)):
-            for name, value in module.named_buffers(prefix=path, recurse=False):
-                if value.is_floating_point():
-                    yield name
-
-
-def _scales(model: nn.Module) -> Iterator[str]:
-    """Yield the names of the scales that fake-quantizes and the q-dq operators of ``model`` read."""
-    for path, module in model.named_modules():
-        if isinstance(module, (FakeQuantizeBase, LegacyFakeQuantizeBase)):
-            yield f"{path}.scale"
-        for node in module.graph.nodes if isinstance(module, GraphModule) else ():
-            scale = node.args[1] if is_qdq(node) else None
-            if isinstance(scale, Node) and scale.op == "get_attr":
-                yield f"{path}.{scale.target}".removeprefix(".")
-
-
-def _zero_points(model: nn.Module) -> Iterator[tuple[str, torch.dtype]]:
-    """Yield the names of the zero points that the q-dq operators of ``model`` read, with their dtypes."""
-    for path, module in model.named_modules():
+def _numbers(model: nn.Module) -> dict[str, _Numbers]:
+    """Return what the observers, fake-quantizes, q-dq operators and modules of ``model`` save, by name."""
+    result: dict[str, _Numbers] = {}
+    modules = dict(model.named_modules())
+    for path, module in modules.items():
+        prefix = f"{path}." if path else ""
+        pairs = [*module.saved_qparams()] if isinstance(module, HasQParams) else []
+        if isinstance(module, (*OBSERVERS, *FAKE_QUANTIZES)):
+            counts = _counts(path, module, modules)
+            floats = {
+                name
+                for name, value in module._buffers.items()
+                if value is not None and value.is_floating_point()
+            }
+            for name in floats if isinstance(module, OBSERVERS) else ():
+                result[f"{prefix}{name}"] = _Numbers("number")
+            if {"min_val", "max_val"} <= floats:
+                for low, high in (("min_val", "max_val"), ("max_val", "min_val")):
+                    result[f"{prefix}{low}"] = _Numbers("range", f"{prefix}{high}", counts)
+            # A learned scale, a parameter, may have any value after a step: the next call clamps it.
+            pairs.append(SavedQParams(SCALE, ZERO_POINT))
+            if "scale" in module._buffers:
+                pairs.append(
+                    SavedQParams("scale", "zero_point", _integers_of(module), tuple(filter(None, counts)))
+                )
         for node in module.graph.nodes if isinstance(module, GraphModule) else ():
             if is_qdq(node) and len(node.args) > 2:
-                zero_point = node.args[2]
-                dtypes = [arg for arg in node.args if isinstance(arg, torch.dtype)]
-                if isinstance(zero_point, Node) and zero_point.op == "get_attr" and dtypes:
-                    yield f"{path}.{zero_point.target}".removeprefix("."), dtypes[0]
+                scale, zero_point = (
+                    str(arg.target) if isinstance(arg, Node) and arg.op == "get_attr" else ""
+                    for arg in node.args[1:3]
+                )
+                dtype = next((arg for arg in node.args if isinstance(arg, torch.dtype)), None)
+                pairs.append(SavedQParams(scale, zero_point, dtype))
+        for scale, zero_point, dtype, counts in pairs:
+            scale, zero_point = f"{prefix}{scale}", f"{prefix}{zero_point}"
+            result[scale] = _Numbers("scale", zero_point, counts)
+            result[zero_point] = _Numbers("zero point", scale, counts, dtype)
+    return result
+
+
+def _counts(path: str, observer: Any, modules: Mapping[str, nn.Module]) -> tuple[int, ...]:
+    """Return how many values ``observer`` can have: one, or one for each channel of a weight and fewer before
+    it is seen; empty if only the call tells."""
+    if "channel" not in str(getattr(observer, "qscheme", "channel")):
+        return (1,)
+    owner, is_of_weight, _ = path.rpartition("weight_fake_quant")
+    weight = getattr(modules.get(owner.removesuffix(".")), "weight", None) if is_of_weight else None
+    return () if weight is None else (weight.shape[int(observer.ch_axis)], 1, 0)
+
+
+def _integers_of(observer: Any) -> torch.dtype | None:
+    try:
+        dtype = plain_dtype(observer.dtype)
+    except ConfigError:
+        return None
+    return dtype if is_integer(dtype) else None
 
 
 # Integer tables with float zero points, FX's scheme for embeddings, rewritten for exported programs.

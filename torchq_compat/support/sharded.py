@@ -97,7 +97,7 @@ def whole(tensor: Tensor, name: str) -> Tensor:
 @contextmanager
 def whole_inside(module: nn.Module, path: str) -> Iterator[None]:
     """Give ``module``, which is at ``path``, and the modules in it whole parameters in the ``with`` block."""
-    owners = [(item, dict(item._parameters)) for item in module.modules()]
+    owners = [(item, _sharded_of(item)) for item in module.modules()]
     make_whole(module, path)
     try:
         yield
@@ -106,16 +106,20 @@ def whole_inside(module: nn.Module, path: str) -> Iterator[None]:
             owner._parameters.update(parameters)
 
 
+def _sharded_of(module: nn.Module) -> dict[str, nn.Parameter]:
+    parts = module._parameters.items()
+    return {name: part for name, part in parts if part is not None and is_sharded(part)}
+
+
 def make_whole(module: nn.Module, path: str) -> None:
     """Give ``module``, which is at ``path``, and the modules in it whole parameters."""
     gathered: dict[int, nn.Parameter] = {}
     for where, owner in module.named_modules(prefix=path):
-        for name, part in owner._parameters.items():
-            if part is not None and is_sharded(part):
-                if id(part) not in gathered:
-                    value = whole(part, f"{where}.{name}")
-                    gathered[id(part)] = nn.Parameter(value, requires_grad=part.requires_grad)
-                owner._parameters[name] = gathered[id(part)]
+        for name, part in _sharded_of(owner).items():
+            if id(part) not in gathered:
+                value = whole(part, f"{where}.{name}")
+                gathered[id(part)] = nn.Parameter(value, requires_grad=part.requires_grad)
+            owner._parameters[name] = gathered[id(part)]
 
 
 @contextmanager
