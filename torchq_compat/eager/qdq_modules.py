@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from torchq_compat.eager.grid import active, as_quantize_per_tensor, grid_of, paused, put_on
 from torchq_compat.errors import ConvertError
-from torchq_compat.model.state import HasQParams, SavedQParams
+from torchq_compat.model.state import Numbers, numbers_of_qparams
 from torchq_compat.read import qdq
 from torchq_compat.read.qparams import PerTensorQParams
 from torchq_compat.read.qparams import qparams_of as observed
@@ -60,7 +60,7 @@ def observed_qparams(observer: Any, place: str) -> PerTensorQParams:
 WITHOUT_STATE = ("ELU", "PReLU", "Sigmoid", "Softmax")
 
 
-class OnGrid(HasQParams, nn.Module):
+class OnGrid(nn.Module):
     """Base of the modules whose results are rounded to qparams of their own.
 
     Attributes:
@@ -90,8 +90,8 @@ class OnGrid(HasQParams, nn.Module):
         with paused():
             return put_on(compute(*map(as_float, args)), self.output)
 
-    def saved_qparams(self) -> tuple[SavedQParams, ...]:
-        return (SavedQParams(*QPARAMS, self.output.dtype, (1,)),)
+    def numbers_in_state(self) -> dict[str, Numbers]:
+        return numbers_of_qparams(*QPARAMS, (self.output.quant_min, self.output.quant_max), (1,))
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -212,7 +212,7 @@ class QFunctional(OnGrid):
             return put_on(torch.mul(x, y), replace(grid, scale=grid.scale * abs(y), zero_point=mirrored))
 
 
-class IntegerWeight(HasQParams, nn.Module):
+class IntegerWeight(nn.Module):
     """Base of the modules with an integer weight: per channel, also if all channels have one scale.
 
     Attributes:
@@ -291,8 +291,8 @@ class IntegerWeight(HasQParams, nn.Module):
             "weight_zero_point": self.weight_zero_points,
         }
 
-    def saved_qparams(self) -> tuple[SavedQParams, ...]:
-        return (SavedQParams("weight_scale", "weight_zero_point", self.integers.dtype),)
+    def numbers_in_state(self) -> dict[str, Numbers]:
+        return numbers_of_qparams("weight_scale", "weight_zero_point", self.weight_range)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         present = {name: value for name, value in self._entries().items() if value is not None}
@@ -381,8 +381,8 @@ class Weighted(IntegerWeight, OnGrid):
         """Return the product with the weight, plus the bias."""
         raise NotImplementedError
 
-    def saved_qparams(self) -> tuple[SavedQParams, ...]:
-        return *super().saved_qparams(), *OnGrid.saved_qparams(self)
+    def numbers_in_state(self) -> dict[str, Numbers]:
+        return super().numbers_in_state() | OnGrid.numbers_in_state(self)
 
     def _entries(self) -> dict[str, Tensor | None]:
         return {**super()._entries(), "bias": self.float_bias}

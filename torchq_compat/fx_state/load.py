@@ -345,6 +345,7 @@ class _Planner:
         for key, value in given.items():
             if value.is_complex() or (value.is_floating_point() and value.element_size() == 1):
                 raise CheckpointError.bad_value(f"{name}.{key}", f"is {value.dtype}, and no range or scale")
+        for key, value in given.items():
             if key.endswith(("histogram", "scale")) and not bool(value.isfinite().all()):
                 raise CheckpointError.bad_value(f"{name}.{key}", "holds NaN or infinity")
             if key.endswith(("min_val", "max_val")) and bool(value.isnan().any()):

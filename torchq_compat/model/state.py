@@ -6,7 +6,6 @@ import copy
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -16,11 +15,10 @@ from torch.fx.node import Argument
 from torchao.quantization.pt2e.fake_quantize import FakeQuantizeBase
 from torchao.quantization.pt2e.observer import ObserverBase
 
-from torchq_compat.errors import CheckpointError, ConfigError
+from torchq_compat.errors import CheckpointError
 from torchq_compat.read.qdq import CHOOSE_QPARAMS, DEQUANTIZE, DEQUANTIZE_PER_CHANNEL, QUANTIZE, is_qdq
 from torchq_compat.read.qparams import SCALE, ZERO_POINT, adopt_loaded_qparams
 from torchq_compat.support.argument_checks import shown
-from torchq_compat.support.dtypes import is_integer, plain_dtype
 from torchq_compat.support.graph_nodes import attribute_of
 from torchq_compat.support.quantized_tensors import is_quantized
 from torchq_compat.support.torch_ao import FakeQuantizeBase as LegacyFakeQuantizeBase
@@ -103,49 +101,35 @@ def _per_tensor_nodes(graph_module: GraphModule) -> list[Node]:
 # Check a state before it is loaded, and load it whole: ``nn.Module.load_state_dict`` accepts some bad states,
 # crashes on others, and stops midway.
 
-OBSERVERS = (ObserverBase, LegacyObserverBase)
-FAKE_QUANTIZES = (FakeQuantizeBase, LegacyFakeQuantizeBase)
+OBSERVERS = (ObserverBase, LegacyObserverBase, FakeQuantizeBase, LegacyFakeQuantizeBase)
 #: A key of the metadata of states that were checked, or are the model's own.
 CHECKED = "torchq_compat_checked"
 
 
-class SavedQParams(NamedTuple):
-    """The names of a scale and its zero point in the state of a module, and what they can be.
-
-    Attributes:
-        dtype: that of the integers; None if it is not known.
-        counts: how many scales there can be; empty if that is not known.
-    """
-
-    scale: str
-    zero_point: str
-    dtype: torch.dtype | None = None
-    counts: tuple[int, ...] = ()
-
-
-class HasQParams:
-    """A mixin for modules whose state has qparams that are of no observer and no graph."""
-
-    def saved_qparams(self) -> tuple[SavedQParams, ...]:
-        """Return the names of the qparams, and what they can be."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class _Numbers:
-    """What the numbers of one entry can be.
+class Numbers(NamedTuple):
+    """What the numbers of an entry can be.
 
     Attributes:
         kind: ``range``, ``scale``, ``zero point``, or ``number`` for what observers have besides.
         other: the entry that has as many of them; empty if none does.
         counts: how many there can be; empty if that is not known.
-        dtype: that of the integers, whose zero point it is; None if it is not known.
+        limits: the least and the largest; None if they are not known.
     """
 
     kind: str
     other: str = ""
     counts: tuple[int, ...] = ()
-    dtype: torch.dtype | None = None
+    limits: tuple[Any, Any] | None = None
+
+
+def numbers_of_qparams(
+    scale: str, zero_point: str, limits: tuple[Any, Any] | None = None, counts: tuple[int, ...] = ()
+) -> dict[str, Numbers]:
+    """Return what scales and zero points of these names can be, of integers within ``limits``."""
+    return {
+        scale: Numbers("scale", zero_point, counts),
+        zero_point: Numbers("zero point", scale, counts, limits),
+    }
 
 
 def load_whole(
@@ -250,7 +234,7 @@ def _problem(name: str, value: Any, expected: Any, *, is_renamed: bool = False) 
     return None
 
 
-def _problem_of_numbers(name: str, numbers: _Numbers, state: Mapping[str, Any]) -> str | None:
+def _problem_of_numbers(name: str, numbers: Numbers, state: Mapping[str, Any]) -> str | None:
     held, other = state[name], state.get(numbers.other)
     if is_quantized(held):
         return f"is {held.dtype}, which is no dtype of a range or scale"
@@ -261,10 +245,10 @@ def _problem_of_numbers(name: str, numbers: _Numbers, state: Mapping[str, Any]) 
         return "holds a scale that is no positive number"
     if numbers.kind in ("number", "zero point") and not bool(values.isfinite().all()):
         return f"holds a {numbers.kind} that is NaN or infinite"
-    if numbers.dtype is not None and not held.is_floating_point():
-        limits = torch.iinfo(numbers.dtype)
-        if not bool(((held >= limits.min) & (held <= limits.max)).all()):
-            return f"holds a zero point outside of {numbers.dtype}"
+    if numbers.limits is not None and not held.is_floating_point():
+        low, high = numbers.limits
+        if not bool(((held >= low) & (held <= high)).all()):
+            return f"holds a zero point outside of {low} to {high}"
     # Observers and fake-quantizes accept any number of values.
     if numbers.counts and held.numel() not in numbers.counts:
         return f"holds {held.numel()} numbers, where the model has {numbers.counts[0]}"
@@ -306,43 +290,22 @@ def _can_hold(dtype: torch.dtype, value: Tensor) -> bool:
     return bool(torch.equal(value.to(dtype).to(value.dtype), value))
 
 
-def _numbers(model: nn.Module) -> dict[str, _Numbers]:
-    """Return what the observers, fake-quantizes, q-dq operators and modules of ``model`` save, by name."""
-    result: dict[str, _Numbers] = {}
+def _numbers(model: nn.Module) -> dict[str, Numbers]:
+    """Return what the observers, q-dq operators and other modules of ``model`` save, by name."""
+    result: dict[str, Numbers] = {}
     modules = dict(model.named_modules())
     for path, module in modules.items():
-        prefix = f"{path}." if path else ""
-        pairs = [*module.saved_qparams()] if isinstance(module, HasQParams) else []
-        if isinstance(module, (*OBSERVERS, *FAKE_QUANTIZES)):
-            counts = _counts(path, module, modules)
-            floats = {
-                name
-                for name, value in module._buffers.items()
-                if value is not None and value.is_floating_point()
-            }
-            for name in floats if isinstance(module, OBSERVERS) else ():
-                result[f"{prefix}{name}"] = _Numbers("number")
-            if {"min_val", "max_val"} <= floats:
-                for low, high in (("min_val", "max_val"), ("max_val", "min_val")):
-                    result[f"{prefix}{low}"] = _Numbers("range", f"{prefix}{high}", counts)
-            # A learned scale, a parameter, may have any value after a step: the next call clamps it.
-            pairs.append(SavedQParams(SCALE, ZERO_POINT))
-            if "scale" in module._buffers:
-                pairs.append(
-                    SavedQParams("scale", "zero_point", _integers_of(module), tuple(filter(None, counts)))
-                )
+        inside: dict[str, Numbers] = getattr(module, "numbers_in_state", dict)()
+        if isinstance(module, OBSERVERS):
+            inside = _numbers_of_observer(module, _counts(path, module, modules))
         for node in module.graph.nodes if isinstance(module, GraphModule) else ():
-            if is_qdq(node) and len(node.args) > 2:
-                scale, zero_point = (
-                    str(arg.target) if isinstance(arg, Node) and arg.op == "get_attr" else ""
-                    for arg in node.args[1:3]
-                )
-                dtype = next((arg for arg in node.args if isinstance(arg, torch.dtype)), None)
-                pairs.append(SavedQParams(scale, zero_point, dtype))
-        for scale, zero_point, dtype, counts in pairs:
-            scale, zero_point = f"{prefix}{scale}", f"{prefix}{zero_point}"
-            result[scale] = _Numbers("scale", zero_point, counts)
-            result[zero_point] = _Numbers("zero point", scale, counts, dtype)
+            dtypes = [index for index, arg in enumerate(node.args) if isinstance(arg, torch.dtype)]
+            if is_qdq(node) and dtypes and node.target is not CHOOSE_QPARAMS:
+                scale, zero_point = (str(getattr(arg, "target", "")) for arg in node.args[1:3])
+                inside |= numbers_of_qparams(scale, zero_point, node.args[dtypes[0] - 2 : dtypes[0]])
+        prefix = f"{path}." if path else ""
+        for name, numbers in inside.items():
+            result[f"{prefix}{name}"] = numbers._replace(other=f"{prefix}{numbers.other}")
     return result
 
 
@@ -356,12 +319,19 @@ def _counts(path: str, observer: Any, modules: Mapping[str, nn.Module]) -> tuple
     return () if weight is None else (weight.shape[int(observer.ch_axis)], 1, 0)
 
 
-def _integers_of(observer: Any) -> torch.dtype | None:
-    try:
-        dtype = plain_dtype(observer.dtype)
-    except ConfigError:
-        return None
-    return dtype if is_integer(dtype) else None
+def _numbers_of_observer(observer: Any, counts: tuple[int, ...]) -> dict[str, Numbers]:
+    buffers = {name: value for name, value in observer._buffers.items() if value is not None}
+    result = {name: Numbers("number") for name, value in buffers.items() if value.is_floating_point()}
+    if {"min_val", "max_val"} <= result.keys():
+        result["min_val"] = Numbers("range", "max_val", counts)
+        result["max_val"] = Numbers("range", "min_val", counts)
+    result |= numbers_of_qparams(SCALE, ZERO_POINT)
+    # A learned scale, a parameter, may have any value after a step: the next call clamps it.
+    if "scale" in buffers:
+        limits = getattr(observer, "quant_min", None), getattr(observer, "quant_max", None)
+        known_limits = None if None in limits else limits
+        result |= numbers_of_qparams("scale", "zero_point", known_limits, tuple(filter(None, counts)))
+    return result
 
 
 # Integer tables with float zero points, FX's scheme for embeddings, rewritten for exported programs.
