@@ -26,15 +26,9 @@ from torchq_compat.capture.unseen_python import with_seen_python
 from torchq_compat.capture.writes import make_out_of_place
 from torchq_compat.codes import error_line
 from torchq_compat.errors import CaptureError, InputError, TorchQCompatError
+from torchq_compat.support import upstream
 from torchq_compat.support.graph_nodes import SLICE_END, copied_model
 from torchq_compat.support.process_state import alone
-from torchq_compat.support.upstream import (
-    LazyGraphModule,
-    guards_of,
-    lazy_graph_modules,
-    pytree,
-    symbolic_shapes_config,
-)
 from torchq_compat.support.user_warnings import silenced
 
 # Shortens what torch prints about a failed capture: our error says it once, with the user's line.
@@ -162,10 +156,10 @@ def capture(
     assert isinstance(exported, GraphModule)
     # Every pass that follows says that its code has changed, which nobody runs before observers are inserted.
     # Its hook stays behind, which checks that calls have the sizes of the example: this package does.
-    graph_module = LazyGraphModule(exported, exported.graph)
+    graph_module = upstream.LazyGraphModule(exported, exported.graph)
     graph_module.meta.update(exported.meta)
     graph_module._in_spec, graph_module._out_spec = exported._in_spec, exported._out_spec
-    return graph_module, tuple(guards_of(program))
+    return graph_module, tuple(upstream.guards_of(program))
 
 
 def clean_captured(graph_module: GraphModule) -> None:
@@ -185,13 +179,13 @@ def export_with(model: nn.Module, args: tuple[Any, ...], dynamic_shapes: Any) ->
     if dynamic_shapes is EVERY_SIZE:
         dynamic_shapes = _every_dimension(model, args)
         # Without this an example of batch 1 fixes the batch to 1 (0/1 specialization).
-        oblivious = symbolic_shapes_config.patch(backed_size_oblivious=True)
+        oblivious = upstream.symbolic_shapes_config.patch(backed_size_oblivious=True)
     elif dynamic_shapes is NO_SIZE:
         dynamic_shapes = None
     export = partial(torch.export.export, model, args, strict=False, dynamic_shapes=dynamic_shapes)
     quiet = silenced(_is_of_computed_weight, UserWarning)
     # The passes of torch.export each generate code that nobody runs.
-    with alone(), lazy_graph_modules(True), partial_graphs_held_back(), oblivious, quiet:
+    with alone(), upstream.lazy_graph_modules(True), partial_graphs_held_back(), oblivious, quiet:
         return with_seen_python(model, export)
 
 
@@ -224,7 +218,7 @@ def capture_flat(model: nn.Module, args: tuple[Tensor, ...]) -> GraphModule:
     calling code, because the graph is called once per time step."""
     captured = capture_freely(model, args)
     make_out_of_place(captured)
-    flat = LazyGraphModule(captured, captured.graph)
+    flat = upstream.LazyGraphModule(captured, captured.graph)
     flat.graph.set_codegen(torch.fx.graph.CodeGen())
     flat.recompile()
     return flat
@@ -233,7 +227,9 @@ def capture_flat(model: nn.Module, args: tuple[Tensor, ...]) -> GraphModule:
 def copied_inputs(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return a copy of ``args`` for a trial run: a model may write into its inputs, and they may belong to an
     autograd graph."""
-    copies = pytree.tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, args)
+    copies = upstream.pytree.tree_map(
+        lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, args
+    )
     assert isinstance(copies, tuple)
     return copies
 
@@ -249,7 +245,7 @@ def explain_failure(model: nn.Module, args: tuple[Any, ...], cause: Exception) -
         return InputError.does_not_fit(type(model).__name__, reason)
     if isinstance(cause, TorchQCompatError):
         return cause
-    leaves = pytree.tree_leaves(args)
+    leaves = upstream.pytree.tree_leaves(args)
     may_have_lengths = any(
         isinstance(leaf, Tensor) and leaf.dim() == 1 and not leaf.is_floating_point() for leaf in leaves
     )
@@ -272,7 +268,7 @@ def _distinct(args: tuple[Any, ...]) -> tuple[Any, ...]:
             return leaf
         return leaf.detach().clone().requires_grad_(leaf.requires_grad)
 
-    distinct: tuple[Any, ...] = pytree.tree_map(copied, args)
+    distinct: tuple[Any, ...] = upstream.pytree.tree_map(copied, args)
     return distinct
 
 
@@ -298,7 +294,7 @@ def _map_as_export_wants(function: Callable[[Any], Any], value: Any) -> Any:
             return function(item)
         return [_map_as_export_wants(function, child) for child in _children(item)]
 
-    return pytree.tree_map(inside, value, is_leaf=_is_other_container)
+    return upstream.pytree.tree_map(inside, value, is_leaf=_is_other_container)
 
 
 def _is_other_container(value: Any) -> bool:
@@ -309,7 +305,7 @@ def _is_other_container(value: Any) -> bool:
 
 
 def _children(value: Any) -> list[Any]:
-    return pytree.tree_leaves(value, is_leaf=lambda item: item is not value)
+    return upstream.pytree.tree_leaves(value, is_leaf=lambda item: item is not value)
 
 
 def line_of_failure(cause: BaseException) -> str:

@@ -9,13 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from torchq_compat.errors import ExportError
-from torchq_compat.lower.causality import (
-    CHOOSE_QPARAMS,
-    TrialCalls,
-    check_causality,
-    recurrent_calls,
-    streams_of,
-)
+from torchq_compat.lower import causality
 from torchq_compat.model.graph_module import ConvertedGraphModule, QuantizationGraphModule
 from torchq_compat.recurrent.states import CallKey, Streams
 from torchq_compat.support import argument_checks
@@ -126,17 +120,17 @@ def streaming(converted: nn.Module) -> StreamingModel:
     reference = getattr(converted, "reference", None)
     if not isinstance(reference, ConvertedGraphModule) or not isinstance(converted, QuantizationGraphModule):
         raise ExportError.of("TQ931.not_converted", module=converted)
-    trial = TrialCalls(reference, reference.record.signature.sizes)
-    calls = recurrent_calls(trial)
+    trial = causality.TrialCalls(reference, reference.record.signature.sizes)
+    calls = causality.recurrent_calls(trial)
     known = {call.key[0] for call in calls}
     if hidden := [step for step in reference.record.steps if step.removesuffix(".step") not in known]:
         raise _has_loops(hidden)
     dynamic = [call.key[0] for call in calls if call.is_dynamic]
-    ranged = [node.name for node in reference.graph.nodes if CHOOSE_QPARAMS in str(node.target)]
-    check_causality(trial, calls, is_dynamic=bool(dynamic or ranged))
+    ranged = [node.name for node in reference.graph.nodes if causality.CHOOSE_QPARAMS in str(node.target)]
+    causality.check_causality(trial, calls, is_dynamic=bool(dynamic or ranged))
     if dynamic or ranged:
         warn_user("TQ503", modules=", ".join((*dynamic, *ranged)))
-    return StreamingModel(converted, streams_of([call for call in calls if call.keeps_state]))
+    return StreamingModel(converted, causality.streams_of([call for call in calls if call.keeps_state]))
 
 
 def _has_loops(steps: Sequence[str]) -> ExportError:

@@ -24,7 +24,7 @@ from torchq_compat.annotate.observed_graph import ObservedPlace, observer_label,
 from torchq_compat.capture.opaque_calls import refresh_boundaries
 from torchq_compat.capture.signature import CallSignature
 from torchq_compat.capture.training import freeze_batch_norm, set_training
-from torchq_compat.model import failed_calls, other_tools
+from torchq_compat.model import failed_calls, other_tools, views
 from torchq_compat.model.quantized_interface import (
     QuantizedInterface,
     input_qparams,
@@ -42,13 +42,6 @@ from torchq_compat.model.state import (
     with_plain_tables,
 )
 from torchq_compat.model.view_hooks import HOOKED, calling_hooks, is_of_a_hook
-from torchq_compat.model.views import (
-    ModuleFacts,
-    hooked_views,
-    install_prepared_views,
-    install_views,
-    qparam_by_fx_name,
-)
 from torchq_compat.read.backend_configs import BackendTable
 from torchq_compat.read.qconfig_mappings import QConfigRules
 from torchq_compat.read.qdq import WeightByWeight
@@ -110,7 +103,7 @@ class ModelRecord:
     interface: QuantizedInterface = field(default_factory=QuantizedInterface)
     backend: BackendTable | None = None
     is_custom_module: bool = False
-    modules: Mapping[str, ModuleFacts] = field(default_factory=dict)
+    modules: Mapping[str, views.ModuleFacts] = field(default_factory=dict)
     batch_norms: Mapping[str, str] = field(default_factory=dict)
     steps: tuple[str, ...] = ()
     observed: tuple[ObservedPlace, ...] = ()
@@ -165,7 +158,7 @@ class QuantizationGraphModule(GraphModule):
             setattr(wrapped, name, value)
         wrapped.train(record.stage is Stage.PREPARED and record.is_qat)
         if record.stage is Stage.PREPARED:
-            install_prepared_views(wrapped, record.modules)
+            views.install_prepared_views(wrapped, record.modules)
         return wrapped
 
     @property
@@ -224,7 +217,7 @@ class QuantizationGraphModule(GraphModule):
             return self._scripted().call(bound)
         try:
             observes = record.stage is Stage.PREPARED
-            hooked = hooked_views(self.reference) if HOOKED and not is_compiled else {}
+            hooked = views.hooked_views(self.reference) if HOOKED and not is_compiled else {}
             if is_compiled or not (observes or hooked):
                 return super().__call__(*bound)
             with TURNS, calling_hooks(self, hooked) if hooked else nullcontext():
@@ -345,7 +338,7 @@ class QuantizationGraphModule(GraphModule):
             memo.update(copied_weights(self, memo))
             copied = cast("Self", super().__deepcopy__(memo))
         if copied.record.stage is Stage.PREPARED:
-            install_prepared_views(copied, copied.record.modules)
+            views.install_prepared_views(copied, copied.record.modules)
         return copied
 
     def __getattr__(self, name: str) -> Any:
@@ -358,7 +351,7 @@ class QuantizationGraphModule(GraphModule):
                 if name in step._modules:
                     return step._modules[name]
             if QPARAMS_OF_FX.fullmatch(name):
-                qparam = qparam_by_fx_name(self.reference, name)
+                qparam = views.qparam_by_fx_name(self.reference, name)
                 if qparam is not None:
                     return qparam
                 raise errors.ModuleAttributeError.of("TQ970.fx_qparams", name=name) from None
@@ -433,13 +426,13 @@ class ConvertedGraphModule(ConvertedModel):
         """See ``QuantizationGraphModule``."""
         return_structure(graph_module.graph)
         wrapped = super().wrap(graph_module, record, preserved)
-        install_views(wrapped, record.modules)
+        views.install_views(wrapped, record.modules)
         wrapped._note_input_qparams()
         return wrapped
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = super().__deepcopy__(memo)
-        install_views(copied, copied.record.modules)
+        views.install_views(copied, copied.record.modules)
         return copied
 
     def get_extra_state(self) -> Tensor:

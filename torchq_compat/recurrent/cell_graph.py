@@ -13,13 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from torchq_compat.capture.checked import capture_by_structure
 from torchq_compat.modules import parts
-from torchq_compat.read.qdq import (
-    DEQUANTIZE,
-    QUANTIZE,
-    called_in_blocks,
-    dequantizes_constant,
-    weight_by_weight,
-)
+from torchq_compat.read import qdq
 from torchq_compat.read.qparams import PerTensorQParams
 from torchq_compat.recurrent.cells import FloatCell, kind_of
 from torchq_compat.recurrent.kernel.cell_reader import program_or_problem
@@ -40,8 +34,8 @@ Owner = GraphModule | dict[str, Any]
 RANK_AGNOSTIC = (
     torch.ops.aten.linear.default,
     torch.ops.aten.to.dtype,
-    QUANTIZE,
-    DEQUANTIZE,
+    qdq.QUANTIZE,
+    qdq.DEQUANTIZE,
 )
 
 
@@ -81,8 +75,8 @@ def call_on(owner: Owner, graph: Graph) -> Function:
     inputs. The function is not bound to ``owner``, so that a copy of ``owner`` can use it too."""
     called = Graph()
     called.output(called.graph_copy(graph, {}))
-    for node in filter(dequantizes_constant, called.nodes):
-        node.target, node.args = called_in_blocks, (node.target, *node.args)
+    for node in filter(qdq.dequantizes_constant, called.nodes):
+        node.target, node.args = qdq.called_in_blocks, (node.target, *node.args)
     forward: Function = type(GraphModule(owner, called)).forward
     return forward
 
@@ -269,7 +263,9 @@ class ConvertedCellGraphModule(parts.ConvertedPartGraphModule, CellGraphModule):
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return the inputs of ``step`` that depend on ``x`` (..., I), for all steps at once; (..., width)
         each."""
-        project = weight_by_weight(self, self.projection_graph()) or partial(self._functions.project, self)
+        project = qdq.weight_by_weight(self, self.projection_graph()) or partial(
+            self._functions.project, self
+        )
         projected: tuple[Tensor, ...] = project(x)
         return projected
 
@@ -280,7 +276,7 @@ class ConvertedCellGraphModule(parts.ConvertedPartGraphModule, CellGraphModule):
 
     def repeated_step(self) -> Callable[..., tuple[Tensor, ...]]:
         """Return ``step`` for many steps in a row; the weights are dequantized once, in this call."""
-        return weight_by_weight(self, self.step_graph()) or partial(
+        return qdq.weight_by_weight(self, self.step_graph()) or partial(
             self._functions.step_of_constants, self, *self._functions.constants(self)
         )
 

@@ -24,6 +24,7 @@ from torchq_compat.modules.parts import (
 from torchq_compat.read.backend_configs import read_backend_config
 from torchq_compat.read.qparams import QParams
 from torchq_compat.read.qspecs import OpSpecs
+from torchq_compat.recurrent import runners
 from torchq_compat.recurrent.cell_graph import CellGraphModule, prepared_cell, weights_of
 from torchq_compat.recurrent.cells import kind_of
 from torchq_compat.recurrent.contract import as_given, check_devices, check_example_inputs, check_same_dtype
@@ -33,14 +34,6 @@ from torchq_compat.recurrent.kernel.direct_calls import DirectCall, direct_call
 from torchq_compat.recurrent.kernel.op import drop_forgotten, forget
 from torchq_compat.recurrent.kernel.program import qparams_of_call
 from torchq_compat.recurrent.over_time import LoopShape, RecurrentDirection, RecurrentLayer, shape_in_export
-from torchq_compat.recurrent.runners import (
-    DynamicQuantizeLSTMRunner,
-    NativeRunner,
-    OpaqueRunner,
-    PythonRunner,
-    Runner,
-    TracedRunner,
-)
 from torchq_compat.recurrent.states import active_streams
 from torchq_compat.support import argument_checks
 from torchq_compat.support.process_state import is_compiling, is_exporting
@@ -263,20 +256,20 @@ class RecurrentModule(PartOwner):
     def _is_on_cpu(self) -> bool:
         return all(buffer.device.type == "cpu" for buffer in self.buffers())
 
-    def runner(self) -> Runner:
+    def runner(self) -> runners.Runner:
         """Return the runner for the next call."""
         if is_exporting():
             return self._runner_of_export(LoopShape.OPAQUE if self.is_lowered else shape_in_export())
         if self.is_lowered or (is_compiling() and self.can_be_lowered and self._is_on_cpu()):
-            return NativeRunner(self.bound())
-        return PythonRunner()
+            return runners.NativeRunner(self.bound())
+        return runners.PythonRunner()
 
-    def _runner_of_export(self, shape: LoopShape) -> Runner:
+    def _runner_of_export(self, shape: LoopShape) -> runners.Runner:
         bound = self.bound() if shape is LoopShape.OPAQUE and self.can_be_lowered else None
         if bound is not None:
-            return OpaqueRunner(bound, self._buffers.get(PROGRAM))
+            return runners.OpaqueRunner(bound, self._buffers.get(PROGRAM))
         is_onnx = shape is LoopShape.DYNAMIC_QUANTIZE_LSTM and self._is_dynamic_lstm()
-        return DynamicQuantizeLSTMRunner() if is_onnx else TracedRunner()
+        return runners.DynamicQuantizeLSTMRunner() if is_onnx else runners.TracedRunner()
 
     #: Whether its linears choose qparams from their inputs, and nothing else is quantized.
     is_dynamic = False

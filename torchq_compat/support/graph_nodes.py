@@ -22,17 +22,9 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
+from torchq_compat.support import upstream
 from torchq_compat.support.process_state import Lock
 from torchq_compat.support.sharded import whole
-from torchq_compat.support.upstream import (
-    FakeTensor,
-    data_address,
-    is_shared,
-    lazy_clone,
-    pytree,
-    storage_uses,
-    tensor_uses,
-)
 
 # Helpers for graph nodes and the modules around them: attributes, names, module paths.
 
@@ -108,7 +100,7 @@ def follow_devices(model: nn.Module, move: Callable[[Tensor], Tensor]) -> None:
 
 def tensors_in(nested: Any) -> list[Tensor]:
     """Return the tensors in a nested structure, in order."""
-    return [leaf for leaf in pytree.tree_leaves(nested) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in upstream.pytree.tree_leaves(nested) if isinstance(leaf, Tensor)]
 
 
 def module_path_of(node: Node) -> str:
@@ -218,14 +210,14 @@ def copied_values(tensor: Tensor) -> Tensor:
 def shared_tensors(model: nn.Module, copied: nn.Module) -> list[tuple[Tensor, Tensor]]:
     """Return the tensors of ``model`` that share their memory with ``copied``, each with its copy."""
     pairs = zip(*(chain(item.parameters(), item.buffers()) for item in (model, copied)), strict=False)
-    return [pair for pair in pairs if all(map(is_shared, pair))]
+    return [pair for pair in pairs if all(map(upstream.is_shared, pair))]
 
 
 def stop_sharing_written(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Give the original of each pair memory of its own if its copy does not share any more: what wrote to the
     one, perhaps an operator that only asks for the memory as if to write, would do so to the other."""
     for original, copied in pairs:
-        if is_shared(original) and not is_shared(copied):
+        if upstream.is_shared(original) and not upstream.is_shared(copied):
             with _SHARING:
                 original.untyped_storage().data_ptr()  # It could be written to through this pointer.
 
@@ -239,7 +231,11 @@ def _is_plain(tensor: Tensor) -> bool:
 
 def _shared(tensor: Tensor) -> Tensor | None:
     """Return a detached copy of ``tensor`` that shares its memory; None if there can be none."""
-    if tensor.layout is not torch.strided or tensor.device.type != "cpu" or isinstance(tensor, FakeTensor):
+    if (
+        tensor.layout is not torch.strided
+        or tensor.device.type != "cpu"
+        or isinstance(tensor, upstream.FakeTensor)
+    ):
         return None
     if tensor.numel() < (SMALL if isinstance(tensor, nn.Parameter) else SMALL_BUFFER):
         return None
@@ -248,12 +244,12 @@ def _shared(tensor: Tensor) -> Tensor | None:
         return _mapped_again(tensor)
     with _SHARING:
         # Others that hold it, as a NumPy array and what reads it by DLPack do, could write to it past torch.
-        is_sole = storage_uses(storage._cdata) == USES_BY_ONE and tensor_uses(tensor) == 1
+        is_sole = upstream.storage_uses(storage._cdata) == USES_BY_ONE and upstream.tensor_uses(tensor) == 1
         size = tensor.numel() * tensor.element_size()
         if not is_sole or storage.nbytes() != size or not size:
             return None
         try:
-            copied: Tensor = lazy_clone(tensor.detach())
+            copied: Tensor = upstream.lazy_clone(tensor.detach())
         except RuntimeError:
             return None  # Memory of another process or another library.
     return copied if type(copied) is Tensor else None
@@ -270,7 +266,7 @@ def _mapped_again(tensor: Tensor) -> Tensor | None:
     """Return a detached copy of a tensor in a mapped file, as private as the tensor; None for memory of any
     other kind, or if something was written to it, or without Linux."""
     reach = sum((count - 1) * step for count, step in zip(tensor.shape, tensor.stride(), strict=True))
-    start, size = data_address(tensor), (reach + 1) * tensor.element_size()
+    start, size = upstream.data_address(tensor), (reach + 1) * tensor.element_size()
     try:
         memory = _file_at(start, size)
         if memory is None or _is_written(start, size):

@@ -37,17 +37,11 @@ from torchq_compat.model.quantized_interface import quantize_inputs, take_intege
 from torchq_compat.modules.standalone import ConvertedStandalone, standalone
 from torchq_compat.quantize.passes import LOWER, carries_out, run_passes
 from torchq_compat.read.qparams import QParams
+from torchq_compat.support import upstream
 from torchq_compat.support.decisions import Action, Decision, warn_of_decisions
 from torchq_compat.support.graph_nodes import give_back_freed
 from torchq_compat.support.later_stages import is_captured_for_onnx
 from torchq_compat.support.process_state import Lock, is_compiling
-from torchq_compat.support.upstream import (
-    data_address,
-    format_target,
-    forward_from_src,
-    overload_caller,
-    pytree,
-)
 
 # The code of a lowered graph, which reads each tensor and module from the dictionary that holds it.
 
@@ -67,7 +61,7 @@ def direct_forward(code: PythonCode, graph: Graph, owner: nn.Module) -> Callable
 
     def bound(call: re.Match[str]) -> str:
         name = f"{prefix}{call[2].replace('.', '_')}"
-        names[name] = overload_caller(attrgetter(call[2])(torch.ops))
+        names[name] = upstream.overload_caller(attrgetter(call[2])(torch.ops))
         return f"{call[1]}{name}("
 
     source = OPERATOR_CALL.sub(bound, source)
@@ -75,12 +69,12 @@ def direct_forward(code: PythonCode, graph: Graph, owner: nn.Module) -> Callable
     for index, node in enumerate(reads):
         path, _, key = str(node.target).rpartition(".")
         home = _home_of(owner.get_submodule(path), key)
-        line = f"    {node.name} = {format_target('self', str(node.target))}"
+        line = f"    {node.name} = {upstream.format_target('self', str(node.target))}"
         end = "(" if node.op == "call_module" else "\n"
         if home is not None and line + end in source:
             names[f"{prefix}{index}"] = home
             source = source.replace(line + end, f"    {node.name} = {prefix}{index}[{key!r}]{end}")
-    forward: Callable[..., Any] = forward_from_src(source, names)
+    forward: Callable[..., Any] = upstream.forward_from_src(source, names)
     return forward
 
 
@@ -125,7 +119,7 @@ class StateVersions:
     def _read_quickly(self) -> tuple[list[int], list[int]] | None:
         """Return the addresses and version counts of all tensors; None if there are tensors of torch.func."""
         try:
-            return list(map(data_address, self._tensors)), list(map(counted_writes, self._counting))
+            return list(map(upstream.data_address, self._tensors)), list(map(counted_writes, self._counting))
         except RuntimeError:
             return None
 
@@ -133,7 +127,7 @@ class StateVersions:
 def _version(tensor: Tensor) -> tuple[int, int]:
     """Return address and version; inference tensors count no versions, torch.func's have no storage."""
     try:
-        return data_address(tensor), 0 if tensor.is_inference() else tensor._version
+        return upstream.data_address(tensor), 0 if tensor.is_inference() else tensor._version
     except RuntimeError:
         return 0, 0
 
@@ -304,14 +298,14 @@ class LoweredGraphModule(ConvertedModel):
         if known is not None:
             known()
         weights = [buffer for buffer in self.reference.buffers() if buffer.dtype is torch.int8]
-        addresses = [data_address(weight) for weight in weights if weight.device.type == "cpu"]
+        addresses = [upstream.data_address(weight) for weight in weights if weight.device.type == "cpu"]
         state[PACKED] = weakref.finalize(self, forget_weights, addresses)
         state[PACKED].atexit = False
 
     def _refuse_what_is_wrong(self, trial_inputs: tuple[Any, ...]) -> str:
         """Leave ops in floats whose results on integers are not the reference's, on ``trial_inputs``; return
         what is wrong with the whole after that, or an empty string."""
-        leaves = pytree.tree_leaves(trial_inputs, is_leaf=lambda leaf: leaf is None)
+        leaves = upstream.pytree.tree_leaves(trial_inputs, is_leaf=lambda leaf: leaf is None)
         for _ in range(MOST_TRIALS):
             lowering = self._lowering
             with kept_buffers(lowering.reference):

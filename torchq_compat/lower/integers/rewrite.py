@@ -15,20 +15,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from torchq_compat.lower.integers import operators
+from torchq_compat.lower.integers import operators, qdq_graph
 from torchq_compat.lower.integers.lowered_graph import Kernel, LoweredGraph, Refusal, origin_of
-from torchq_compat.lower.integers.qdq_graph import (
-    CLAMPS,
-    Counterpart,
-    Integers,
-    OpSite,
-    Result,
-    arguments_of,
-    example_value,
-    integers_at,
-    only_reader,
-    result_of,
-)
 from torchq_compat.lower.integers.rules import FAMILIES
 from torchq_compat.lower.integers.rules.moves import clamp, copying, moved_qparams, write_move
 from torchq_compat.lower.integers.rules.tables import requantize, table_of_chain
@@ -78,8 +66,8 @@ class Rewriter:
         self.refused = refused
         self.lowered = LoweredGraph(reference)
         self.reference_node = {copied: node for node, copied in self.lowered.origins.items()}
-        self.stands_for: dict[Node, Counterpart] = {
-            copied: Counterpart(node) for copied, node in self.reference_node.items()
+        self.stands_for: dict[Node, qdq_graph.Counterpart] = {
+            copied: qdq_graph.Counterpart(node) for copied, node in self.reference_node.items()
         }
         self.answers: dict[Node, tuple[Action, str, bool]] = {}
         self.names: dict[Node, str] = {}
@@ -111,7 +99,7 @@ class Rewriter:
                 floats = self._dequantize(integers, qparams, node)
             for reader in readers:
                 reader.replace_input_with(node, floats)
-            self.stands_for[integers] = Counterpart(self.reference_node[node], qparams)
+            self.stands_for[integers] = qdq_graph.Counterpart(self.reference_node[node], qparams)
 
     def _dequantize(self, integers: Node, qparams: PerTensorQParams, like: Node) -> Node:
         """Insert the dequantize of ``integers`` in the place of ``like``."""
@@ -121,7 +109,7 @@ class Rewriter:
         return dequantize
 
     def _quantize_again(self, quantize: Node) -> None:
-        source, qparams = integers_at(quantize.args[0]), PerTensorQParams.of_node(quantize)
+        source, qparams = qdq_graph.integers_at(quantize.args[0]), PerTensorQParams.of_node(quantize)
         if source is not None and qparams.dtype in KERNEL_DTYPES:
             written = requantize(self.lowered, source, qparams)
             self._replace(quantize, written)
@@ -156,10 +144,10 @@ class Rewriter:
     def _ask(self, op: Node) -> Kernel | Refusal | None:
         if not isinstance(op.target, OpOverload):
             return None
-        result = result_of(op)
+        result = qdq_graph.result_of(op)
         if op.name not in self.left_float and any(item.name in self.left_float for item in result.covered):
-            result = Result((op,), op, None)
-        site = OpSite(self.reference, op, arguments_of(op), result)
+            result = qdq_graph.Result((op,), op, None)
+        site = qdq_graph.OpSite(self.reference, op, qdq_graph.arguments_of(op), result)
         if op.name in self.left_float:
             return self._exactly(site)
         refusal = None
@@ -169,12 +157,14 @@ class Rewriter:
             if isinstance(answer, Kernel):
                 return replace(answer, value=answer.value or site.result.last)
             refusal = refusal or answer
-        if moved_qparams(op) is not None and (op.target not in CLAMPS or site.result.qparams is None):
+        if moved_qparams(op) is not None and (
+            op.target not in qdq_graph.CLAMPS or site.result.qparams is None
+        ):
             return None
         answer = table_of_chain(site)
         return answer if isinstance(answer, Kernel) else refusal or answer or _no_kernel(op)
 
-    def _exactly(self, site: OpSite) -> Kernel | None:
+    def _exactly(self, site: qdq_graph.OpSite) -> Kernel | None:
         """Return the table of an op that the configuration leaves float: it has the reference's numbers."""
         answer = table_of_chain(site) if moved_qparams(site.op) is None else None
         return answer if isinstance(answer, Kernel) else None
@@ -200,18 +190,18 @@ class Rewriter:
         """Let all readers of ``value`` read ``written``."""
         value.replace_all_uses_with(written, propagate_meta=False)
         if written not in self.stands_for:
-            written.meta.setdefault("val", example_value(value))
+            written.meta.setdefault("val", qdq_graph.example_value(value))
             self.stands_for[written] = self.stands_for[value]
 
     def _clamp(self, op: Node) -> bool:
         """Put a clamp to a range of floats, whose result has the qparams of its input, on the integers."""
-        source = integers_at(op.args[0]) if op.target in CLAMPS else None
-        quantize = only_reader(op)
+        source = qdq_graph.integers_at(op.args[0]) if op.target in qdq_graph.CLAMPS else None
+        quantize = qdq_graph.only_reader(op)
         if source is None or quantize is None or quantize.target is not QUANTIZE:
             return False
         if PerTensorQParams.of_node(quantize) != source.qparams:
             return False
-        bounds = CLAMPS[op.target](arguments_of(op))
+        bounds = qdq_graph.CLAMPS[op.target](qdq_graph.arguments_of(op))
         if not all(bound is None or isinstance(bound, (int, float)) for bound in bounds):
             return False
         self._covered.add(quantize)
@@ -224,7 +214,7 @@ class Rewriter:
             self.names[written] = op.name
         return True
 
-    def _narrowed(self, op: Node, source: Integers, low: float | None, high: float | None) -> Node:
+    def _narrowed(self, op: Node, source: qdq_graph.Integers, low: float | None, high: float | None) -> Node:
         """Return the clamped integers: if nothing else reads them, the kernel that makes them saturates."""
         result, dequantize = source.node, op.args[0]
         assert isinstance(dequantize, Node)
@@ -236,7 +226,7 @@ class Rewriter:
         args[first], args[second] = max(args[first], least), min(args[second], most)  # type: ignore[type-var]
         result.args = tuple(args)
         self.lowered.graph.erase_node(written)
-        self.stands_for[result] = self.stands_for[only_reader(op) or op]
+        self.stands_for[result] = self.stands_for[qdq_graph.only_reader(op) or op]
         return result
 
     def _move(self, op: Node) -> None:
@@ -244,7 +234,7 @@ class Rewriter:
         qparams = moved_qparams(op)
         if qparams is None:
             return
-        several = isinstance(example_value(op), (tuple, list))
+        several = isinstance(qdq_graph.example_value(op), (tuple, list))
         if several and any(user.target is not operator.getitem for user in op.users):
             return
         written = write_move(self.lowered, op, qparams)
@@ -264,7 +254,7 @@ class Rewriter:
                 self._covered.add(result)
             if integers not in self.stands_for:
                 integers.meta.setdefault("val", result.meta.get("val"))
-                self.stands_for[integers] = Counterpart(self.reference_node[result], qparams)
+                self.stands_for[integers] = qdq_graph.Counterpart(self.reference_node[result], qparams)
             result.replace_all_uses_with(self._dequantize(integers, qparams, result), propagate_meta=False)
         if is_nothing:
             self.lowered.graph.erase_node(op)  # torch.fx takes a dropout for random, and would keep it.
@@ -272,7 +262,7 @@ class Rewriter:
     def _in_order(self, op: Node) -> None:
         """Let ``op`` read memory in the order that the reference has."""
         for source in op.all_input_nodes:
-            value = example_value(source)
+            value = qdq_graph.example_value(source)
             if isinstance(value, Tensor) and value.is_contiguous() and source.op != "get_attr":
                 op.replace_input_with(source, self.lowered.call(ATEN.contiguous.default, source))
 
@@ -320,7 +310,10 @@ def _is_quantized(op: Node) -> bool:
 def _no_kernel(op: Node) -> Refusal:
     if (
         len(
-            {source.qparams if (source := integers_at(producer)) else None for producer in op.all_input_nodes}
+            {
+                source.qparams if (source := qdq_graph.integers_at(producer)) else None
+                for producer in op.all_input_nodes
+            }
         )
         > 1
     ):
