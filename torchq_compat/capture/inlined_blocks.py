@@ -50,7 +50,7 @@ def inline_blocks(graph_module: GraphModule) -> tuple[Block, ...]:
     as in FX: the ops run in the dtype of their inputs."""
     blocks: list[Block] = []
     inlined: list[Node] = []
-    while (call := _next_call(graph_module.graph)) is not None:
+    while (call := next((node for node in graph_module.graph.nodes if is_block(node)), None)) is not None:
         body, nodes = _inline(graph_module, call)
         inlined.extend(nodes)
         if nodes:
@@ -67,10 +67,6 @@ def inline_blocks(graph_module: GraphModule) -> tuple[Block, ...]:
         graph_module.graph.lint()
         graph_module.recompile()
     return tuple(dict.fromkeys(blocks))
-
-
-def _next_call(graph: Graph) -> Node | None:
-    return next((node for node in graph.nodes if is_block(node)), None)
 
 
 def _inline(graph_module: GraphModule, call: Node) -> tuple[Node, list[Node]]:

@@ -373,7 +373,7 @@ class PackingMode(TorchFunctionMode):
             return _keep_whole(args[0].detach())
         if function is upstream.pad_packed:
             return self._pad(*args)
-        if function is torch.Tensor.size and self._is_known(args[0]):
+        if function is torch.Tensor.size and any(item is args[0] for item, _ in self._batches):
             _bound_by_total_length(args[0], sys._getframe(1))
         given: Any = args[0] if args else None
         if function is torch.Tensor.numpy and _may_be_lengths(given):
@@ -395,9 +395,6 @@ class PackingMode(TorchFunctionMode):
             upstream.assume(known >= 1)
             self._batches.append((batch_sizes, known))
         return known
-
-    def _is_known(self, tensor: Any) -> bool:
-        return any(item is tensor for item, _ in self._batches)
 
     def _pack(self, input: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
         self.packs = True

@@ -96,7 +96,7 @@ class TrialCalls:
             except ExportError:
                 raise
             except Exception as cause:
-                raise _does_not_run(cause) from cause
+                raise ExportError.of("TQ931.does_not_run", cause=cause) from cause
         return {node: v for node, v in recorder.env.items() if node.op not in ("placeholder", "get_attr")}
 
     @cached_property
@@ -148,10 +148,6 @@ def _first(value: Any) -> Tensor:
 def _rank(node: Node) -> int:
     value = node.meta.get("val")
     return value.dim() if isinstance(value, Tensor) else 0
-
-
-def _does_not_run(cause: Exception) -> ExportError:
-    return ExportError.of("TQ931.does_not_run", cause=cause)
 
 
 # The recurrent calls of a converted graph, and which of them keep their state in a stream.

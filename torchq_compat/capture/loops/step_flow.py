@@ -163,7 +163,7 @@ def _read_position(flow: Flow, position: int, where: dict[Node, tuple[int, int]]
     first = nodes[0]
     assert first is not None
     columns = list(zip(*_leaves_by_step(nodes), strict=True))
-    wild = _wild_leaves(first)
+    wild = facts(first.target).index if len(segments.leaves_of(first)) == len(first.args) else ()
     reads: list[Read] = []
     for index, column in enumerate(columns):
         counted = _counted(column) if index == _number_leaf(first) else None
@@ -203,10 +203,6 @@ def _leaves_by_step(nodes: list[Node | None]) -> Iterator[list[segments.Leaf]]:
         raise NotALoopError("the same op has other arguments in other steps")
     for leaves in known:
         yield leaves if leaves is not None else [None] * lengths.copy().pop()
-
-
-def _wild_leaves(node: Node) -> tuple[int, ...]:
-    return facts(node.target).index if len(segments.leaves_of(node)) == len(node.args) else ()
 
 
 def _read(column: tuple[segments.Leaf, ...], where: dict[Node, tuple[int, int]]) -> Read:

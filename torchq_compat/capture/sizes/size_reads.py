@@ -339,7 +339,13 @@ class SizeReads(TorchFunctionMode):
         handler = READS.get(function)
         if handler is not None:
             return handler(self, function, *args, **kwargs)
-        if self._is_written_in_python(function):
+        if (
+            isinstance(function, types.FunctionType)
+            and function.__module__.partition(".")[0] == "torch"
+            and function not in self._inside
+            and function not in ONLY_CHECK
+            and any(name in function.__code__.co_names for name in ASKS_FOR_OVERRIDES)
+        ):
             return self._seen_inside(function, args, kwargs)
         if get_proxy_mode() is None:
             return called_aside(self, function, args, kwargs)
@@ -481,15 +487,6 @@ class SizeReads(TorchFunctionMode):
             return call()
         finally:
             self._inside.pop()
-
-    def _is_written_in_python(self, function: Any) -> bool:
-        return (
-            isinstance(function, types.FunctionType)
-            and function.__module__.partition(".")[0] == "torch"
-            and function not in self._inside
-            and function not in ONLY_CHECK
-            and any(name in function.__code__.co_names for name in ASKS_FOR_OVERRIDES)
-        )
 
     def _seen_inside(self, function: types.FunctionType, args: Any, kwargs: Any) -> Any:
         """Run the function's own code under this mode, which is switched off inside of what it is handed."""
