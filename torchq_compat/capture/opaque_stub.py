@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -20,6 +20,7 @@ from torchq_compat.capture.call_layouts import CallLayout, LeafKind, Structure
 from torchq_compat.capture.packed_sequences import batch_of_arguments, call_with_batch
 from torchq_compat.capture.sizes.size_reads import current_reads
 from torchq_compat.errors import CustomModuleError
+from torchq_compat.support.process_state import held
 
 # The opaque op, which represents a custom module in torch.export.
 #
@@ -83,23 +84,15 @@ class StubRegistry:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Make the opaque op resolve its handles in this registry while the context is active."""
-        token = _REGISTRY.set(self)
-        try:
-            with standing_in(self):
-                yield
-        finally:
-            _REGISTRY.reset(token)
+        with held(_REGISTRY, self), standing_in(self):
+            yield
 
     @contextmanager
     def capturing(self, model: nn.Module) -> Iterator[None]:
         """Be active while ``model`` is captured. If ``model`` runs again because the first attempt failed,
         the calls of the earlier run are forgotten."""
-        hook = model.register_forward_pre_hook(lambda _model, _args: self._forget_calls())
-        try:
-            with self.active():
-                yield
-        finally:
-            hook.remove()
+        with model.register_forward_pre_hook(lambda _model, _args: self._forget_calls()), self.active():
+            yield
 
     def fake_results(self, tensors: list[Tensor], sizes: list[int], handle: str, layout: int) -> list[Tensor]:
         """Return the flat results of call ``layout`` of the stub ``handle``."""
@@ -133,14 +126,9 @@ class FakeKernels(Protocol):
 _STAND_IN: ContextVar[FakeKernels] = ContextVar("torchq_compat_fake_kernels")
 
 
-@contextmanager
-def standing_in(kernels: FakeKernels) -> Iterator[None]:
+def standing_in(kernels: FakeKernels) -> AbstractContextManager[None]:
     """Let ``kernels`` compute the fake results of the opaque op while the context is active."""
-    token = _STAND_IN.set(kernels)
-    try:
-        yield
-    finally:
-        _STAND_IN.reset(token)
+    return held(_STAND_IN, kernels)
 
 
 #: The attribute of a CaptureStub with the module that it replaces.
@@ -271,16 +259,11 @@ class RecordedCalls:
 
             return hook
 
-        hooks = [
-            module.register_forward_pre_hook(keep(handle), with_kwargs=True)
-            for handle, module in modules.items()
-            if not isinstance(module, torch.jit.ScriptModule)  # It takes no hooks.
-        ]
-        try:
+        with ExitStack() as hooks:
+            for handle, module in modules.items():
+                if not isinstance(module, torch.jit.ScriptModule):  # It takes no hooks.
+                    hooks.enter_context(module.register_forward_pre_hook(keep(handle), with_kwargs=True))
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
 
 # Puts the opaque op in the places of the ``call_module`` nodes of a graph, while a
@@ -325,11 +308,9 @@ class HiddenCalls:
         if self._modules:
             model.recompile()
 
-    @contextmanager
-    def active(self) -> Iterator[None]:
+    def active(self) -> AbstractContextManager[None]:
         """Let the operators of the hidden calls run on fake tensors while the context is active."""
-        with standing_in(self):
-            yield
+        return standing_in(self)
 
     def fake_results(self, tensors: list[Tensor], sizes: list[int], handle: str, layout: int) -> list[Tensor]:
         """Return empty tensors like the results of the hidden call ``layout`` in the example."""

@@ -8,7 +8,7 @@ import operator
 import sys
 from collections import UserList
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from torchq_compat.errors import InputError
 from torchq_compat.support import upstream
+from torchq_compat.support.process_state import held
 
 # Packing and unpacking as two operators with data-dependent sizes.
 #
@@ -354,14 +355,8 @@ class PackingMode(TorchFunctionMode):
             entered.close()
 
         hooks = model.register_forward_pre_hook(enter), model.register_forward_hook(leave, always_call=True)
-        token = _MODE.set(self)
-        try:
+        with hooks[0], hooks[1], entered, held(_MODE, self):
             yield
-        finally:
-            _MODE.reset(token)
-            entered.close()
-            for hook in hooks:
-                hook.remove()
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -481,14 +476,9 @@ def batch_of_arguments(arguments: Any) -> Any:
     return None if packed is None else mode.batch_of(packed.batch_sizes)
 
 
-@contextmanager
-def call_with_batch(batch: Any) -> Iterator[None]:
+def call_with_batch(batch: Any) -> AbstractContextManager[None]:
     """Make ``batch_in_call`` return ``batch`` while the context is active."""
-    token = _BATCH_IN_CALL.set(batch)
-    try:
-        yield
-    finally:
-        _BATCH_IN_CALL.reset(token)
+    return held(_BATCH_IN_CALL, batch)
 
 
 def batch_in_call() -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import re
 import sys
 import traceback
@@ -35,7 +34,7 @@ from torchq_compat.support.user_warnings import silenced
 
 
 LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
-#: Logger -> the beginning of the messages that are held back.
+#: Logger -> the messages of a failed attempt, which is followed by one with fewer free sizes.
 OF_ATTEMPTS = {
     "torch._subclasses.fake_tensor": "failed while attempting to run meta for",
     "torch.fx.experimental.symbolic_shapes": "Unable to find user code corresponding to",
@@ -62,19 +61,6 @@ def without_frames_of_torch(cause: Exception) -> Exception:
 
 
 @contextmanager
-def failed_attempts_held_back() -> Iterator[None]:
-    """Suppress the messages in ``OF_ATTEMPTS``: a failed attempt is followed by one with fewer free sizes."""
-    filters = {name: _without(beginning) for name, beginning in OF_ATTEMPTS.items()}
-    for name, held_back in filters.items():
-        logging.getLogger(name).addFilter(held_back)
-    try:
-        yield
-    finally:
-        for name, held_back in filters.items():
-            logging.getLogger(name).removeFilter(held_back)
-
-
-@contextmanager
 def partial_graphs_held_back() -> Iterator[None]:
     """Suppress the graph up to the failed op, which torch.export prints on stderr, however long it is."""
     with redirect_stderr(_WithoutGraphs(sys.stderr)):
@@ -93,14 +79,6 @@ class _WithoutGraphs:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
-
-
-def _without(beginning: str) -> logging.Filter:
-    class WithoutAttempts(logging.Filter):
-        def filter(self, record: logging.LogRecord) -> bool:
-            return not str(record.msg).startswith(beginning)
-
-    return WithoutAttempts()
 
 
 # Calls torch.export so that the sizes of a legacy model stay as free as they were in an FX graph.

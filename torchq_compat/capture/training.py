@@ -6,7 +6,7 @@ import gc
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -346,17 +346,12 @@ def _following(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
     def leave(*_: Any) -> None:
         recorder.path.pop()
 
-    hooks = []
-    for path, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            continue  # It takes no hooks.
-        hooks.append(module.register_forward_pre_hook(enter(path)))
-        hooks.append(module.register_forward_hook(leave))
-    try:
+    with ExitStack() as hooks:
+        for path, module in model.named_modules():
+            if not isinstance(module, torch.jit.ScriptModule):  # It takes no hooks.
+                hooks.enter_context(module.register_forward_pre_hook(enter(path)))
+                hooks.enter_context(module.register_forward_hook(leave))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _module_path(node: Node) -> str:

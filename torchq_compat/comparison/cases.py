@@ -188,13 +188,12 @@ class ScriptRecorder:
         redirections.replace_everywhere(
             {id(function): self._wrap(function, legacy) for function, legacy in replaced}
         )
-        handle = register_module_forward_pre_hook(_note_call)
-        self._is_recording = True
-        try:
-            yield
-        finally:
-            self._is_recording = False
-            handle.remove()
+        with register_module_forward_pre_hook(_note_call):
+            self._is_recording = True
+            try:
+                yield
+            finally:
+                self._is_recording = False
 
     def cases(self, script: str) -> tuple[Case, ...]:
         """Return a case for every model that was prepared, calibrated and converted.

@@ -7,7 +7,7 @@ import sys
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial, wraps
@@ -50,7 +50,7 @@ from torchq_compat.support import later_stages, metadata
 from torchq_compat.support.argument_checks import listed
 from torchq_compat.support.decisions import Decision
 from torchq_compat.support.graph_nodes import copied_weights, follow_devices
-from torchq_compat.support.process_state import TURNS, is_compiling, is_exporting
+from torchq_compat.support.process_state import TURNS, is_compiling, is_exporting, own_attribute
 from torchq_compat.support.torch_ao import freeze_bn_stats, update_bn_stats
 from torchq_compat.support.upstream import USER_PRESERVED_ATTRIBUTES_KEY, pytree
 from torchq_compat.support.user_warnings import is_of_treespec, silenced
@@ -395,14 +395,9 @@ class ConvertedModel(QuantizationGraphModule):
     #: Runs the graph and keeps of no weight what is computed of it.
     interpreter: type[Interpreter] = WeightByWeight
 
-    @contextmanager
-    def saving_memory(self) -> Iterator[None]:
+    def saving_memory(self) -> AbstractContextManager[None]:
         """Let calls run by ``interpreter``."""
-        vars(self)["forward"] = self.interpreter(self).run
-        try:
-            yield
-        finally:
-            del vars(self)["forward"]
+        return own_attribute(self, "forward", self.interpreter(self).run)
 
     @property
     def reference(self) -> ConvertedModel:

@@ -8,7 +8,7 @@ exported and saved, is not changed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -22,6 +22,7 @@ from torchq_compat.read.qdq import DEQUANTIZES, QUANTIZE
 from torchq_compat.read.qparams import PerTensorQParams, QParams
 from torchq_compat.support import metadata
 from torchq_compat.support.graph_nodes import module_path_of
+from torchq_compat.support.process_state import own_attribute
 from torchq_compat.support.quantized_tensors import AVAILABLE, integers_of, is_quantized, of_integers
 
 #: Views that have had a hook; a model checks only these at each call, so models without hooks pay nothing.
@@ -64,18 +65,13 @@ def check_hookable(graph_module: GraphModule, path: str) -> None:
         _result_of(nodes, path)
 
 
-@contextmanager
-def calling_hooks(model: GraphModule, views: dict[str, nn.Module]) -> Iterator[None]:
+def calling_hooks(model: GraphModule, views: dict[str, nn.Module]) -> AbstractContextManager[None]:
     """Let ``model`` call the hooks of ``views`` (path -> view) inside the ``with`` block.
 
     Raises:
         ModuleAttributeError: a module has no result of its own in the graph that runs.
     """
-    vars(model)["forward"] = partial(_forward_with_hooks(model, views), model)
-    try:
-        yield
-    finally:
-        vars(model).pop("forward", None)
+    return own_attribute(model, "forward", partial(_forward_with_hooks(model, views), model))
 
 
 def _forward_with_hooks(model: GraphModule, views: dict[str, nn.Module]) -> Callable[..., Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import signal
 import sys
@@ -20,6 +19,7 @@ from rich.text import Text
 
 from torchq_compat.port.source.files import Problem
 from torchq_compat.support.report import shows_progress
+from torchq_compat.support.user_warnings import logs_held_back
 
 # Handle SIGTERM in the commands, so that no temporary file and no process is left.
 
@@ -86,22 +86,8 @@ def import_noise_held_back() -> Iterator[None]:
     """Suppress the known messages inside the ``with`` block."""
     # This filter is kept: undoing it would also undo the filters that torchao installs meanwhile.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
-    filters = {name: _without(part) for name, part in NOISE.items()}
-    for name, noise_filter in filters.items():
-        logging.getLogger(name).addFilter(noise_filter)
-    try:
+    with logs_held_back(NOISE):
         yield
-    finally:
-        for name, noise_filter in filters.items():
-            logging.getLogger(name).removeFilter(noise_filter)
-
-
-def _without(part: str) -> logging.Filter:
-    class WithoutNoise(logging.Filter):
-        def filter(self, record: logging.LogRecord) -> bool:
-            return part not in record.getMessage()
-
-    return WithoutNoise()
 
 
 # Terminal output of the commands: progress on standard error, tables on standard output.

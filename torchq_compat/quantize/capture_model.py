@@ -38,6 +38,7 @@ from torchq_compat.quantize.request import PrepareRequest, WithLoops
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.graph_nodes import module_path_of
 from torchq_compat.support.upstream import pytree
+from torchq_compat.support.user_warnings import logs_held_back
 
 # Runs the float model on its example inputs, and captures it with its custom modules as opaque calls.
 
@@ -147,7 +148,7 @@ def capture_model(
         read=tried.read,
     )
     try:
-        with torch_export.failed_attempts_held_back():
+        with logs_held_back(torch_export.OF_ATTEMPTS):
             case, result = capture_checked(case)
     except Exception as cause:
         raise torch_export.explain_failure(model, args, cause) from torch_export.without_frames_of_torch(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from enum import StrEnum
 
@@ -18,6 +18,7 @@ from torchq_compat.recurrent.kernel.bound_module import BoundDirection, OwnedPro
 from torchq_compat.recurrent.kernel.cell_reader import program_or_problem
 from torchq_compat.recurrent.kernel.program import CellProgram, ColumnQParams
 from torchq_compat.support.graph_nodes import copied_model
+from torchq_compat.support.process_state import held
 from torchq_compat.support.upstream import scan
 
 # One direction over time: a loop in Python, a ``scan``, or rows packed by time step.
@@ -155,14 +156,9 @@ class LoopShape(StrEnum):
 _SHAPE: ContextVar[LoopShape | None] = ContextVar("torchq_compat_loop_shape", default=None)
 
 
-@contextmanager
-def exporting_loops_as(shape: LoopShape) -> Iterator[None]:
+def exporting_loops_as(shape: LoopShape) -> AbstractContextManager[None]:
     """Let ``shape_in_export`` return ``shape`` inside the ``with`` block."""
-    token = _SHAPE.set(shape)
-    try:
-        yield
-    finally:
-        _SHAPE.reset(token)
+    return held(_SHAPE, shape)
 
 
 def shape_in_export() -> LoopShape:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 from torchq_compat.errors import InputError
 from torchq_compat.modules.parts import PartKind, part_nodes, part_of
 from torchq_compat.support.graph_nodes import attribute_of
+from torchq_compat.support.process_state import held
 
 # States that outlive a call: while streams are active, a recurrent call begins with its last state.
 
@@ -43,14 +44,9 @@ class Streams:
     rows: Mapping[CallKey, tuple[int | None, ...]] = field(default_factory=dict)
     buffers: bool = False
 
-    @contextmanager
-    def active(self) -> Iterator[None]:
+    def active(self) -> AbstractContextManager[None]:
         """Make recurrent modules use these streams inside the ``with`` block."""
-        token = _ACTIVE.set(self)
-        try:
-            yield
-        finally:
-            _ACTIVE.reset(token)
+        return held(_ACTIVE, self)
 
     def call(self, key: CallKey, begin: Callable[[], State], run: Callable[[State], Any]) -> Any:
         """Run a kept call from its kept state, or from ``begin()`` the first time, and keep its last state.

@@ -15,7 +15,7 @@ from torch import nn
 from torch.fx import Graph
 
 from torchq_compat.support.discovery import HOMES
-from torchq_compat.support.process_state import is_exporting
+from torchq_compat.support.process_state import held, is_exporting
 
 _IS_RUNNING = ContextVar("torchq_compat_is_running_for_onnx", default=False)
 
@@ -32,11 +32,8 @@ def is_captured_for_onnx() -> bool:
 
 def run_for_onnx(model: nn.Module, args: tuple[Any, ...]) -> Any:
     """Run ``model`` with operators that ONNX has; see ``lower/onnx/forms.py``."""
-    token = _IS_RUNNING.set(True)
-    try:
+    with held(_IS_RUNNING, True):
         return _stage("run_for_onnx")(model, args)
-    finally:
-        _IS_RUNNING.reset(token)
 
 
 def graph_for_onnx(model: nn.Module) -> Graph:

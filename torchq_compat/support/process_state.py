@@ -11,7 +11,8 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from functools import wraps
 from typing import Any, Generic, TypeVar
 from weakref import WeakSet
@@ -320,14 +321,29 @@ def convert_pt2e(
 
 
 @contextmanager
-def without_code(graph: Graph) -> Iterator[None]:
-    """Let passes change ``graph`` that each have its code generated, which nobody runs in between."""
-    nothing = Graph().python_code("self")
-    vars(graph)["python_code"] = lambda *_, **__: nothing
+def held(variable: ContextVar[Result], value: Result) -> Iterator[None]:
+    """Give ``variable`` the ``value`` inside the ``with`` block."""
+    token = variable.set(value)
     try:
         yield
     finally:
-        del vars(graph)["python_code"]
+        variable.reset(token)
+
+
+@contextmanager
+def own_attribute(owner: object, name: str, value: Any) -> Iterator[None]:
+    """Give ``owner`` an attribute in front of its class's inside the ``with`` block."""
+    vars(owner)[name] = value
+    try:
+        yield
+    finally:
+        vars(owner).pop(name, None)
+
+
+def without_code(graph: Graph) -> AbstractContextManager[None]:
+    """Let passes change ``graph`` that each have its code generated, which nobody runs in between."""
+    nothing = Graph().python_code("self")
+    return own_attribute(graph, "python_code", lambda *_, **__: nothing)
 
 
 def _set_structure(model: GraphModule, info: Any) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,6 +70,23 @@ def silenced(
         entry[1].thread = 0  # A copy of the filters may outlive this.
         with suppress(ValueError):
             filters.remove(entry)
+
+
+@contextmanager
+def logs_held_back(texts: Mapping[str, str]) -> Iterator[None]:
+    """Suppress messages of the loggers in ``texts``, those that contain the logger's text."""
+
+    def without(text: str) -> Callable[[logging.LogRecord], bool]:
+        return lambda record: text not in record.getMessage()
+
+    filters = {logging.getLogger(name): without(text) for name, text in texts.items()}
+    for logger, held_back in filters.items():
+        logger.addFilter(held_back)
+    try:
+        yield
+    finally:
+        for logger, held_back in filters.items():
+            logger.removeFilter(held_back)
 
 
 def is_of_treespec(text: str) -> bool:

@@ -39,6 +39,7 @@ from torchq_compat.capture.sizes.numbers import (
 from torchq_compat.ops import draws
 from torchq_compat.support import metadata
 from torchq_compat.support.metadata import CUSTOM
+from torchq_compat.support.process_state import held, own_attribute
 from torchq_compat.support.upstream import OpOverload, disable_current_modes, pytree
 
 # Indices with slices, part by part: torch drops a slice that keeps the whole of the example.
@@ -243,16 +244,9 @@ class SizeReads(TorchFunctionMode):
             entered.close()
             return result
 
-        hooks = (
-            model.register_forward_pre_hook(enter, with_kwargs=True, prepend=True),
-            model.register_forward_hook(leave, always_call=True),
-        )
-        try:
+        before = model.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
+        with before, model.register_forward_hook(leave, always_call=True), entered:
             yield
-        finally:
-            entered.close()
-            for hook in hooks:
-                hook.remove()
 
     @contextmanager
     def _tracing(self, inputs: Sequence[Any]) -> Iterator[None]:
@@ -274,14 +268,11 @@ class SizeReads(TorchFunctionMode):
             return self._dispatched(dispatch, func, kinds, args, kwargs or {})
 
         # The tracing mode of this one export: no function of torch itself is replaced.
-        vars(mode)["__torch_dispatch__"] = dispatch_with_plain_numbers
-        token = _CURRENT.set(self)
+        dispatching = own_attribute(mode, "__torch_dispatch__", dispatch_with_plain_numbers)
         try:
-            with self:
+            with dispatching, held(_CURRENT, self), self:
                 yield
         finally:
-            _CURRENT.reset(token)
-            del vars(mode)["__torch_dispatch__"]
             self._tracer.record_stack_traces = recorded
             # A trace that failed before this one may have had guards.
             self.read = self._snapshot() if self.guards else ReadSizes()

@@ -7,8 +7,8 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
@@ -22,6 +22,7 @@ from torchq_compat.port.legacy_api import names
 from torchq_compat.port.running.removed_imports import legacy_module, put_stand_in
 from torchq_compat.port.source.moved_tables import MOVED_FUNCTIONS, Moved, unchanged
 from torchq_compat.quantize.first_call import adopt_parameters, at_once
+from torchq_compat.support.process_state import held
 from torchq_compat.support.torch_ao import QConfigMapping
 from torchq_compat.support.user_warnings import warn_user
 
@@ -149,14 +150,9 @@ def fx_is_called() -> bool:
     return _CALLED.get()
 
 
-@contextmanager
-def calling_fx() -> Iterator[None]:
+def calling_fx() -> AbstractContextManager[None]:
     """Let FX's functions be FX's own inside the ``with`` block, also if user classes call them."""
-    token = _CALLED.set(True)
-    try:
-        yield
-    finally:
-        _CALLED.reset(token)
+    return held(_CALLED, True)
 
 
 # FX's numbers of trained models in a legacy script under ``run``: convert with the observers' qparams.
