@@ -35,22 +35,15 @@ from torchq_compat.comparison.text import as_text, print_report, report_data
 from torchq_compat.errors import ScriptError, TorchQCompatError
 from torchq_compat.port.process import Subparsers, add_command, stopping_cleanly
 from torchq_compat.port.run_command import (
-    PACKAGE_PARENT,
     TRAINED_QPARAMS_HELP,
     add_script_arguments,
     check_script,
+    child_command,
     tell_misplaced_options,
 )
 
 FINE, ATTENTION = 0, 1
 STANDARD_ERROR = 2
-#: As in ``port.run_command``.
-START_CHILD = """\
-import sys
-sys.path.insert(0, sys.argv[1])
-from torchq_compat.comparison.comparison_process import main
-sys.exit(main())
-"""
 OPTIONS = ("--json", "--html", "--timeout", "--fx", "--trained-qparams")
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
@@ -138,7 +131,7 @@ def _compared(target: Target, timeout: float | None) -> tuple[ComparedModel, ...
     """
     with tempfile.TemporaryDirectory(prefix="torchq-compat-") as folder:
         result = Path(folder) / "result"
-        command = [sys.executable, "-P", "-c", START_CHILD, PACKAGE_PARENT, target.to_json(), str(result)]
+        command = child_command("comparison.comparison_process", target.to_json(), str(result))
         code = _run(command, target, timeout)
         if not result.exists():
             raise ScriptError.of("TQ973.ended", target=target.name, code=code)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torchq_compat.codes import REGISTER
@@ -121,3 +121,9 @@ class Site:
     edits: tuple[Edit, ...] = ()
     imports: tuple[ImportRequest, ...] = ()
     refusal: str = ""
+
+    def settled(self, refusal: str, edits: Iterable[Edit], imports: tuple[ImportRequest, ...] = ()) -> Site:
+        """Return the site with its edits, or with the reason against them, if there is one."""
+        if refusal:
+            return replace(self, refusal=refusal)
+        return replace(self, edits=tuple(edits), imports=imports)

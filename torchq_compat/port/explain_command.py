@@ -1,6 +1,11 @@
 """The command ``torchq-compat explain CODE...``: the guide's text on a finding, without network or torch.
 
-Exit code: 0, or 2 for an unknown code.
+examples:
+  torchq-compat explain TQ105
+  torchq-compat explain --list
+  torchq-compat explain --passes
+
+exit code: 0, or 2 for an unknown code
 """
 
 from __future__ import annotations
@@ -14,33 +19,27 @@ import textwrap
 from torchq_compat.codes import CODES, DIFFERENCES, RANGES, Code
 from torchq_compat.errors import ScriptError
 from torchq_compat.port.constructs import CONSTRUCTS, GUIDE_PAGES, RETIRED, Construct
+from torchq_compat.port.process import Subparsers, add_command
 from torchq_compat.quantize.passes import PASSES
 
-EXAMPLES = """\
-examples:
-  torchq-compat explain TQ105
-  torchq-compat explain --list
-  torchq-compat explain --passes
-"""
 #: The maximum width of the text.
 WIDEST = 100
 BLOCK = re.compile(r"(```.*?```)", re.DOTALL)
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "explain",
+def add_parser(subparsers: Subparsers) -> None:
+    parser = add_command(
+        subparsers,
+        explain_command,
+        __doc__,
         help="show the guide's text on a code",
         description="Show what the guide says of a code that 'scan' prints, or a warning ends with.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("codes", metavar="CODE", nargs="*", help="TQ101, for example; case does not matter")
     parser.add_argument("--list", action="store_true", help="list the codes with their titles")
     parser.add_argument(
         "--passes", action="store_true", help="list what prepare, convert and lower do, in order"
     )
-    parser.set_defaults(command=explain_command)
 
 
 def explain_command(args: argparse.Namespace) -> int:

@@ -99,13 +99,6 @@ def tell_misplaced_options(script: str, args: Sequence[str], own: Sequence[str])
 
 
 PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
-#: Run with -P: modules beside the script or in the working directory must not shadow torch's imports.
-START_CHILD = """\
-import sys
-sys.path.insert(0, sys.argv[1])
-from torchq_compat.port.running.script_process import main
-sys.exit(main())
-"""
 OPTIONS = ("--reference", "--lower", "--explain", "--strict", "--trained-qparams")
 PYTHON_SUFFIXES = (".py", ".pyw")
 FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP")
@@ -164,8 +157,16 @@ def run_command(args: argparse.Namespace) -> int:
     tell_misplaced_options(args.script, args.args, OPTIONS)
     explain = os.path.abspath(args.explain) if args.explain else ""
     options = RunOptions(args.convert, explain, args.strict, args.trained_qparams).to_json()
-    command = [sys.executable, "-P", "-c", START_CHILD, PACKAGE_PARENT, options, args.script, *args.args]
-    return _run_child(command)
+    return _run_child(child_command("port.running.script_process", options, args.script, *args.args))
+
+
+def child_command(module: str, *args: str) -> list[str]:
+    """Return a command that calls ``main`` of a module of this package, with ``args`` from the second on.
+
+    With -P modules beside the script or in the working directory do not shadow torch's imports.
+    """
+    start = f"import sys; sys.path.insert(0, sys.argv[1]); from torchq_compat.{module} import main"
+    return [sys.executable, "-P", "-c", f"{start}; sys.exit(main())", PACKAGE_PARENT, *args]
 
 
 def check_script(script: str) -> None:

@@ -7,7 +7,7 @@ from textwrap import dedent
 import pytest
 
 from torchq_compat.port.constructs import ImportRequest, apply_edits
-from torchq_compat.port.source.imports import import_edits, is_free
+from torchq_compat.port.source.imports import import_edits, why_not_free
 from torchq_compat.port.source.parsed import ParsedSource
 
 NEW = "from torch.ao.quantization import QConfigMapping\n"
@@ -93,4 +93,5 @@ def test_a_file_that_imports_torch_in_functions_goes_on_so() -> None:
     ],
 )
 def test_a_name_is_free_if_it_means_nothing_else(code: str, free: bool) -> None:
-    assert is_free(ParsedSource(code), ImportRequest("torch.ao.quantization", "QConfigMapping")) is free
+    request = ImportRequest("torch.ao.quantization", "QConfigMapping")
+    assert (not why_not_free(ParsedSource(code), request)) is free

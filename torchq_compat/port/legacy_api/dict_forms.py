@@ -14,7 +14,7 @@ import libcst as cst
 
 from torchq_compat.port.constructs import Edit, ImportRequest, Site
 from torchq_compat.port.legacy_api.fx_calls import fx_calls, only_value, possible_values
-from torchq_compat.port.source.imports import is_free
+from torchq_compat.port.source.imports import why_not_free
 from torchq_compat.port.source.parsed import ParsedSource
 
 MAX_COLUMN = 100
@@ -118,8 +118,8 @@ class DictForm:
         if not isinstance(value, cst.Dict):
             raise CannotRewriteError("the dict is built by code")
         request = ImportRequest(self.module, self.class_name, source.start(value))
-        if not is_free(source, request):
-            raise CannotRewriteError(f"the name {self.class_name} means something else in this file")
+        if refusal := why_not_free(source, request):
+            raise CannotRewriteError(refusal)
         calls = list(self._calls(source, value))
         imports = (request, *(needed for call in calls for needed in call.imports))
         return _layout(source, value, f"{self.class_name}()", calls), imports

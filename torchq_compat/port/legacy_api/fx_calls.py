@@ -10,7 +10,7 @@ import libcst as cst
 from libcst.metadata import Assignment
 
 from torchq_compat.port.legacy_api.names import PARAMETERS, PT2E_FUNCTIONS
-from torchq_compat.port.source.moved_tables import MOVED
+from torchq_compat.port.source.moved_tables import LEGACY_MODULES, LEGACY_NAMES, MOVED
 from torchq_compat.port.source.parsed import ParsedSource
 from torchq_compat.read.old_forms import KEYWORDS
 
@@ -23,8 +23,7 @@ CANONICAL = {
     for module in (moved.legacy, moved.replacement, "torchq_compat")
     if new_name in FUNCTIONS
 }
-FX_MODULES = frozenset(module for moved in MOVED for module in (moved.legacy, moved.replacement))
-FX_NAMES = frozenset(f"{moved.legacy}.{name}" for moved in MOVED for name in moved.names)
+FX_MODULES = LEGACY_MODULES | {moved.replacement for moved in MOVED}
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class FxCall:
 
 def uses_fx(source: ParsedSource) -> bool:
     """Return whether the text uses FX graph mode at all, before or after rewriting."""
-    known = FX_MODULES | FX_NAMES | set(CANONICAL)
+    known = FX_MODULES | LEGACY_NAMES | set(CANONICAL)
     return not known.isdisjoint(source.used_names()) or not FX_MODULES.isdisjoint(
         source.follow(name).rpartition(".")[0] for name in source.imported_names()
     )
@@ -157,6 +156,12 @@ def last_value(source: ParsedSource, name: cst.Name, before: cst.CSTNode) -> cst
     nearest = max(above, key=lambda a: source.start(a.node))
     value = source.assigned_value(nearest)
     return value if value is not None and _surely_ran(source, nearest.node, before) else None
+
+
+def sure_value(source: ParsedSource, name: cst.Name, before: cst.CSTNode) -> cst.BaseExpression | None:
+    """Return the value of ``name`` at ``before``, or its only one; None if neither is known."""
+    value, only = last_value(source, name, before), only_value(source, name)
+    return only[1] if value is None and only is not None else value
 
 
 def _bound_at(source: ParsedSource, assignment: Assignment) -> int:

@@ -7,7 +7,7 @@ changes; but a private name whose public successor has another name is renamed i
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import libcst as cst
 
@@ -61,12 +61,9 @@ class MovedNames:
         edits = imports.statement_edits(source, node, [plan.new for plan in movable if plan.new])
         uses = tuple(edit for plan in movable for edit in plan.use_edits)
         for plan in plans:
-            site = Site(self.code, source.start(plan.alias), plan.what, refusal=plan.refusal)
-            if plan.new and edits:
-                site = replace(site, edits=(*edits, *uses))
-            elif plan.new:
-                site = replace(site, refusal=imports.COMMENTS_BETWEEN_NAMES)
-            yield site, plan.uses
+            site = Site(self.code, source.start(plan.alias), plan.what)
+            refusal = imports.COMMENTS_BETWEEN_NAMES if plan.new and not edits else plan.refusal
+            yield site.settled(refusal, (*edits, *uses) if plan.new else ()), plan.uses
 
     def _star(self, source: ParsedSource, node: cst.ImportFrom) -> Site:
         refusal = "import * brings names that have not moved; import those in use by name"
@@ -106,12 +103,7 @@ class MovedNames:
         site = Site(self.code, start, source.code(node))
         if source.written_names(node) != source.names(node):
             return site
-        if source.has_comment(node):
-            return replace(site, refusal="there is a comment in the middle of the name")
         request = ImportRequest(row.replacement, offset=start)
-        if not imports.is_free(source, request):
-            return replace(
-                site, refusal=f"the name {request.module.partition('.')[0]} means something else in this file"
-            )
+        comment = "there is a comment in the middle of the name" if source.has_comment(node) else ""
         edit = Edit(start, source.end(node), f"{row.replacement}.{new_name}")
-        return replace(site, edits=(edit,), imports=(request,))
+        return site.settled(comment or imports.why_not_free(source, request), (edit,), (request,))

@@ -16,12 +16,7 @@ def find(source: ParsedSource) -> Iterator[Site]:
     for call in fx_calls(source):
         arg = call.arg("_equalization_config")
         if arg is not None and source.code(arg.value) != "None":
-            yield Site(
-                "TQ202",
-                source.start(arg),
-                source.code(arg),
-                refusal=REFUSAL,
-            )
+            yield Site("TQ202", source.start(arg), source.code(arg), refusal=REFUSAL)
 
 
 REVIEW = Finder("TQ202", find)

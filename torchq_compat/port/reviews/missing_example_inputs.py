@@ -8,7 +8,7 @@ import libcst as cst
 
 from torchq_compat.port.constructs import Site
 from torchq_compat.port.finders import Finder
-from torchq_compat.port.legacy_api.fx_calls import fx_calls, last_value, only_value
+from torchq_compat.port.legacy_api.fx_calls import fx_calls, sure_value
 from torchq_compat.port.legacy_api.names import PREPARING
 from torchq_compat.port.source.parsed import ParsedSource
 
@@ -45,16 +45,11 @@ def _value(source: ParsedSource, value: cst.BaseExpression, at: cst.CSTNode) -> 
     for _ in range(MAX_STEPS):
         if not isinstance(value, cst.Name):
             break
-        assigned = last_value(source, value, at) or _constant(source, value)
+        assigned = sure_value(source, value, at)
         if assigned is None:
             break
         value, at = assigned, assigned
     return value
-
-
-def _constant(source: ParsedSource, name: cst.Name) -> cst.BaseExpression | None:
-    result = only_value(source, name)
-    return result[1] if result is not None else None
 
 
 def _refusal(source: ParsedSource, value: cst.BaseExpression) -> str:

@@ -8,17 +8,13 @@ import libcst as cst
 
 from torchq_compat.port.constructs import Site
 from torchq_compat.port.finders import Finder
-from torchq_compat.port.source.moved_tables import MOVED
+from torchq_compat.port.source.moved_tables import LEGACY_MODULES, LEGACY_NAMES
 from torchq_compat.port.source.parsed import ParsedSource
-
-LEGACY_STRINGS = frozenset(
-    [moved.legacy for moved in MOVED] + [f"{moved.legacy}.{name}" for moved in MOVED for name in moved.names]
-)
 
 
 def find(source: ParsedSource) -> Iterator[Site]:
     for string in source.nodes(cst.SimpleString):
-        if string.raw_value in LEGACY_STRINGS:
+        if string.raw_value in LEGACY_NAMES | LEGACY_MODULES:
             refusal = "a name in a text: only its user knows what it is for"
             yield Site("TQ204", source.start(string), source.code(string), refusal=refusal)
 

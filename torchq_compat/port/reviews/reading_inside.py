@@ -10,7 +10,7 @@ import libcst as cst
 
 from torchq_compat.port.constructs import Site
 from torchq_compat.port.finders import Finder
-from torchq_compat.port.legacy_api.fx_calls import fx_call, fx_calls, last_value, only_value, uses_pt2e
+from torchq_compat.port.legacy_api.fx_calls import fx_call, fx_calls, sure_value, uses_pt2e
 from torchq_compat.port.legacy_api.names import CONVERTING, PREPARING
 from torchq_compat.port.source.parsed import ParsedSource
 
@@ -127,13 +127,7 @@ def _is_converted(source: ParsedSource, node: cst.BaseExpression) -> bool:
 
 
 def _is_result_of(source: ParsedSource, node: cst.BaseExpression, functions: tuple[str, ...]) -> bool:
-    if not isinstance(node, cst.Name):
-        return False
-    value = last_value(source, node, node)
-    if value is None:
-        bound = only_value(source, node)
-        value = bound[1] if bound is not None else None
-    result = fx_call(source, value)
+    result = fx_call(source, sure_value(source, node, node)) if isinstance(node, cst.Name) else None
     return result is not None and result.function in functions
 
 

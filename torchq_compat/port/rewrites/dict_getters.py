@@ -23,8 +23,7 @@ def find(source: ParsedSource) -> Iterator[Site]:
         if new_name is not None:
             refusal = _refusal(source, attribute)
             edit = Edit(source.start(attribute.attr), source.end(attribute.attr), new_name)
-            edits = () if refusal else (edit,)
-            yield Site("TQ109", source.start(attribute), attribute.attr.value, edits, refusal=refusal)
+            yield Site("TQ109", source.start(attribute), attribute.attr.value).settled(refusal, (edit,))
 
 
 def _import_site(source: ParsedSource, node: cst.ImportFrom, alias: cst.ImportAlias, new_name: str) -> Site:
@@ -37,12 +36,10 @@ def _import_site(source: ParsedSource, node: cst.ImportFrom, alias: cst.ImportAl
         refusal = f"the name {new_name} is already bound in this file"
     if not refusal and name in source.taken_by_others:
         refusal = f"another file uses {name}"
-    if refusal:
-        return Site("TQ109", start, name, refusal=refusal)
     edits = [Edit(source.start(alias.name), source.end(alias.name), new_name)]
     if alias.asname is None:
         edits += [Edit(source.start(use), source.end(use), new_name) for use in uses]
-    return Site("TQ109", start, name, tuple(edits))
+    return Site("TQ109", start, name).settled(refusal, edits)
 
 
 def _refusal(source: ParsedSource, function: cst.CSTNode) -> str:

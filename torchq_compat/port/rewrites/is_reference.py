@@ -10,7 +10,7 @@ import libcst as cst
 from torchq_compat.port.constructs import Edit, ImportRequest, Site
 from torchq_compat.port.finders import Finder
 from torchq_compat.port.legacy_api.fx_calls import FxCall, fx_calls
-from torchq_compat.port.source.imports import is_free
+from torchq_compat.port.source.imports import why_not_free
 from torchq_compat.port.source.parsed import ParsedSource
 
 NEW_NAME = "convert_to_reference_fx"
@@ -29,13 +29,13 @@ def _site(source: ParsedSource, call: FxCall, index: int) -> Site:
     arg = call.node.args[index]
     start = source.start(arg)
     value = arg.value.value if isinstance(arg.value, cst.Name) else ""
-    what = f"is_reference={source.code(arg.value)}"
+    site = Site("TQ108", start, f"is_reference={source.code(arg.value)}")
     if value not in ("True", "False") or not index:
-        return Site("TQ108", start, what, refusal="which function to call depends on a value")
+        return site.settled("which function to call depends on a value", ())
     before = call.node.args[index - 1].value
     removed = Edit(source.full_end(before), source.full_end(arg.value), "")
     if b"#" in source.data[removed.start : start]:
-        return Site("TQ108", start, what, refusal="there is a comment before it")
+        return site.settled("there is a comment before it", ())
     edits = [removed]
     imports: tuple[ImportRequest, ...] = ()
     if value == "True":
@@ -44,9 +44,7 @@ def _site(source: ParsedSource, call: FxCall, index: int) -> Site:
         edits.append(Edit(source.start(name), source.end(name), NEW_NAME))
         if name is function:
             imports = (ImportRequest("torchq_compat.quantize_fx", NEW_NAME, source.start(function)),)
-    if not all(is_free(source, request) for request in imports):
-        return Site("TQ108", start, what, refusal=f"the name {NEW_NAME} means something else in this file")
-    return Site("TQ108", start, what, tuple(edits), imports)
+    return site.settled("".join(why_not_free(source, request) for request in imports), edits, imports)
 
 
 REWRITE = Finder("TQ108", find)

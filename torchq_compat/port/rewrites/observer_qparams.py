@@ -9,8 +9,9 @@ import libcst as cst
 
 from torchq_compat.port.constructs import Edit, Site
 from torchq_compat.port.finders import Finder
-from torchq_compat.port.legacy_api.fx_calls import FX_NAMES, FxCall, fx_call, fx_calls, last_value
+from torchq_compat.port.legacy_api.fx_calls import FxCall, fx_call, fx_calls, last_value
 from torchq_compat.port.legacy_api.names import CONVERTING, PREPARING
+from torchq_compat.port.source.moved_tables import LEGACY_NAMES
 from torchq_compat.port.source.parsed import ParsedSource
 
 CODE = "TQ116"
@@ -48,7 +49,7 @@ def _is_trained(source: ParsedSource, call: FxCall) -> bool:
 
 
 def _is_legacy(source: ParsedSource, call: FxCall) -> bool:
-    return source.names(call.node.func) <= FX_NAMES
+    return source.names(call.node.func) <= LEGACY_NAMES
 
 
 def _has_argument(call: FxCall) -> bool:

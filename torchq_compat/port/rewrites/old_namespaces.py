@@ -6,16 +6,18 @@ The old namespaces still work and have the same objects, so only files that use 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import libcst as cst
 
 from torchq_compat.port.constructs import Edit, ImportRequest, Site
 from torchq_compat.port.finders import Finder
-from torchq_compat.port.legacy_api.fx_calls import FX_NAMES, uses_fx
+from torchq_compat.port.legacy_api.fx_calls import uses_fx
 from torchq_compat.port.legacy_api.names import NAMESPACES, NOT_IN_NAMESPACES
-from torchq_compat.port.source.imports import COMMENTS_BETWEEN_NAMES, NewImport, is_free, statement_edits
+from torchq_compat.port.source.imports import COMMENTS_BETWEEN_NAMES, NewImport, statement_edits, why_not_free
+from torchq_compat.port.source.moved_tables import LEGACY_NAMES
 from torchq_compat.port.source.parsed import ParsedSource, dotted, imported_module
+
+ONLY_IN_PART = "not everything used of it is under torch.ao"
 
 
 def find(source: ParsedSource) -> Iterator[Site]:
@@ -63,14 +65,11 @@ def _import_from(
             moving.append(NewImport(alias, package, f"{name} as {local}" if local else name))
     site = Site("TQ104", source.start(node), f"from {module}")
     edits = statement_edits(source, node, moving)
-    if edits:
-        yield replace(site, edits=edits)
-    elif moving:
-        yield replace(site, refusal=COMMENTS_BETWEEN_NAMES)
+    if moving:
+        yield site.settled("" if edits else COMMENTS_BETWEEN_NAMES, edits)
     for alias in staying:
         what = f"from {module} import {dotted(alias.name)}"
-        refusal = "not everything used of it is under torch.ao"
-        yield replace(site, offset=source.start(alias), what=what, refusal=refusal)
+        yield Site("TQ104", source.start(alias), what, refusal=ONLY_IN_PART)
 
 
 def _import(source: ParsedSource, node: cst.Import, alias: cst.ImportAlias) -> Iterator[Site]:
@@ -79,10 +78,9 @@ def _import(source: ParsedSource, node: cst.Import, alias: cst.ImportAlias) -> I
     if new is None:
         return
     site = Site("TQ104", source.start(alias), f"import {name}")
-    if any(_is_excluded(use) for use in _attribute_uses(source, node, alias, "")):
-        yield replace(site, refusal="not everything used of it is under torch.ao")
-    else:
-        yield replace(site, edits=(Edit(source.start(alias.name), source.end(alias.name), new),))
+    is_excluded = any(_is_excluded(use) for use in _attribute_uses(source, node, alias, ""))
+    edit = Edit(source.start(alias.name), source.end(alias.name), new)
+    yield site.settled(ONLY_IN_PART if is_excluded else "", (edit,))
 
 
 def _attribute_uses(
@@ -104,7 +102,7 @@ def _attribute_uses(
 
 def _is_function_of_fx(module: str, node: cst.CSTNode) -> bool:
     """Return whether ``node`` is a function of ``module`` that another rewrite moves."""
-    return isinstance(node, cst.Attribute) and f"{module}.{node.attr.value}" in FX_NAMES
+    return isinstance(node, cst.Attribute) and f"{module}.{node.attr.value}" in LEGACY_NAMES
 
 
 def _attribute(source: ParsedSource, node: cst.Attribute) -> Iterator[Site]:
@@ -119,11 +117,8 @@ def _attribute(source: ParsedSource, node: cst.Attribute) -> Iterator[Site]:
         return
     site = Site("TQ104", source.start(node), code)
     request = ImportRequest("torch", offset=source.start(node))
-    if not is_free(source, request):
-        yield replace(site, refusal="the name torch means something else in this file")
-        return
     edit = Edit(source.start(node), source.end(node), NAMESPACES[name])
-    yield replace(site, edits=(edit,), imports=(request,))
+    yield site.settled(why_not_free(source, request), (edit,), (request,))
 
 
 REWRITE = Finder("TQ104", find)

@@ -8,7 +8,6 @@ records.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import libcst as cst
 
@@ -16,7 +15,13 @@ from torchq_compat.port.constructs import Edit, ImportRequest, Site
 from torchq_compat.port.finders import Finder
 from torchq_compat.port.legacy_api.fx_calls import uses_pt2e
 from torchq_compat.port.legacy_api.names import REMOVED_CAPTURES, RemovedCapture
-from torchq_compat.port.source.imports import NewImport, is_free, plan_name, statement_edits
+from torchq_compat.port.source.imports import (
+    COMMENTS_BETWEEN_NAMES,
+    NewImport,
+    plan_name,
+    statement_edits,
+    why_not_free,
+)
 from torchq_compat.port.source.moved_tables import Moved
 from torchq_compat.port.source.parsed import ParsedSource
 
@@ -46,12 +51,11 @@ def _import_sites(source: ParsedSource) -> Iterator[Site]:
         row = Moved(removed.module, NEW_MODULE, {name: NEW_NAME})
         plan = plan_name(source, node, alias, row, name)
         edits = statement_edits(source, node, [plan.new] if plan.new else [])
-        if not refusal and not edits:
-            refusal = "the import has comments between its names"
-        if refusal:
-            yield replace(site, refusal=refusal.removeprefix(SETTLED))
+        if refusal == SETTLED:
+            yield site
         else:
-            yield replace(site, edits=(*edits, *plan.use_edits, *calls))
+            refusal = refusal or ("" if edits else COMMENTS_BETWEEN_NAMES)
+            yield site.settled(refusal, (*edits, *plan.use_edits, *calls))
 
 
 def _dotted_site(source: ParsedSource, node: cst.Attribute) -> Iterator[Site]:
@@ -61,14 +65,8 @@ def _dotted_site(source: ParsedSource, node: cst.Attribute) -> Iterator[Site]:
     start = source.start(node)
     site = Site(CODE, start, source.code(node))
     calls, refusal = _calls(source, [node], removed)
-    request = ImportRequest("torch", offset=start)
-    if not refusal and not is_free(source, request):
-        refusal = "the name torch means something else in this file"
-    if refusal:
-        yield replace(site, refusal=refusal)
-        return
-    edit = Edit(start, source.end(node), f"{NEW_MODULE}.{NEW_NAME}")
-    yield replace(site, edits=(edit, *calls))
+    refusal = refusal or why_not_free(source, ImportRequest("torch", offset=start))
+    yield site.settled(refusal, (Edit(start, source.end(node), f"{NEW_MODULE}.{NEW_NAME}"), *calls))
 
 
 def _calls(
@@ -118,10 +116,9 @@ def find_dynamo(source: ParsedSource) -> Iterator[Site]:
         if source.names(call.func) == {DYNAMO}:
             site = Site("TQ121", source.start(call), source.code(call.func))
             edit, refusal = _dynamo_edit(source, call)
-            requests = (ImportRequest("torch", offset=site.offset),)
-            if edit is not None and not is_free(source, requests[0]):
-                edit, refusal = None, "the name torch means something else in this file"
-            yield replace(site, edits=(edit,), imports=requests) if edit else replace(site, refusal=refusal)
+            request = ImportRequest("torch", offset=site.offset)
+            refusal = refusal or why_not_free(source, request)
+            yield site.settled(refusal, (edit,) if edit else (), (request,))
 
 
 def _dynamo_edit(source: ParsedSource, call: cst.Call) -> tuple[Edit | None, str]:
@@ -170,7 +167,7 @@ def find_dynamic_dim(source: ParsedSource) -> Iterator[Site]:
         new = statement_edits(source, node, [NewImport(alias, NEW_MODULE, "Dim")])
         if not new or source.binds("Dim"):
             refusal = refusal or "Dim cannot be imported here"
-        yield replace(site, refusal=refusal) if refusal else replace(site, edits=(*new, *edits))
+        yield site.settled(refusal, (*new, *edits))
 
 
 def _constraints(source: ParsedSource, node: cst.ImportFrom, local: str) -> tuple[list[Edit], str]:

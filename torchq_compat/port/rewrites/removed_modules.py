@@ -20,7 +20,7 @@ from torchq_compat.port.legacy_api.names import (
     REMOVED,
     new_module,
 )
-from torchq_compat.port.source.imports import COMMENTS_BETWEEN_NAMES, NewImport, is_free, statement_edits
+from torchq_compat.port.source.imports import COMMENTS_BETWEEN_NAMES, NewImport, statement_edits, why_not_free
 from torchq_compat.port.source.parsed import ParsedSource, dotted, imported_module
 from torchq_compat.port.source.source_tree import installed_lacks
 
@@ -71,7 +71,7 @@ def _import_from(source: ParsedSource, node: cst.ImportFrom) -> Iterator[Site]:
             moving.append(NewImport(alias, now[0], now[1] if now[1] == local else f"{now[1]} as {local}"))
     edits = statement_edits(source, node, moving)
     if moving:
-        yield replace(site, edits=edits, refusal="" if edits else COMMENTS_BETWEEN_NAMES)
+        yield site.settled("" if edits else COMMENTS_BETWEEN_NAMES, edits)
 
 
 def _import(source: ParsedSource, node: cst.Import, alias: cst.ImportAlias) -> Iterator[Site]:
@@ -126,10 +126,7 @@ def _attribute(source: ParsedSource, node: cst.Attribute) -> Iterator[Site]:
             return
         edits, new = [Edit(source.start(used), source.end(parent), f"{home}.{now}")], home
     request = ImportRequest(new, offset=source.start(node))
-    if not is_free(source, request):
-        yield replace(site, refusal=f"the name {new.partition('.')[0]} means something else in this file")
-        return
-    yield replace(site, edits=tuple(edits), imports=(request,))
+    yield site.settled(why_not_free(source, request), edits, (request,))
 
 
 def find_pt2e(source: ParsedSource) -> Iterator[Site]:

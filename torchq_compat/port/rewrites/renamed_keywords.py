@@ -22,10 +22,9 @@ def find(source: ParsedSource) -> Iterator[Site]:
             new = KEYWORDS.get(keyword.value) if keyword is not None else None
             if keyword is None or new not in call.parameters or new == NOT_CARRIED_OVER:
                 continue
-            start = source.start(keyword)
-            refusal = f"{new} is given too" if new in given else ""
-            edits = () if refusal else (Edit(start, source.end(keyword), new),)
-            yield Site("TQ107", start, f"{keyword.value}=", edits, refusal=refusal)
+            site = Site("TQ107", source.start(keyword), f"{keyword.value}=")
+            edit = Edit(site.offset, source.end(keyword), new)
+            yield site.settled(f"{new} is given too" if new in given else "", (edit,))
 
 
 REWRITE = Finder("TQ107", find)

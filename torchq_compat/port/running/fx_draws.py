@@ -49,12 +49,8 @@ class FxModel:
     def __deepcopy__(self, memo: dict[int, Any]) -> FxModel:
         return self
 
-    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        return _nothing, ()
-
-
-def _nothing() -> None:
-    return None
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
 
 
 def drawing_as_fx(function: Function, original: Function) -> Function:
@@ -80,8 +76,7 @@ def drawing_as_fx(function: Function, original: Function) -> Function:
             has_meta = isinstance(source, (GraphModule, WaitingModel))
             theirs = metadata.FX_MODEL.of(cast("GraphModule", source)) if has_meta else None
             if theirs is not None:
-                others = {name: value for name, value in kwargs.items() if name != "graph_module"}
-                draw((theirs.model, *args[1:]), others)
+                draw((theirs.model, *args[1:]), _without(kwargs, "graph_module"))
         elif function.__name__ in EAGER:
             draw(args, kwargs)
         elif unchanged is not None:

@@ -65,23 +65,8 @@ def _redirect(options: RunOptions) -> Callable[[str], str]:
     """Redirect the FX names and return the function that reports the recorded models."""
     with import_noise_held_back():
         from torchq_compat.model.other_tools import tell_graph_readers
-        from torchq_compat.port.running.fx_draws import (
-            accept_checkpoints,
-            drawing_as_fx,
-            remembering_prepared,
-        )
+        from torchq_compat.port.running import fx_draws, redirections, removed_imports
         from torchq_compat.port.running.recorder import Recorder, write_explanation
-        from torchq_compat.port.running.redirections import (
-            converting_as_fx,
-            redirect,
-            redirect_pt2e,
-            refuse_numeric_suite,
-            training_as_fx,
-        )
-        from torchq_compat.port.running.removed_imports import (
-            redirect_removed_imports,
-            restore_removed_captures,
-        )
         from torchq_compat.quantize.first_call import at_once, takes_waiting_models, waits_for_first_call
         from torchq_compat.support.user_warnings import LISTENERS
 
@@ -92,21 +77,21 @@ def _redirect(options: RunOptions) -> Callable[[str], str]:
 
         def wrapped(function: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
             function = at_once(function)
-            converting = function if options.trained_qparams else converting_as_fx(function)
-            recorded = recorder.wrap(remembering_prepared(converting))
+            converting = function if options.trained_qparams else redirections.converting_as_fx(function)
+            recorded = recorder.wrap(fx_draws.remembering_prepared(converting))
             if function.__name__ in PREPARING:
-                recorded = training_as_fx(waits_for_first_call(recorded))
+                recorded = redirections.training_as_fx(waits_for_first_call(recorded))
             elif function.__name__ in CONVERTING:
                 recorded = takes_waiting_models(recorded)
-            return drawing_as_fx(recorded, original)
+            return fx_draws.drawing_as_fx(recorded, original)
 
-        redirect(wrapped, options.replacements)
-        redirect_pt2e(recorder.note)
-        refuse_numeric_suite()
+        redirections.redirect(wrapped, options.replacements)
+        redirections.redirect_pt2e(recorder.note)
+        redirections.refuse_numeric_suite()
         tell_graph_readers()
-        redirect_removed_imports()
-        restore_removed_captures()
-        accept_checkpoints()
+        removed_imports.redirect_removed_imports()
+        removed_imports.restore_removed_captures()
+        fx_draws.accept_checkpoints()
 
     def report(script: str) -> str:
         if options.explain:

@@ -245,21 +245,8 @@ PYTHON_LANGUAGES = ("", "ipython", "python")
 INDENTS = (1, 2, 4, "\t", None, 0, 3)
 
 
-@dataclass(frozen=True)
-class Notebook:
-    """A notebook as text.
-
-    Attributes:
-        text: the code cells that could be read, joined.
-        problems: why a cell could not be read.
-    """
-
-    text: str
-    problems: tuple[str, ...]
-
-
-def join_cells(raw_text: str) -> Notebook:
-    """Return the code cells of the notebook ``raw_text``.
+def join_cells(raw_text: str) -> tuple[str, tuple[str, ...]]:
+    """Return the readable code cells of the notebook ``raw_text``, joined, and why others cannot be read.
 
     Raises:
         UnreadableError: the text is not a notebook.
@@ -275,23 +262,17 @@ def join_cells(raw_text: str) -> Notebook:
             problems.append(f"cell {number}, line {error.lineno}: {error.msg}")
         except (ValueError, RecursionError, MemoryError) as error:
             problems.append(f"cell {number}: {error or type(error).__name__}")
-    return Notebook("".join(parts), tuple(problems))
+    return "".join(parts), tuple(problems)
 
 
 def _as_python(code: str) -> str:
     """Return ``code``, with the lines of IPython in comments if it is not valid Python otherwise."""
     try:
-        _parse(code)
+        _syntax_of(code)
     except SyntaxError:
         code = MAGIC_LINE.sub(lambda match: f"{match['indent']}{MASK}{match['code']}", code)
-        _parse(code)
+        _syntax_of(code)
     return code
-
-
-def _parse(code: str) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        compile(code, "cell", "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
 
 
 def notebook_bytes(source: SourceFile, new_text: str) -> bytes:
@@ -463,8 +444,8 @@ def read_document(path: Path, raw: bytes | None = None) -> Document:
     """
     source = decode(path, read_raw(path) if raw is None else raw)
     if path.suffix == NOTEBOOK:
-        notebook = join_cells(source.text)
-        return Document(source, notebook.text, parse(notebook.text), notebook.problems)
+        text, problems = join_cells(source.text)
+        return Document(source, text, parse(text), problems)
     if source.encode(source.text) != source.raw:
         raise UnreadableError(f"does not survive decoding as {source.encoding}")
     return Document(source, source.text, parse(source.raw))
@@ -477,12 +458,16 @@ def parse(code: str | bytes) -> ast.Module:
         UnreadableError: ``code`` is not valid Python.
     """
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            tree = compile(code, "file", "exec", FLAGS, dont_inherit=True)
+        return _syntax_of(code)
     except SyntaxError as error:
         raise UnreadableError(f"line {error.lineno}: {error.msg}") from error
     except (ValueError, RecursionError, MemoryError) as error:
         raise UnreadableError(f"cannot be parsed: {error}") from error
+
+
+def _syntax_of(code: str | bytes) -> ast.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tree = compile(code, "file", "exec", FLAGS, dont_inherit=True)
     assert isinstance(tree, ast.Module)
     return tree

@@ -28,13 +28,13 @@ SAME_OBJECT = {
 }
 
 
-def is_free(source: ParsedSource, request: ImportRequest) -> bool:
-    """Return whether the name that ``request`` binds has no other meaning in the text."""
+def why_not_free(source: ParsedSource, request: ImportRequest) -> str:
+    """Return that the name which ``request`` binds has another meaning in the text; empty if it has none."""
     name = request.name or request.module.partition(".")[0]
-    if not source.binds(name):
-        return True
     full = f"{request.module}.{name}" if request.name else name
-    return all(full in _imported(node) for node in source.binders(name))
+    if all(full in _imported(node) for node in source.binders(name)):
+        return ""
+    return f"the name {name} means something else in this file"
 
 
 class _ImportPosition(NamedTuple):
@@ -379,8 +379,8 @@ def _plan_dotted_import(source: ParsedSource, alias: cst.ImportAlias, row: Moved
             uses.append(use)
             text = f"{row.replacement}.{row.names[use.attr.value]}"
             edits.append(Edit(source.start(use), source.end(use), text))
-    if not is_free(source, ImportRequest(row.replacement)):
-        return replace(plan, refusal="the name torchq_compat means something else in this file")
+    if refusal := why_not_free(source, ImportRequest(row.replacement)):
+        return replace(plan, refusal=refusal)
     new = NewImport(alias, "", row.replacement, keeps="torch")
     return replace(plan, new=new, use_edits=tuple(edits), uses=tuple(uses))
 

@@ -42,3 +42,5 @@ MOVED_CLASSES = (
     Moved("torch.ao.quantization.quantize_fx", "torchq_compat.custom_config", IMPORTED_BY_QUANTIZE_FX),
 )
 MOVED = (*MOVED_FUNCTIONS, *MOVED_CLASSES)
+LEGACY_MODULES = frozenset(moved.legacy for moved in MOVED)
+LEGACY_NAMES = frozenset(f"{moved.legacy}.{name}" for moved in MOVED for name in moved.names)

@@ -10,10 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from torchq_compat.port.source.moved_tables import MOVED
+from torchq_compat.port.source.moved_tables import LEGACY_MODULES, LEGACY_NAMES
 
-LEGACY_MODULES = tuple({moved.legacy for moved in MOVED})
-LEGACY_NAMES = frozenset(f"{moved.legacy}.{name}" for moved in MOVED for name in moved.names)
 MAX_HOPS = 16
 
 
