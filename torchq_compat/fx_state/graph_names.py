@@ -90,8 +90,7 @@ class _ObserverCall:
 
     @property
     def observed(self) -> Node:
-        source = source_of(self.node)
-        return source
+        return source_of(self.node)
 
 
 class _GraphReader:
@@ -109,25 +108,22 @@ class _GraphReader:
         self.names = self._names_of_parameters()
 
     def tensors(self) -> Iterator[RequiredTensor]:
-        outside = [
-            f"{path}." for path, module in self.graph_module.named_modules() if _is_apart(path, module)
-        ]
-        outside += [f"{target}." for target in {str(node.target) for node in self.observer_of}]
-        observers: dict[str | None, list[_ObserverCall]] = {}
+        modules = self.graph_module.named_modules()
+        apart = [path for path, module in modules if path and isinstance(module, (OpaqueModule, GraphModule))]
+        outside = tuple(f"{path}." for path in {*apart, *(str(node.target) for node in self.observer_of)})
+        observers: dict[str, list[_ObserverCall]] = {}
         for entry in self.sites:
-            if entry.reader is not None:
-                observers.setdefault(self._weight_name(entry), []).append(entry)
+            if entry.reader is not None and (weight := _attribute(entry.node)) is not None:
+                observers.setdefault(str(weight.target), []).append(entry)
         weight_beside = self._weights_beside_biases()
         for name in self.graph_module.state_dict():
-            if name.startswith(tuple(outside)):
+            if name.startswith(outside):
                 continue
             sites = observers.get(name, [])
-            paths = tuple(dict.fromkeys(site.path for site in sites))
             yield RequiredTensor(
                 name,
                 tuple(f"{self.prefix}{item}" for item in self.names.get(name, (name, in_sequential(name)))),
-                observer=paths[0] if paths else None,
-                more_observers=paths[1:],
+                tuple(dict.fromkeys(site.path for site in sites)),
                 is_functional=bool(sites) and not any(site.is_module_weight for site in sites),
                 packed_with=weight_beside.get(name),
                 is_optional=name.endswith("num_batches_tracked"),
@@ -184,16 +180,8 @@ class _GraphReader:
         for norm in batch_norm.describe(self.graph_module):
             # FX trains no batch norm without affine parameters.
             if norm.op is not None and "weight" in norm.names:
-                path = self._module_path(norm.op)
-                yield FoldedBatchNorm(
-                    norm.names["weight"],
-                    norm.names["bias"],
-                    norm.names["running_mean"],
-                    norm.names["running_var"],
-                    norm.eps,
-                    tuple(f"{self.prefix}{name}" for name in (f"{path}.bias", f"{path}.0.bias")),
-                    norm.bias,
-                )
+                at = f"{self.prefix}{self._module_path(norm.op)}"
+                yield FoldedBatchNorm(norm.names, norm.eps, (f"{at}.bias", f"{at}.0.bias"), norm.bias)
 
     def _sites(self) -> Iterator[_ObserverCall]:
         """Yield the calls of observers in the order in which FX makes its own."""
@@ -226,10 +214,6 @@ class _GraphReader:
         record = op_record(reader) if reader is not None else None
         is_module_weight = record is not None and record.origin.is_module_call
         return _ObserverCall(node, self.observer_of[node], reader, is_module_weight)
-
-    def _weight_name(self, site: _ObserverCall) -> str | None:
-        attribute = _attribute(site.node)
-        return None if attribute is None else str(attribute.target)
 
     def _prefixes(self, site: _ObserverCall, prefix_of: dict[Node, str]) -> Iterator[str]:
         if site.node in prefix_of:
@@ -540,10 +524,6 @@ def _aligned(
     if any(len({prints[index] for index in of_place}) > 1 for of_place in result.values()):
         return {}, (), (problem,)
     return {node: theirs[min(of)] for node, of in result.items()}, tuple(theirs[i] for i in sorted(extra)), ()
-
-
-def _is_apart(path: str, module: nn.Module) -> bool:
-    return bool(path) and isinstance(module, (OpaqueModule, GraphModule))
 
 
 def _flat(path: str) -> str:

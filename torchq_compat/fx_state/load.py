@@ -95,15 +95,12 @@ def required_by_modules(model: nn.Module, state: FxState, handler_of: Callable[[
             scales = () if is_weight else (f"{owner}.scale",)
             expected += Required(observers=(RequiredObserver(path, (path,), scales, is_weight=is_weight),))
         elif isinstance(norm := getattr(module, "bn", None), nn.modules.batchnorm._BatchNorm):
-            gamma, beta, mean, variance = (
-                f"{path}.bn.{part}" for part in ("weight", "bias", "running_mean", "running_var")
-            )
             bias = f"{path}.bias"
             own_bias = bias if getattr(module, "bias", None) is not None else None
-            folded = FoldedBatchNorm(gamma, beta, mean, variance, norm.eps, (bias,), own_bias)
-            expected += Required(folded=(folded,))
-    names = (name for name in model.state_dict() if not any(name.startswith(f"{above}.") for above in read))
-    return expected + Required(tuple(_required_of_module(model, name) for name in names))
+            names = {role: f"{path}.bn.{role}" for role in ("weight", "bias", "running_mean", "running_var")}
+            expected += Required(folded=(FoldedBatchNorm(names, norm.eps, (bias,), own_bias),))
+    own = (name for name in model.state_dict() if not any(name.startswith(f"{above}.") for above in read))
+    return expected + Required(tuple(_required_of_module(model, name) for name in own))
 
 
 def _required_of_module(model: nn.Module, name: str) -> RequiredTensor:
@@ -115,8 +112,8 @@ def _required_of_module(model: nn.Module, name: str) -> RequiredTensor:
     place = above if is_fused else path
     trained = hasattr(model.get_submodule(path), "weight_fake_quant")
     observer = f"{place}.{'weight_fake_quant' if trained else WEIGHT_QPARAMS}"
-    is_counter = last == "num_batches_tracked"
-    return RequiredTensor(name, names, observer if last == "weight" else None, is_optional=is_counter)
+    observers = (observer,) if last == "weight" else ()
+    return RequiredTensor(name, names, observers, is_optional=last == "num_batches_tracked")
 
 
 def translated_state(module: nn.Module, given: Mapping[str, Any], handler: Any, at: str) -> dict[str, Tensor]:
@@ -221,10 +218,11 @@ class _Planner:
 
     def _plan_tensor(self, required: RequiredTensor, functional: Iterator[tuple[str, Entry]]) -> None:
         result = self._take_tied(required)
-        if result is None and required.is_functional and (packed := _next_weight(functional)) is not None:
-            self.state.forgive(packed[0])
-            self.packed[required.name] = packed[0]
-            result = packed
+        if result is None and required.is_functional:
+            result = next((item for item in functional if isinstance(item[1].value, FxWeight)), None)
+            if result is not None:
+                self.state.forgive(result[0])
+                self.packed[required.name] = result[0]
         if result is None and required.packed_with in self.packed:
             name = f"{self.packed[required.packed_with]}:bias"
             entry = self.state.functional_weights.get(name)
@@ -277,28 +275,25 @@ class _Planner:
 
     def _dissolve(self, batch_norm: FoldedBatchNorm) -> None:
         """Make the batch norm an identity plus the loaded bias: a converted state has it in the weight."""
-        for name in (batch_norm.gamma, batch_norm.beta, batch_norm.mean, batch_norm.variance):
-            result = {tensor.name: tensor for tensor in self.required.tensors}[name].names
-            self.missing = [item for item in self.missing if item != result[0]]
+        names = batch_norm.names
+        theirs = {t.names[0] for t in self.required.tensors if t.name in names.values()}
+        self.missing = [item for item in self.missing if item not in theirs]
         bias = self.state.take(batch_norm.biases)
-        variance = torch.ones_like(self.own[batch_norm.variance])
-        self.assigned.tensors[batch_norm.variance] = variance
-        # The weight is scaled by gamma / sqrt(variance + eps), which is 1, bit for bit.
-        self.assigned.tensors[batch_norm.gamma] = torch.sqrt(variance + batch_norm.eps)
-        self.assigned.tensors[batch_norm.mean] = torch.zeros_like(variance)
-        shift = torch.zeros_like(variance)
+        variance = torch.ones_like(self.own[names["running_var"]])
+        shift = mean = torch.zeros_like(variance)
         if batch_norm.own_bias is None and bias is not None and isinstance(bias[1].value, Tensor):
             shift = bias[1].value
-        self.assigned.tensors[batch_norm.beta] = shift
+        # The weight is scaled by weight / sqrt(variance + eps), which is 1, bit for bit.
+        weight = torch.sqrt(variance + batch_norm.eps)
+        values = {"weight": weight, "bias": shift, "running_mean": mean, "running_var": variance}
+        self.assigned.tensors |= {names[role]: value for role, value in values.items()}
 
     def _plan_observer(self, required: RequiredObserver) -> None:
         observer = self.prepared.get_submodule(required.path)
         if self.state.is_converted:
             self._plan_qparams(required, observer)
             return
-        result = {
-            prefix: under for prefix in required.prefixes if (under := self.state.take_under((prefix,)))
-        }
+        result = {prefix: under for prefix in required.prefixes if (under := self.state.take_under(prefix))}
         own = _names_of(observer)
         if required.is_weight and isinstance(observer, WeightObserver):
             return  # It observes the weight at convert, as FX does.
@@ -455,15 +450,13 @@ class _Planner:
             if self.state.is_converted:
                 taken = [name for name in self.state.qparams(prefix) if self.state.take((name,))]
             else:
-                taken = [f"{prefix}.{name}" for name in self.state.take_under((prefix,))]
+                taken = [f"{prefix}.{name}" for name in self.state.take_under(prefix)]
             if taken and prefix in self.required.only_fx:
                 self.assigned.dropped.append(prefix)
-        left = dict(self.state.untaken())
-        for name, entry in left.items():
+        for name, entry in dict(self.state.untaken()).items():
             path, _, last = name.rpartition(".")
-            if last == "num_batches_tracked" or (
-                last in ("scale", "zero_point") and _is_stand_in(path, left)
-            ):
+            is_qparam = last in ("scale", "zero_point")
+            if last == "num_batches_tracked" or (is_qparam and _is_stand_in(path, self.state)):
                 # The counter of a batch norm that is not trained, or the attributes that a dynamically
                 # quantized linear inherits from the static one, though it has no output qparams.
                 self.state.forgive(name)
@@ -500,20 +493,9 @@ class _Planner:
             raise _incomplete(f"this model has no place for {listed(left)}.", [], key)
 
 
-def _next_weight(functional: Iterator[tuple[str, Entry]]) -> tuple[str, Entry] | None:
-    return next(((name, entry) for name, entry in functional if isinstance(entry.value, FxWeight)), None)
-
-
-def _is_stand_in(path: str, entries: Mapping[str, Entry]) -> bool:
-    scale, zero_point = (entries.get(f"{path}.{name}") for name in ("scale", "zero_point"))
-    return (
-        scale is not None
-        and zero_point is not None
-        and isinstance(scale.value, Tensor)
-        and isinstance(zero_point.value, Tensor)
-        and bool((scale.value == 1).all())
-        and not bool(zero_point.value.any())
-    )
+def _is_stand_in(path: str, state: FxState) -> bool:
+    qparams = state.values_of(f"{path}.scale")
+    return qparams is not None and bool((qparams[0] == 1).all()) and not bool(qparams[1].any())
 
 
 def _current_observer(given: dict[str, Tensor], own: set[str], observer: Any) -> dict[str, Tensor]:

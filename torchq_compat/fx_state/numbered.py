@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Generic, Self, TypeVar
 
 # Assign FX's numbered scales to the places of a graph.
@@ -173,8 +173,7 @@ class RequiredTensor:
     Attributes:
         name: its name in our state_dict.
         names: its possible names in FX's state_dict, in the order they are tried.
-        observer: the path of the observer of this weight; None if it is not quantized.
-        more_observers: for a weight that several calls use: the paths of the other calls' observers.
+        observers: the paths of the observers of this weight, one for each call that quantizes it.
         is_functional: whether a function uses it: FX packs it by its order in the graph.
         packed_with: for the bias of a function: our name of the weight that FX packs it with.
         is_optional: whether FX's state may lack it.
@@ -182,16 +181,10 @@ class RequiredTensor:
 
     name: str
     names: tuple[str, ...]
-    observer: str | None = None
+    observers: tuple[str, ...] = ()
     is_functional: bool = False
     packed_with: str | None = None
     is_optional: bool = False
-    more_observers: tuple[str, ...] = ()
-
-    @property
-    def observers(self) -> tuple[str, ...]:
-        """The paths of all observers of this weight."""
-        return (() if self.observer is None else (self.observer,)) + self.more_observers
 
 
 @dataclass(frozen=True)
@@ -223,16 +216,13 @@ class FoldedBatchNorm:
     """A batch norm that is trained separately here and that FX folds at convert.
 
     Attributes:
-        gamma, beta, mean, variance: their names in our state_dict.
+        names: the attribute of nn.BatchNorm -> the name in our state_dict.
         eps: the eps of the batch norm.
         biases: FX's names of the bias it is folded into.
         own_bias: our name of the bias of the layer before it; None if there is none.
     """
 
-    gamma: str
-    beta: str
-    mean: str
-    variance: str
+    names: Mapping[str, str]
     eps: float
     biases: tuple[str, ...]
     own_bias: str | None
@@ -256,14 +246,7 @@ class Required:
     problems: tuple[str, ...] = ()
 
     def __add__(self, other: Required) -> Required:
-        return Required(
-            self.tensors + other.tensors,
-            self.observers + other.observers,
-            self.folded + other.folded,
-            self.only_fx + other.only_fx,
-            self.unused + other.unused,
-            self.problems + other.problems,
-        )
+        return Required(*(getattr(self, item.name) + getattr(other, item.name) for item in fields(self)))
 
     def below(self, path: str) -> Self:
         """Return the same with our names below ``path``; FX's names are complete already."""
@@ -277,8 +260,7 @@ class Required:
                 replace(
                     tensor,
                     name=at(tensor.name),
-                    observer=None if tensor.observer is None else at(tensor.observer),
-                    more_observers=tuple(at(path) for path in tensor.more_observers),
+                    observers=tuple(map(at, tensor.observers)),
                     packed_with=None if tensor.packed_with is None else at(tensor.packed_with),
                 )
                 for tensor in self.tensors
@@ -287,10 +269,7 @@ class Required:
             folded=tuple(
                 replace(
                     entry,
-                    gamma=at(entry.gamma),
-                    beta=at(entry.beta),
-                    mean=at(entry.mean),
-                    variance=at(entry.variance),
+                    names={role: at(name) for role, name in entry.names.items()},
                     own_bias=None if entry.own_bias is None else at(entry.own_bias),
                 )
                 for entry in self.folded

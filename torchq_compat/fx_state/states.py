@@ -162,18 +162,15 @@ class FxState:
                 return name, self.entries[name]
         return None
 
-    def take_under(self, prefixes: Iterable[str]) -> dict[str, Tensor]:
-        """Return the tensors below the first of ``prefixes`` that has any, by the rest of their names."""
-        for prefix in prefixes:
-            result = {
-                name.removeprefix(f"{prefix}."): entry.value
-                for name, entry in self.entries.items()
-                if name.startswith(f"{prefix}.") and isinstance(entry.value, Tensor)
-            }
-            if result:
-                self._taken.update(f"{prefix}.{name}" for name in result)
-                return result
-        return {}
+    def take_under(self, prefix: str) -> dict[str, Tensor]:
+        """Return the tensors below ``prefix``, by the rest of their names."""
+        result = {
+            name.removeprefix(f"{prefix}."): entry.value
+            for name, entry in self.entries.items()
+            if name.startswith(f"{prefix}.") and isinstance(entry.value, Tensor)
+        }
+        self._taken.update(f"{prefix}.{name}" for name in result)
+        return result
 
     def forgive(self, name: str) -> None:
         """Mark ``name`` as taken: it need not have a place in our model."""

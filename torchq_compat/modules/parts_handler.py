@@ -192,21 +192,21 @@ def part_observers(graph: GraphModule) -> Iterator[tuple[str, str]]:
                 break
 
 
-def weights_of_parts(graph: GraphModule) -> Iterator[tuple[str, str | None]]:
-    """Yield (path of a parameter, path of its observer or None)."""
-    observer_of = {node.args[0]: str(node.target) for node, _ in observer_nodes(graph)}
+def weights_of_parts(graph: GraphModule) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield (path of a parameter, path of its observer if it has one)."""
+    observer_of = {node.args[0]: (str(node.target),) for node, _ in observer_nodes(graph)}
     for node in graph.graph.find_nodes(op="get_attr"):
         if isinstance(attribute_of(graph, node), Tensor):
-            yield str(node.target), observer_of.get(node)
+            yield str(node.target), observer_of.get(node, ())
 
 
 def required_weights(graph: GraphModule, at: str) -> tuple[RequiredTensor, ...]:
     weights = weights_of_parts(graph)
-    return tuple(RequiredTensor(name, (f"{at}.{name}",), observer) for name, observer in weights)
+    return tuple(RequiredTensor(name, (f"{at}.{name}",), observers) for name, observers in weights)
 
 
 def required_weight_observers(graph: GraphModule, at: str) -> Iterator[RequiredObserver]:
-    for name, observer in weights_of_parts(graph):
-        if observer is not None:
+    for name, observers in weights_of_parts(graph):
+        for observer in observers:
             path = name.rpartition(".")[0]
             yield RequiredObserver(observer, (f"{at}.{path}.weight_fake_quant",), is_weight=True)

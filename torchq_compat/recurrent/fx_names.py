@@ -57,7 +57,7 @@ def required_by_dynamic(module: DynamicRecurrent, prefix: str) -> Required:
 
 def _dynamic_graph(graph: GraphModule, prefix: str, layer: int, suffix: str, index: int) -> Required:
     tensors, observers = [], []
-    for name, observer in parts_handler.weights_of_parts(graph):
+    for name, own in parts_handler.weights_of_parts(graph):
         role, _, kind = name.rpartition(".")
         fx = f"{kind}_{'ih' if role.endswith('igates') else 'hh'}"
         names = (
@@ -65,9 +65,8 @@ def _dynamic_graph(graph: GraphModule, prefix: str, layer: int, suffix: str, ind
             f"{prefix}._all_weight_values.{index}.{fx}",
             f"{prefix}.{fx}",
         )
-        tensors.append(RequiredTensor(name, names, observer))
-        if observer is not None:
-            observers.append(RequiredObserver(observer, (), is_weight=True))
+        tensors.append(RequiredTensor(name, names, own))
+        observers += [RequiredObserver(observer, (), is_weight=True) for observer in own]
     return Required(tuple(tensors), tuple(observers))
 
 
