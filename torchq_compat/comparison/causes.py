@@ -141,6 +141,12 @@ def qparams_text(qparams: results.QParamsView | None) -> str:
 
 #: Two sides count as the same if at most this share of an output's values is more than one step apart.
 BEYOND_ONE_STEP = 0.001
+HEADLINES = {
+    results.Status.SAME: "The same as FX: at most one step apart in 99.9% of every output",
+    results.Status.BETTER: "Nearer to the float model than FX",
+    results.Status.SIMILAR: f"As near to the float model as FX, within {DECIBELS} dB",
+    results.Status.WORSE: "Farther from the float model than FX",
+}
 
 
 def judge(capture: results.Capture) -> results.Verdict:
@@ -177,20 +183,11 @@ def _headline(status: results.Status, capture: results.Capture, nothing_quantize
     if nothing_quantized:
         return f"Nothing in {capture.model} is quantized here."
     quality = ", ".join(f"{output.name} {_whole_decibels(output)}" for output in capture.outputs)
-    match status:
-        case results.Status.WITHOUT_FX:
-            absent = (
-                "cannot run this model" if capture.fx.outcome is results.FxOutcome.RAISED else "was not run"
-            )
-            return f"FX {absent}. Against the float model: {quality}."
-        case results.Status.SAME:
-            return f"The same as FX: at most one step apart in 99.9% of every output. {quality}."
-        case results.Status.BETTER:
-            return f"Nearer to the float model than FX. {quality}."
-        case results.Status.SIMILAR:
-            return f"As near to the float model as FX, within {DECIBELS} dB. {quality}."
-        case results.Status.WORSE:
-            return f"Farther from the float model than FX. {quality}."
+    if status is results.Status.WITHOUT_FX:
+        has_raised = capture.fx.outcome is results.FxOutcome.RAISED
+        absent = "cannot run this model" if has_raised else "was not run"
+        return f"FX {absent}. Against the float model: {quality}."
+    return f"{HEADLINES[status]}. {quality}."
 
 
 def _whole_decibels(output: results.Point) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -34,13 +33,6 @@ MAX_POINTS = 400
 FEWEST_STEPS = 4
 
 
-@dataclass(frozen=True)
-class _Measured:
-    outputs: tuple[Point, ...]
-    points: tuple[Point, ...]
-    series: tuple[Series, ...]
-
-
 def capture(case: Case, fx: FxSetting) -> Capture:
     """Quantize ``case`` on both sides and measure.
 
@@ -65,16 +57,16 @@ def capture(case: Case, fx: FxSetting) -> Capture:
             measured = _measure(case, ours, None)
         begin("measure time")
         costs = _costs(case, ours, theirs)
-    name = type(case.model).__name__
+    outputs, points, series = measured
     return Capture(
-        name,
-        measured.outputs,
-        measured.points,
+        type(case.model).__name__,
+        outputs,
+        points,
         ours.cells,
         ours.left_float,
         ours.unlike_fx,
         ours.quantized_count,
-        measured.series,
+        series,
         costs,
         fx_run,
     )
@@ -98,8 +90,10 @@ def _quantize_by_fx(case: Case, places: Mapping[Key, KeyFacts]) -> tuple[Quantiz
     return theirs, FxRun(FxOutcome.RAN, lowering_error=theirs.deployed_error)
 
 
-def _measure(case: Case, ours: OurSide, theirs: QuantizedModel | None) -> _Measured:
-    """Run all sides on every batch and accumulate the measurements."""
+def _measure(
+    case: Case, ours: OurSide, theirs: QuantizedModel | None
+) -> tuple[tuple[Point, ...], tuple[Point, ...], tuple[Series, ...]]:
+    """Run all sides on every batch; return the measurements of outputs and places, and the series to plot."""
     float_model = copy.deepcopy(case.model).eval()
     places = {key: PlaceMeasures() for key in ours.places}
     outputs: list[PlaceMeasures] = []
@@ -121,7 +115,7 @@ def _measure(case: Case, ours: OurSide, theirs: QuantizedModel | None) -> _Measu
         for index, value in enumerate(exact):
             outputs[index].add(value, our_outputs[index], fx_outputs[index])
         series = series or _series(exact, our_outputs, fx_outputs, time_axis)
-    return _Measured(
+    return (
         tuple(_output_point(i, measures) for i, measures in enumerate(outputs) if measures.seen),
         tuple(_point(ours.places[key], measures) for key, measures in places.items() if measures.seen),
         tuple(series),

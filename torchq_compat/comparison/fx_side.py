@@ -46,12 +46,10 @@ SYNONYMS = {
 }
 PART_FUNCTIONS = {PartKind.ADD: torch.add, PartKind.MUL: torch.mul, PartKind.TANH: torch.tanh}
 
-Run = Callable[[tuple[Any, ...]], tuple[Any, Mapping[sides.Key, sides.Reading]]]
-
 
 def observe_places(
     prepared: GraphModule, reference: GraphModule, places: Mapping[sides.Key, KeyFacts]
-) -> tuple[Run, Callable[[Any], tuple[QParams | None, ...]]]:
+) -> tuple[sides.Run, Callable[[Any], tuple[QParams | None, ...]]]:
     """Return a function that runs ``reference``, and a function that returns the qparams of the tensors of a
     result, after the run that gave it.
 

@@ -114,12 +114,11 @@ def _decibel(signal: float, noise: float) -> float:
 
 def _qparams(exact: Tensor, qparams: QParams) -> tuple[Tensor, Tensor]:
     """Return scale and zero point, shaped to broadcast over ``exact``."""
+    shape = [1] * exact.dim()
     if isinstance(qparams, PerTensorQParams):
         scale, zero_point = torch.tensor([qparams.scale]), torch.tensor([qparams.zero_point])
-        shape = [1] * exact.dim()
     else:
         scale, zero_point = torch.tensor(qparams.scales), torch.tensor(qparams.zero_points)
-        shape = [1] * exact.dim()
         shape[qparams.axis] = -1
     device = exact.device
     return scale.double().reshape(shape).to(device), zero_point.double().reshape(shape).to(device)
@@ -143,10 +142,9 @@ def _view(qparams: QParams | None) -> QParamsView | None:
         return None
     dtype = dtype_name(qparams.dtype)
     if isinstance(qparams, PerTensorQParams):
-        return QParamsView(
-            dtype, (qparams.scale,), (qparams.zero_point,), qparams.quant_min, qparams.quant_max
-        )
-    pairs = dict.fromkeys(zip(qparams.scales, qparams.zero_points, strict=True))
+        pairs = {(qparams.scale, qparams.zero_point): None}
+    else:
+        pairs = dict.fromkeys(zip(qparams.scales, qparams.zero_points, strict=True))
     scales, zero_points = zip(*pairs, strict=True)
     return QParamsView(dtype, scales, zero_points, qparams.quant_min, qparams.quant_max)
 

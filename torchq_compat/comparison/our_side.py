@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -68,9 +68,6 @@ def _named_source(node: Node, names: Mapping[Node, str]) -> str | None:
 
 
 # This package's side: the prepared, calibrated and converted model, and the places to read in it.
-
-
-Run = Callable[[tuple[Any, ...]], tuple[Any, Mapping[sides.Key, sides.Reading]]]
 
 
 @dataclass(frozen=True)
@@ -238,13 +235,15 @@ def _names_of_observed(prepared: GraphModule) -> frozenset[str]:
     )
 
 
-def _exact_runner(model: GraphModule, decisions: tuple[Decision, ...]) -> Run:
+def _exact_runner(model: GraphModule, decisions: tuple[Decision, ...]) -> sides.Run:
     """Return a function that runs the observed ``model`` and reads its float values."""
     nodes = _nodes(model, decisions)
     return _runner(model, {key: (graph, node, None) for key, (graph, node) in nodes.items()})
 
 
-def _quantized_runner(model: GraphModule, decisions: tuple[Decision, ...], observed: frozenset[str]) -> Run:
+def _quantized_runner(
+    model: GraphModule, decisions: tuple[Decision, ...], observed: frozenset[str]
+) -> sides.Run:
     """Return a function that runs the q-dq ``model`` and reads the integers of the ``observed`` nodes, of
     results and of parts."""
     values: dict[sides.Key, tuple[GraphModule, Node, QParams | None]] = {}
@@ -254,7 +253,9 @@ def _quantized_runner(model: GraphModule, decisions: tuple[Decision, ...], obser
     return _runner(model, values)
 
 
-def _runner(model: GraphModule, values: Mapping[sides.Key, tuple[GraphModule, Node, QParams | None]]) -> Run:
+def _runner(
+    model: GraphModule, values: Mapping[sides.Key, tuple[GraphModule, Node, QParams | None]]
+) -> sides.Run:
     """Return a function that runs ``model`` with taps after the nodes of ``values``, each with the qparams of
     its value."""
     taps: dict[tuple[int, Node], sides.Tap] = {}

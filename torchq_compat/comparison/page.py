@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchq_compat.comparison.causes import decibel_text
-from torchq_compat.comparison.results import Capture, ComparedModel, FxOutcome, Kind, Point, QParamsView, Side
+from torchq_compat.comparison.results import Capture, ComparedModel, FxOutcome, Point, QParamsView, Side
 from torchq_compat.comparison.text import (
     COLUMNS,
-    NONE,
     PointGroup,
     as_data,
     as_text,
@@ -28,8 +27,7 @@ from torchq_compat.comparison.text import (
     distinct_places,
     findings_by_reason,
     grade,
-    point_row,
-    step_text,
+    point_rows,
     summary_sentence,
     worst_places,
 )
@@ -53,50 +51,6 @@ INVISIBLE = 60.0
 MOST_BARS, MOST_HISTOGRAMS = 60, 24
 
 
-@dataclass(frozen=True)
-class Column:
-    title: str
-    of: Callable[[PointGroup], str]
-    is_number: bool = True
-
-
-@dataclass(frozen=True)
-class PageTable:
-    """A table; ``rows`` are (column, cell) pairs, and the first cell has the names of a place."""
-
-    columns: tuple[Column, ...]
-    rows: tuple[tuple[tuple[Column, Any], ...], ...]
-
-
-@dataclass(frozen=True)
-class BarSide:
-    length: float
-    text: str
-    grade: str
-    is_fx: bool
-
-
-@dataclass(frozen=True)
-class Bar:
-    name: str
-    sides: tuple[BarSide, ...]
-    worst: bool
-
-
-def bars(capture: Capture, worst: Sequence[PointGroup]) -> list[Bar]:
-    """Return the bars: one for each side of each place; its length shows the noise."""
-    marked = {place.point.name for place in worst}
-    result = []
-    for place in noisiest(distinct_places((*capture.outputs, *capture.points)), MOST_BARS):
-        point = place.point
-        sides = [_bar_side(point.ours, is_fx=False)]
-        if point.fx is not None:
-            sides.append(_bar_side(point.fx, is_fx=True))
-        more = f" and {len(place.names) - 1} more" if len(place.names) > 1 else ""
-        result.append(Bar(f"{point.name}{more}", tuple(sides), not marked.isdisjoint(place.names)))
-    return result
-
-
 def noisiest(items: list[NoisyT], most: int) -> list[NoisyT]:
     """Return the ``most`` points or places with the most noise here, in the order of ``items``."""
 
@@ -107,22 +61,20 @@ def noisiest(items: list[NoisyT], most: int) -> list[NoisyT]:
     return [items[index] for index in sorted(sorted(range(len(items)), key=sqnr)[:most])]
 
 
-def _bar_side(side: Side, *, is_fx: bool) -> BarSide:
-    length = (INVISIBLE - max(0.0, min(side.sqnr, INVISIBLE))) / INVISIBLE * 78
-    return BarSide(length, decibel_text(side.sqnr), grade(side.sqnr), is_fx)
+def bar_length(sqnr: float) -> float:
+    """Return the length of a bar, which shows the noise, in percent of the place for it."""
+    return (INVISIBLE - max(0.0, min(sqnr, INVISIBLE))) / INVISIBLE * 78
 
 
-def page_table(points: Sequence[Point]) -> PageTable:
-    """Return the table of ``points`` without the columns that would be empty."""
+def page_table(points: Sequence[Point]) -> list[tuple[list[str], dict[str, str]]]:
+    """Return the names and the cells of each place, without the columns that would be empty."""
     places = distinct_places(points)
-    kept = tuple(column for column in PAGE_COLUMNS if any(column.of(place) for place in places))
-    name = Column("where", lambda place: "", is_number=False)
-    rows = tuple(((name, place.names), *((column, column.of(place)) for column in kept)) for place in places)
-    return PageTable((name, *kept), rows)
+    kept = {title: of for title, of in PAGE_COLUMNS.items() if any(map(of, places))}
+    return [(place.names, {title: of(place) for title, of in kept.items()}) for place in places]
 
 
-def _operation(place: PointGroup) -> str:
-    return "" if place.point.kind is Kind.OUTPUT else place.point.operation
+def _as_in_text(title: str) -> Callable[[PointGroup], str]:
+    return lambda place: point_rows([place.point])[0][COLUMNS.index(title)]
 
 
 def _qparams(read: Callable[[QParamsView], str], *, of_fx: bool) -> Callable[[PointGroup], str]:
@@ -181,34 +133,26 @@ def _outside(side: Side | None) -> str:
     return f"{side.saturated:.2%}" if side is not None and side.saturated else ""
 
 
-def _differ(place: PointGroup) -> str:
-    steps = place.point.steps
-    return f"{steps.share:.2%}" if steps else ""
-
-
-def _distance(place: PointGroup) -> str:
-    steps = place.point.steps
-    return step_text(steps.largest) if steps else ""
-
-
 #: The most important columns come first: a narrow screen shows only those.
-PAGE_COLUMNS = (
-    Column("what", _operation, is_number=False),
-    Column("dB here", lambda place: _graded(place.point.ours)),
-    Column("dB FX", lambda place: _graded(place.point.fx)),
-    Column("differ", _differ),
-    Column("steps", _distance),
-    Column("outside", lambda place: _outside(place.point.ours)),
-    Column("outside, FX", lambda place: _outside(place.point.fx)),
-    Column("float from, to", _float_range),
-    Column("dtype", _qparams(_dtype, of_fx=False), is_number=False),
-    Column("scale", _qparams(_scale, of_fx=False)),
-    Column("zero point", _qparams(_zero_point, of_fx=False)),
-    Column("covers", _qparams(_covers, of_fx=False)),
-    Column("FX dtype", _qparams(_dtype, of_fx=True), is_number=False),
-    Column("FX scale", _qparams(_scale, of_fx=True)),
-    Column("FX zero point", _qparams(_zero_point, of_fx=True)),
-)
+PAGE_COLUMNS: dict[str, Callable[[PointGroup], str]] = {
+    "what": _as_in_text("what"),
+    "dB here": lambda place: _graded(place.point.ours),
+    "dB FX": lambda place: _graded(place.point.fx),
+    "differ": _as_in_text("differ"),
+    "steps": _as_in_text("steps"),
+    "outside": lambda place: _outside(place.point.ours),
+    "outside, FX": lambda place: _outside(place.point.fx),
+    "float from, to": _float_range,
+    "dtype": _qparams(_dtype, of_fx=False),
+    "scale": _qparams(_scale, of_fx=False),
+    "zero point": _qparams(_zero_point, of_fx=False),
+    "covers": _qparams(_covers, of_fx=False),
+    "FX dtype": _qparams(_dtype, of_fx=True),
+    "FX scale": _qparams(_scale, of_fx=True),
+    "FX zero point": _qparams(_zero_point, of_fx=True),
+}
+#: The columns that are no numbers.
+OF_WORDS = ("what", "dtype", "FX dtype")
 
 
 # Comparisons as one self-contained HTML page, with the pictures inside.
@@ -221,21 +165,13 @@ TEMPLATE = Path(__file__).with_name("page.html.j2")
 
 
 @dataclass(frozen=True)
-class Picture:
-    """One drawing: its label and its SVG."""
-
-    label: str
-    svg: str
-
-
-@dataclass(frozen=True)
 class Plots:
-    """Pictures under one heading; ``layout`` is the CSS class of their container."""
+    """Pictures under one heading, each its label and its SVG; ``layout`` is the CSS class around them."""
 
     heading: str
     caption: str
     layout: str
-    pictures: tuple[Picture, ...]
+    pictures: tuple[tuple[str, str], ...]
 
 
 def check_page(path: Path) -> None:
@@ -270,9 +206,9 @@ def page(comparisons: Sequence[ComparedModel]) -> str:
     import jinja2
 
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["grade"] = grade
+    environment.filters.update(grade=grade, decibels=decibel_text, bar_length=bar_length)
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
-    return template.render(sections=list(map(_section, comparisons)), facts=_versions())
+    return template.render(sections=list(map(_section, comparisons)), facts=_versions(), words=OF_WORDS)
 
 
 def _section(comparison: ComparedModel) -> dict[str, Any]:
@@ -298,7 +234,8 @@ def _section(comparison: ComparedModel) -> dict[str, Any]:
         "has_fx": any(point.fx is not None for point in (*capture.outputs, *capture.points)),
         "worst": worst,
         "overview": pictures.overview(capture.points, INVISIBLE) if capture.points else "",
-        "bars": bars(capture, [place for place, _ in worst]),
+        "bars": noisiest(distinct_places((*capture.outputs, *capture.points)), MOST_BARS),
+        "marked": {place.point.name for place, _ in worst},
         "outputs": page_table(capture.outputs),
         "points": page_table(capture.points),
         "costs": list(cost_rows(capture.costs)),
@@ -318,7 +255,7 @@ def _plots(comparison: ComparedModel) -> Iterator[Plots]:
             if series.where
             else "The whole output.",
             "one",
-            (Picture("", plots.over_time(series)),),
+            (("", plots.over_time(series)),),
         )
     for title, points in plots.histogram_groups(capture):
         if points:
@@ -329,7 +266,7 @@ def _plots(comparison: ComparedModel) -> Iterator[Plots]:
                 + (f" The {MOST_HISTOGRAMS} noisiest of {len(points)}." * (len(points) > MOST_HISTOGRAMS)),
                 "several",
                 tuple(
-                    Picture(", ".join(point.name for point in alike), plots.histogram(alike))
+                    (", ".join(point.name for point in alike), plots.histogram(alike))
                     for alike in _alike(noisiest(points, MOST_HISTOGRAMS))
                 ),
             )
@@ -340,7 +277,7 @@ def _plots(comparison: ComparedModel) -> Iterator[Plots]:
             f"{', and in FX where it differs' if capture.fx.outcome is FxOutcome.RAN else ''}. "
             "Colours are dtypes.",
             "scrolled",
-            (Picture("", plots.cell_chain(cell, capture)),),
+            (("", plots.cell_chain(cell, capture)),),
         )
 
 
@@ -414,10 +351,7 @@ def comparison_html(comparison: ComparedModel) -> str:
         f"{grade(place.point.ours.sqnr)}. {escape(why)}</li>"
         for place, why in worst_places(capture)
     )
-    rows = [
-        tuple("" if cell == NONE else cell for cell in point_row(point))
-        for point in (*capture.outputs, *capture.points)
-    ]
+    rows = point_rows((*capture.outputs, *capture.points))
     return (
         f"<div><p><b>{escape(capture.model)}: {verdict.status}</b>. "
         f"{escape(summary_sentence(comparison))}</p><ol>{worst}</ol>"
@@ -427,21 +361,19 @@ def comparison_html(comparison: ComparedModel) -> str:
 
 def place_rows(capture: Capture) -> list[dict[str, Any]]:
     """Return a row for each output and place, with the keys of ``PLACE_COLUMNS``."""
-    return [_row(point) for point in (*capture.outputs, *capture.points)]
-
-
-def _row(point: Point) -> dict[str, Any]:
-    steps = point.steps
-    return {
-        "name": point.name,
-        "kind": point.kind.value,
-        "operation": point.operation,
-        "grade": grade(point.ours.sqnr),
-        **_side(point.ours, ""),
-        **_side(point.fx, "fx_"),
-        "differ": steps.share if steps else None,
-        "largest_steps": steps.largest if steps else None,
-    }
+    return [
+        {
+            "name": point.name,
+            "kind": point.kind.value,
+            "operation": point.operation,
+            "grade": grade(point.ours.sqnr),
+            **_side(point.ours, ""),
+            **_side(point.fx, "fx_"),
+            "differ": point.steps.share if point.steps else None,
+            "largest_steps": point.steps.largest if point.steps else None,
+        }
+        for point in (*capture.outputs, *capture.points)
+    ]
 
 
 def _side(side: Side | None, prefix: str) -> dict[str, Any]:

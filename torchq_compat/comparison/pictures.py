@@ -242,14 +242,7 @@ def histogram_groups(capture: results.Capture) -> Iterator[tuple[str, list[resul
 def histogram(alike: Sequence[results.Point]) -> str:
     """Plot the float values at places with equal values, and the qparams of both sides."""
     figure = Figure(figsize=SMALL, layout="constrained")
-    axes = figure.subplots()
-    _histogram(axes, alike[0])
-    names = [point.name.rpartition(".cell.")[2] for point in alike]
-    axes.set_title(_shortened(", ".join(names), 34), fontsize=9)
-    return _svg(figure, alike[0].name)
-
-
-def _histogram(axes: Axes, point: results.Point) -> None:
+    axes, point = figure.subplots(), alike[0]
     histogram = point.histogram
     assert histogram is not None
     width = (histogram.high - histogram.low) / len(histogram.counts)
@@ -266,6 +259,9 @@ def _histogram(axes: Axes, point: results.Point) -> None:
     axes.set_xlim(view)
     axes.tick_params(labelsize=8)
     axes.xaxis.set_major_locator(MaxNLocator(5))
+    names = [item.name.rpartition(".cell.")[2] for item in alike]
+    axes.set_title(_shortened(", ".join(names), 34), fontsize=9)
+    return _svg(figure, point.name)
 
 
 def _view(histogram: results.Histogram, qparams: Sequence[results.QParamsView]) -> tuple[float, float]:

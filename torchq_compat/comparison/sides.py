@@ -47,6 +47,9 @@ class Reading:
     qparams: QParams | None
 
 
+Run = Callable[[tuple[Any, ...]], tuple[Any, Mapping[Key, Reading]]]
+
+
 @dataclass(frozen=True)
 class QuantizedModel:
     """One side, ready to run.
@@ -57,7 +60,7 @@ class QuantizedModel:
         deployed: the model that the script would ship, for size and latency; None if it could not be made.
     """
 
-    run: Callable[[tuple[Any, ...]], tuple[Any, Mapping[Key, Reading]]]
+    run: Run
     output_qparams: Callable[[Any], tuple[QParams | None, ...]]
     deployed: nn.Module | None
     deployed_error: str = ""

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from torchq_compat.comparison import results
 from torchq_compat.comparison.causes import decibel_text, qparams_text
-from torchq_compat.support.report import counted, folded_prefixes, text_table
+from torchq_compat.support.report import counted, folded_table
 
 # A comparison in words and numbers: how near to float, how small, how fast, and the outcome of FX.
 
@@ -207,21 +207,11 @@ def renderable(comparison: results.ComparedModel, width: int = WIDTH) -> Rendera
 
 
 def _points_table(points: Iterable[results.Point], width: int) -> Text:
-    rows: list[tuple[str, ...]] = [
-        tuple("" if cell == NONE else cell for cell in point_row(point)) for point in points
-    ]
-    header: tuple[str, ...] = COLUMNS
+    rows = point_rows(points)
     if width < WIDE:
-        header = ("where", "what", "here", "dB", "")
-        rows = [(*row[:2], _one_of_several(row[2]), row[4], _beside(row)) for row in rows]
-    else:
-        header, rows = (*header, ""), [(*row, "") for row in rows]
-    shown: list[tuple[str, ...]] = []
-    for (above, name), row in zip(folded_prefixes([row[0] for row in rows]), rows, strict=True):
-        if above:
-            shown.append((above, *[""] * (len(header) - 1)))
-        shown.append((name, *row[1:]))
-    return Text(text_table(header, shown, width), no_wrap=True)
+        narrow = [(*row[:2], _one_of_several(row[2]), row[4], _beside(row)) for row in rows]
+        return Text(folded_table(("where", "what", "here", "dB", ""), narrow, width), no_wrap=True)
+    return Text(folded_table((*COLUMNS, ""), [(*row, "") for row in rows], width), no_wrap=True)
 
 
 def _one_of_several(qparams: str) -> str:
@@ -241,8 +231,12 @@ def _beside(row: tuple[str, ...]) -> str:
     return "; ".join(filter(None, (ours, ", ".join(filter(None, texts)))))
 
 
-def point_row(point: results.Point) -> tuple[str, ...]:
-    """Return the cells of ``COLUMNS``."""
+def point_rows(points: Iterable[results.Point]) -> list[tuple[str, ...]]:
+    """Return the cells of ``COLUMNS`` for each of ``points``, empty where there is nothing."""
+    return [tuple("" if cell == NONE else cell for cell in _row(point)) for point in points]
+
+
+def _row(point: results.Point) -> tuple[str, ...]:
     ours, fx, steps = point.ours, point.fx, point.steps
     same = (
         fx is not None

@@ -280,11 +280,13 @@ def report_text(rows: Sequence[Row], width: int) -> str:
     sizes = [row for row in rows if row.role == "size"]
     blocks = [headline(rows)]
     if model:
-        blocks.append(_table(HEADER, [cells(row, common) for row in model], width))
+        blocks.append(folded_table(HEADER, [cells(row, common) for row in model], width))
     if common:
         blocks.append(f"Reason, unless noted otherwise: {common}.")
     if sizes:
-        blocks.append(_table(SIZES, [(row.path, row.kind, row.action, row.note) for row in sizes], width))
+        blocks.append(
+            folded_table(SIZES, [(row.path, row.kind, row.action, row.note) for row in sizes], width)
+        )
     return "\n\n".join(blocks)
 
 
@@ -306,7 +308,8 @@ def stored_as(row: Row) -> str:
     return " ".join(filter(None, (row.dtype, row.action if row.action == "shared" or not row.dtype else "")))
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> str:
+def folded_table(header: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> str:
+    """Return ``text_table`` with the paths in the first column folded."""
     lines: list[tuple[str, ...]] = []
     for (above, path), row in zip(folded_prefixes([row[0] for row in rows]), rows, strict=True):
         if above:
