@@ -16,11 +16,12 @@ from torch.fx import GraphModule, Node
 from torch.overrides import TorchFunctionMode
 
 from torchq_compat.capture.torch_export import copied_inputs
+from torchq_compat.capture.trial_runs import trial_copy
 from torchq_compat.codes import error_line, said
 from torchq_compat.ops import facts
 from torchq_compat.support import metadata
 from torchq_compat.support.decisions import Action, Decision
-from torchq_compat.support.graph_nodes import copied_model, module_path_of
+from torchq_compat.support.graph_nodes import module_path_of
 from torchq_compat.support.process_state import alone, draws_kept
 from torchq_compat.support.upstream import BatchNormBase, DropoutBase
 
@@ -259,7 +260,7 @@ class EvaluationRun:
 
 def run_in_evaluation(working: nn.Module, args: tuple[Any, ...]) -> EvaluationRun:
     """Run a copy of ``working`` in evaluation, and return its training flags."""
-    model = copied_model(working).eval()
+    model = trial_copy(working).eval()
     recorder = _Recorder()
     try:
         with alone(), draws_kept(), _following(model, recorder), recorder, torch.no_grad():
