@@ -152,6 +152,48 @@ def test_attention_trains_where_eager_mode_raises() -> None:
     assert sqnr(expected, model.eval()(x)) < 20
 
 
+class Unmapped(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.quant, self.dequant = QuantStub(), DeQuantStub()
+        self.first, self.inner, self.fc = nn.Sequential(nn.Linear(6, 6)), inner, nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(self.quant(x))
+        y = self.inner(x, x, x)[0] if isinstance(self.inner, nn.MultiheadAttention) else self.inner(x)[0]
+        return self.dequant(self.fc(y))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("inner", [nn.LSTM(6, 6), nn.GRU(6, 6), nn.MultiheadAttention(6, 2)])
+def test_what_is_not_mapped_stays_float_and_is_told(inner: nn.Module) -> None:
+    """torch.ao observes the results of recurrent modules, which are nested, and quantizes the weight that an
+    attention module reads: it raises at the first call."""
+    torch.manual_seed(6)
+    model, x = Unmapped(inner).eval(), torch.randn(5, 3, 6)
+    model.qconfig = FBGEMM  # type: ignore[assignment]
+    with pytest.warns(tc.QuantizationWarning, match=rf"'inner' stays float.*{type(inner).__name__}: .*TQ401"):
+        prepared = calibrated(quantize_eager, model, [x], prepare_custom_config_dict={})
+    assert all(
+        torch.equal(a, b) for a, b in zip(prepared.inner.parameters(), inner.parameters(), strict=True)
+    )
+    converted = quantize_eager.convert(prepared)
+    with pytest.warns(tc.QuantizationWarning, match="TQ42[56]"):
+        result = converted(x)
+    assert 25 < sqnr(model(x), result) < 60
+    for report in (tc.explain(prepared), tc.explain(converted)):
+        assert [d.action for d in report.find("inner") + report.find("fc")] == ["float", "quantized"]
+
+
+def test_torch_ao_converts_all_or_nothing_of_what_is_prepared_here() -> None:
+    model, x = Unmapped(nn.LSTM(6, 6)).eval(), torch.randn(5, 3, 6)
+    model.qconfig = FBGEMM  # type: ignore[assignment]
+    prepared = calibrated(quantize_eager, model, [x])
+    before = [type(module) for module in prepared.modules()]
+    with pytest.raises(ConvertError, match="TQ950"):
+        legacy.convert(prepared, inplace=True)
+    assert [type(module) for module in prepared.modules()] == before
+
+
 def bad_values(value: Tensor, *, is_zero_point: bool) -> list[Any]:
     """Return what no scale, zero point or range can be, in place of ``value``."""
     values = [

@@ -22,7 +22,7 @@ from torchq_compat import (
     get_default_prepare_custom_config,
     prepare_fx,
 )
-from torchq_compat.errors import ConvertError, InputError, QuantizationWarning
+from torchq_compat.errors import ConvertError, ExportError, InputError, QuantizationWarning
 from torchq_compat.model import other_tools as graph_readers
 
 X = torch.randn(3, 4)
@@ -138,6 +138,9 @@ def test_passes_that_make_a_graph_of_their_own_keep_the_structure_of_results() -
         converted = convert_fx(prepared)
         spec = torch.utils._pytree.tree_structure(net(X))
         for model in (prepared, converted, converted.reference):
+            if isinstance(net, Named) and model is not prepared:
+                with pytest.raises(ExportError, match=r"no Record of mixed values.*\nHint: "):
+                    torch.jit.trace(model, X)  # type: ignore[no-untyped-call]
             copied = torch.fx.Graph()
             copied.output(copied.graph_copy(model.graph, {}))
             numbers = {node: i for i, node in enumerate(model.graph.nodes)}

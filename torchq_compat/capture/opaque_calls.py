@@ -6,7 +6,7 @@ import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
+from types import FrameType, MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -27,6 +27,18 @@ from torchq_compat.support.torch_ao import EAGER_ENGINE, QuantType
 from torchq_compat.support.upstream import pytree
 
 # The module behind an opaque call of the outer graph.
+
+
+def refuse_eager_engine(module: nn.Module, frame: FrameType) -> None:
+    """Raise if torch.ao's eager mode is the caller and would convert only what is inside of custom modules.
+
+    Raises:
+        ConvertError: a function of torch.ao was given a model that ``quantize_eager`` prepared.
+    """
+    if frame.f_globals.get("__name__") == EAGER_ENGINE and any(
+        isinstance(item, OpaqueModule) and "qconfig" in vars(item) for item in module.modules()
+    ):
+        raise ConvertError.of("TQ950.other_engine", stage="prepared")
 
 
 class OpaqueModule(nn.Module):
@@ -51,13 +63,8 @@ class OpaqueModule(nn.Module):
     leaf_quantizes = False
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """Iterate as every module; raise if torch.ao's eager mode would convert only what is inside.
-
-        Raises:
-            ConvertError: a function of torch.ao was given a model that ``quantize_eager`` prepared.
-        """
-        if "qconfig" in vars(self) and sys._getframe(1).f_globals.get("__name__") == EAGER_ENGINE:
-            raise ConvertError.of("TQ950.other_engine", stage="prepared")
+        """Iterate as every module; see ``refuse_eager_engine``."""
+        refuse_eager_engine(self, sys._getframe(1))
         return super().named_children()
 
     def opaque_call(self, *args: Any, **kwargs: Any) -> Any:

@@ -22,7 +22,14 @@ from torchq_compat.capture.opaque_calls import OpaqueModule
 from torchq_compat.custom_modules import handler_of
 from torchq_compat.eager import qdq_modules
 from torchq_compat.eager.grid import keep_custom_results
-from torchq_compat.eager.observe import OBSERVER, OBSERVERS, forget_observers, is_observing
+from torchq_compat.eager.observe import (
+    OBSERVER,
+    OBSERVERS,
+    UNMAPPED,
+    forget_observers,
+    is_observing,
+    mapping_of_whole,
+)
 from torchq_compat.errors import ConvertError
 from torchq_compat.fx_state.load import WEIGHT_QPARAMS
 from torchq_compat.modules.registry import ConvertRequest
@@ -99,7 +106,8 @@ def convert_children(module: nn.Module, settings: ConvertSettings, path: str = "
         if isinstance(child, OBSERVERS):
             replaced[name] = child
             continue
-        if not isinstance(child, (fused_module, OpaqueModule)) and not _custom_class(child, settings):
+        is_whole = isinstance(child, (fused_module, OpaqueModule)) or mapping_of_whole(child)
+        if not is_whole and not _custom_class(child, settings):
             convert_children(child, settings, where)
         with whole_inside(child, where):
             replaced[name] = convert_module(child, settings, where)
@@ -134,7 +142,9 @@ def convert_module(module: nn.Module, settings: ConvertSettings, path: str) -> n
         if len(devices) == 1:
             result.to(next(iter(devices)))
         result.training = module.training
-    if result is not module or not list(module.children()):
+    if result is module and (mapping := mapping_of_whole(module)):
+        settings.decisions.append(Decision(path, kind.__name__, Action.FLOAT, UNMAPPED + mapping))
+    elif result is not module or not list(module.children()):
         settings.decisions.append(_decision(result, kind, path))
     return result
 

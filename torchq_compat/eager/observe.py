@@ -20,12 +20,14 @@ from torchq_compat.eager.quantize_dynamic import ModuleSpec, propagated_qconfigs
 from torchq_compat.eager.users_model import note_call
 from torchq_compat.errors import ConfigError
 from torchq_compat.modules.registry import ObserveRequest, handlers
+from torchq_compat.modules.swap import NO_MAPPING
 from torchq_compat.read.qspecs import OpSpecs
 from torchq_compat.support import torch_ao
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.user_warnings import warn_user
 
 OBSERVER = "activation_post_process"
+UNMAPPED = f"{NO_MAPPING}; float_to_observed_custom_module_class takes "
 #: The hooks of a prepared model. Those that observe are torch.ao's own, whose convert leaves them out.
 HOOKS = (torch_ao.observe_result, torch_ao.observe_input, note_call)
 #: The classes of observers; torchao's are registered as torch.ao's.
@@ -101,11 +103,15 @@ def _decisions(model: nn.Module) -> Iterator[Decision]:
             continue
         observer = getattr(module, OBSERVER, None)
         is_observed = isinstance(observer, OBSERVERS) or isinstance(module, OpaqueModule)
-        if not path or isinstance(module, OBSERVERS) or not (is_observed or not list(module.children())):
+        mapping = mapping_of_whole(module)
+        is_shown = is_observed or mapping or not list(module.children())
+        if not path or isinstance(module, OBSERVERS) or not is_shown:
             continue
         above = f"{path}."
         kind = type_before_parametrizations(module).__name__
-        if is_observed:
+        if mapping and getattr(module, "qconfig", None) is not None:
+            yield Decision(path, kind, Action.FLOAT, UNMAPPED + mapping, warn=True)
+        elif is_observed:
             details = {"observer": type(observer).__name__, "dtype": observer.dtype} if observer else {}
             yield Decision(path, kind, Action.QUANTIZED, "by its qconfig", details)
         elif getattr(module, "qconfig", None) is None:
@@ -132,14 +138,29 @@ def _observe(module: nn.Module, path: str, settings: ObserveSettings, device: to
             _insert(child, device, torch_ao.DEFAULT_MODULE_TO_ACT_POST_PROCESS[kind])
         elif qconfig is not None and kind in settings.custom_modules:
             setattr(module, name, _observed_custom(child, where, settings.custom_modules[kind], device))
-        else:
+        elif not mapping_of_whole(child):
             _observe(child, where, settings, device)
     is_leaf = not any(name != "parametrizations" for name, _ in module.named_children())
     # torch.ao's AdaRound has weight_fake_quant beside the weight.
     if is_leaf or hasattr(module, "weight_fake_quant"):
         kind = type_before_parametrizations(module)
-        if kind in settings.observed_types and not isinstance(module, nn.Sequential):
+        is_one = not isinstance(module, nn.Sequential) and not mapping_of_whole(module)
+        if kind in settings.observed_types and is_one:
             _insert(module, device)
+
+
+def mapping_of_whole(module: nn.Module) -> str:
+    """Return what would map ``module``, if it stays float as a whole unless it is mapped: its results are
+    nested, or it reads the weights of a module inside and does not call it. Empty for all others."""
+    reads_weights = isinstance(
+        getattr(module, "out_proj", None), nn.modules.linear.NonDynamicallyQuantizableLinear
+    )
+    if isinstance(module, OpaqueModule) or not (
+        reads_weights or type(module).forward.__module__.startswith("torch.nn.")
+    ):
+        return ""
+    hints = (handler.mapping_hint(module) for handler in handlers())
+    return next(filter(None, hints), "").rpartition("(")[2].rstrip(")").replace(", ", ": ")
 
 
 def _insert(module: nn.Module, device: torch.device | None, constructor: Any = None) -> None:

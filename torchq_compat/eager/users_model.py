@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import copyreg
 import functools
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchq_compat.capture.opaque_calls import OpaqueModule
+from torchq_compat.capture.opaque_calls import OpaqueModule, refuse_eager_engine
 from torchq_compat.custom_modules import handler_of
 from torchq_compat.eager.grid import FollowGrid, following
 from torchq_compat.eager.qdq_modules import IntegerWeight, unpack
@@ -20,7 +21,7 @@ from torchq_compat.errors import CheckpointError, ExportError
 from torchq_compat.fx_state.load import translated_state
 from torchq_compat.model.state import CHECKED, check_state, is_fx_state, load_whole
 from torchq_compat.support.argument_checks import listed
-from torchq_compat.support.decisions import MODULE_DECISIONS, Decision
+from torchq_compat.support.decisions import MODULE_DECISIONS, Decision, warn_of_decisions
 from torchq_compat.support.later_stages import lower_to_script
 from torchq_compat.support.process_state import draws_kept
 from torchq_compat.support.user_warnings import warn_user
@@ -32,6 +33,11 @@ CALLED_WITH = "_torchq_compat_called_with"
 
 class EagerModel(nn.Module):
     """A mixin for the class of a user's model that is prepared: states are checked before they are loaded."""
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """Iterate as every module; see ``refuse_eager_engine``: nothing is converted yet."""
+        refuse_eager_engine(self, sys._getframe(1))
+        return super().named_children()
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -144,5 +150,6 @@ def _rebuilt(mixin: type[nn.Module], users: type[nn.Module], *arguments: Any) ->
 
 
 def decide(model: nn.Module, decisions: Iterable[Decision]) -> None:
-    """Keep the decisions about ``model`` for ``explain``."""
+    """Keep the decisions about ``model`` for ``explain``, and warn of those that could mislead."""
     vars(model)[MODULE_DECISIONS] = tuple(decisions)
+    warn_of_decisions(vars(model)[MODULE_DECISIONS])

@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial, wraps
-from types import FrameType
 from typing import Any, Self, cast
 
 import torch
@@ -124,10 +123,6 @@ class LastCall:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
-
-
-def is_asked_by_torch_jit(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__")).startswith(("torch.jit", "torch._jit_internal"))
 
 
 class QuantizationGraphModule(GraphModule):
@@ -245,7 +240,7 @@ class QuantizationGraphModule(GraphModule):
     def __dir__(self) -> list[str]:
         names = set(super().__dir__())  # type: ignore[no-untyped-call]
         # torch.jit would compile the ignored names too if it found them here.
-        if is_asked_by_torch_jit(sys._getframe(1)):
+        if other_tools.is_asked_by_torch_jit():
             private = {name for name in vars(self) if name.startswith("_torchq_compat")}
             return sorted(names - set(self._modules) - private)
         return sorted(names - {"torchscript_observes"})

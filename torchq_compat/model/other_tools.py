@@ -50,8 +50,21 @@ def tell_of_layers(stage: str) -> None:
         warn_user("TQ706", stage=stage)
 
 
-def _name(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__"))
+def _name(frame: FrameType | None) -> str:
+    return "" if frame is None else str(frame.f_globals.get("__name__"))
+
+
+def _caller(frame: FrameType | None, between: str | tuple[str, ...] = OWN) -> FrameType | None:
+    """Return the first frame from ``frame`` on whose module does not begin with one of ``between``."""
+    while frame is not None and _name(frame).startswith(between):
+        frame = frame.f_back
+    return frame
+
+
+def is_asked_by_torch_jit() -> bool:
+    """Return whether torch.jit is what called this package."""
+    caller = _caller(sys._getframe(1), (OWN, "torch.fx.graph_module"))
+    return _name(caller).startswith(("torch.jit", "torch._jit_internal"))
 
 
 # Refuse torch.ao's Numeric Suite, which would silently find nothing in a model of this package.
@@ -90,17 +103,11 @@ def refuse_numeric_suite(frame: FrameType | None) -> None:
     Raises:
         ScriptError: the suite is the caller.
     """
-    while frame is not None and _module_of(frame).startswith(BETWEEN):
-        frame = frame.f_back
-    called = ""
-    while frame is not None and _module_of(frame).startswith(SUITE):
+    frame, called = _caller(frame, BETWEEN), ""
+    while frame is not None and _name(frame).startswith(SUITE):
         called, frame = frame.f_code.co_name, frame.f_back
     if called:
         raise suite_error(called)
-
-
-def _module_of(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__"))
 
 
 def suite_error(function: str) -> ScriptError:
@@ -186,9 +193,7 @@ def refuse_reader(stage: str, graph: Graph) -> None:
         ConvertError: ``prepare_pt2e`` or ``prepare_qat_pt2e`` was given a model of this package, or
             ``split_module`` one that takes nested arguments.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and str(frame.f_globals.get("__name__")).startswith("torchq_compat."):
-        frame = frame.f_back
+    frame = _caller(sys._getframe(1))
     # This is the function of torchao's prepare that reads the graph first (torchao 0.18).
     if frame is not None and frame.f_code is get_node_name_to_scope.__code__:
         raise _other_engine(stage)

@@ -22,6 +22,7 @@ from torchq_compat.capture.opaque_calls import OpaqueModule
 from torchq_compat.capture.torch_export import capture_freely
 from torchq_compat.errors import ExportError
 from torchq_compat.lower.torchscript.source import HELPERS, FunctionSource, flat_results, write_function
+from torchq_compat.model.other_tools import is_asked_by_torch_jit
 from torchq_compat.read.qparams import PerTensorQParams
 from torchq_compat.recurrent.over_time import LoopShape, exporting_loops_as
 from torchq_compat.recurrent.recurrent_module import RecurrentModule
@@ -55,7 +56,14 @@ class ScriptedGraph:
     constants: dict[str, Any]
 
     def call(self, args: tuple[Any, ...]) -> Any:
-        """Call the function with positional arguments of the model, while torch.jit.trace records."""
+        """Call the function with positional arguments of the model, while torch.jit.trace records.
+
+        Raises:
+            ExportError: the model is what is traced, and returns what no trace can.
+        """
+        unknown = _without_form(_out_spec(self.model))
+        if unknown is not None and is_asked_by_torch_jit():
+            raise _structure_refused(unknown)
         flat = pytree.tree_leaves(args, is_leaf=lambda leaf: leaf is None)
         result = self.function(*flat, *self.constants.values())
         results = iter(result if len(self.source.results) != 1 else (result,))
@@ -344,6 +352,13 @@ def _out_spec(model: QuantizationGraphModule) -> Any:
 
 def _is_leaf(spec: Any) -> bool:
     return spec.type is None or spec.is_leaf()
+
+
+def _without_form(spec: Any) -> Any:
+    """Return a spec inside ``spec`` of a class that torch.jit has no type for, or None."""
+    if _is_leaf(spec) or issubclass(spec.type, (tuple, list, dict)):
+        return next(filter(None, map(_without_form, spec.children())), None)
+    return spec
 
 
 def _type_of_spec(spec: Any, kinds: Iterator[str]) -> str:
