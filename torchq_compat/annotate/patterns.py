@@ -63,13 +63,10 @@ class SourcePartition:
     @property
     def label(self) -> str:
         """The module path for a module, ``scope/node`` for a function."""
+        path, name = self.origin.module_path, self.nodes[-1].name
         if self.origin.is_module_call:
-            return self.origin.module_path
-        return (
-            f"{self.origin.module_path}/{self.nodes[-1].name}"
-            if self.origin.module_path
-            else self.nodes[-1].name
-        )
+            return path
+        return f"{path}/{name}" if path else name
 
     @property
     def kind(self) -> str:
@@ -112,15 +109,11 @@ def find_source_partitions(graph_module: GraphModule, model: nn.Module | None) -
     seen: Counter[tuple[str, object]] = Counter()
     partitions = []
     for call, nodes in members.items():
-        caller = _caller_and_type(origins[call])
-        partitions.append(_partition(tuple(nodes), origins[call], seen[caller]))
-        seen[caller] += 1
+        # module_name_object_type_order counts calls by the caller and the type called.
+        kind = _caller(origins[call]), next(iter(origins[call].object_types), None)
+        partitions.append(_partition(tuple(nodes), origins[call], seen[kind]))
+        seen[kind] += 1
     return partitions
-
-
-def _caller_and_type(origin: Origin) -> tuple[str, object]:
-    """Return the key by which module_name_object_type_order counts calls: the caller and the type called."""
-    return _caller(origin), next(iter(origin.object_types), None)
 
 
 def _caller(origin: Origin) -> str:
@@ -257,7 +250,7 @@ def match_fused_patterns(
     patterns = matcher.patterns(
         partitions, lambda op, side: side == 0 or op.nodes[-1] not in joined_on_the_left
     )
-    return [_fused_pattern(ops, rules, backend, folded_into) for ops in patterns]
+    return [matcher.fused_pattern(ops, rules) for ops in patterns]
 
 
 MayJoin = Callable[[SourcePartition, int], bool]
@@ -315,14 +308,25 @@ class _Matcher:
         return follower if side is None or may_join(follower, side) else None
 
     def _entry(self, ops: tuple[SourcePartition, ...]) -> PatternEntry | None:
-        return _entry(ops, self.backend, self.folded_into)
+        entries = (self.backend.find(*chain) for chain in _chains(ops, self.folded_into))
+        return next(filter(None, entries), None)
 
-
-def _entry(
-    ops: tuple[SourcePartition, ...], backend: BackendTable, folded_into: Collection[str]
-) -> PatternEntry | None:
-    entries = (backend.find(*chain) for chain in _chains(ops, folded_into))
-    return next(filter(None, entries), None)
+    def fused_pattern(self, ops: tuple[SourcePartition, ...], rules: QConfigRules) -> FusedPattern:
+        """Return the pattern of ``ops``, with the QConfig that applies to it."""
+        entry, own_entry = self._entry(ops), self.backend.find(ops[0].origin.object_types)
+        if (
+            entry is not None
+            and ops[0].label in self.folded_into
+            and not _fuses_batch_norm(ops, self.backend)
+        ):
+            entry = replace(entry, is_fused_module=False)
+        roles = own_entry.input_type_to_index if own_entry else {}
+        first, deciding = (OpRecord(ops[0].label, op.origin, op.call_index) for op in (ops[0], ops[-1]))
+        if entry is not None and entry.is_fused_module:
+            _check_one_qconfig(ops, entry, rules)
+            deciding = first
+        observes_inputs = first.select(rules).qconfig is not None
+        return FusedPattern(ops, entry, roles, deciding.select(rules), deciding, observes_inputs)
 
 
 def _chains(
@@ -359,24 +363,6 @@ def _side(before: SourcePartition, op: SourcePartition) -> int | None:
     return sides[0] if len(sides) == 1 else -1
 
 
-def _fused_pattern(
-    ops: tuple[SourcePartition, ...],
-    rules: QConfigRules,
-    backend: BackendTable,
-    folded_into: Collection[str],
-) -> FusedPattern:
-    entry, own_entry = _entry(ops, backend, folded_into), _entry(ops[:1], backend, ())
-    if entry is not None and ops[0].label in folded_into and not _fuses_batch_norm(ops, backend):
-        entry = replace(entry, is_fused_module=False)
-    roles = own_entry.input_type_to_index if own_entry else {}
-    first, deciding = _record(ops[0], ops[0].label), _record(ops[-1], ops[0].label)
-    if entry is not None and entry.is_fused_module:
-        _check_one_qconfig(ops, entry, rules)
-        deciding = first
-    observes_inputs = first.select(rules).qconfig is not None
-    return FusedPattern(ops, entry, roles, deciding.select(rules), deciding, observes_inputs)
-
-
 def _fuses_batch_norm(ops: tuple[SourcePartition, ...], backend: BackendTable) -> bool:
     """Return whether the backend fuses ``ops`` with a batch norm behind the first one. FX fuses modules once:
     a linear that has taken a batch norm in is not fused with a ReLU as well."""
@@ -400,10 +386,6 @@ def is_folded_in_fx(op: Node, batch_norm: Node, model: nn.Module, backend: Backe
     return backend.find(*kinds[1:]) is None or backend.find(*kinds) is not None
 
 
-def _record(op: SourcePartition, label: str) -> OpRecord:
-    return OpRecord(label, op.origin, op.call_index)
-
-
 def _check_one_qconfig(ops: tuple[SourcePartition, ...], entry: PatternEntry, rules: QConfigRules) -> None:
     pattern = entry.pattern if isinstance(entry.pattern, tuple) else (entry.pattern,)
     # FX puts an nn.ReLU into the fused module for a functional relu.
@@ -415,15 +397,11 @@ def _check_one_qconfig(ops: tuple[SourcePartition, ...], entry: PatternEntry, ru
         if is_transposed and kind not in rules.object_types:
             continue
         if not qconfig_equals(qconfig, first):
-            raise _conflict_in_fused_pattern(
-                ops[0].label, [getattr(part, "__name__", str(part)) for part in types], str(kind.__name__)
+            names = [getattr(part, "__name__", str(part)) for part in types]
+            path, joined, other = ops[0].label, " + ".join(names), str(kind.__name__)
+            raise ConfigError.of(
+                "TQ910.conflict_in_pattern", path=path, pattern=joined, other=other, types=names
             )
-
-
-def _conflict_in_fused_pattern(path: str, types: list[str], other: str) -> ConfigError:
-    return ConfigError.of(
-        "TQ910.conflict_in_pattern", path=path, pattern=" + ".join(types), other=other, types=types
-    )
 
 
 # Whether a backend supports an op in the dtypes and ranges of a QConfig.
@@ -455,8 +433,7 @@ def refusal(entry: PatternEntry, specs: OpSpecs, *, has_weight: bool, has_bias: 
 def takes_weight(entry: PatternEntry, specs: OpSpecs) -> bool:
     """Return whether a module's weight is quantized: FX requires one DTypeConfig that matches all four
     dtypes."""
-    bias = torch.float16 if is_half_static(specs) else torch.float32
-    output = torch.float32 if specs.is_dynamic else specs.activation_dtype
+    bias, output = _bias_and_output(specs)
     expected = (specs.activation_dtype, output, specs.declared_weight_dtype)
     for config in entry.dtype_configs:
         given = (config.input_dtype, config.output_dtype, config.weight_dtype)
@@ -467,56 +444,34 @@ def takes_weight(entry: PatternEntry, specs: OpSpecs) -> bool:
     return False
 
 
+def _bias_and_output(specs: OpSpecs) -> tuple[torch.dtype, torch.dtype]:
+    """Return the dtypes of the bias and of the result."""
+    bias = torch.float16 if is_half_static(specs) else torch.float32
+    return bias, torch.float32 if specs.is_dynamic else specs.activation_dtype
+
+
 def _violation(config: DTypeConfig, specs: OpSpecs, has_weight: bool, has_bias: bool) -> str:
     """Return what in ``specs`` the DTypeConfig ``config`` does not allow, or an empty string."""
-    return (
-        _input_violation(config, specs)
-        or (_weight_violation(config, specs) if has_weight else "")
-        or (_bias_violation(config, specs) if has_bias else "")
-        or _output_violation(config, specs)
-    )
-
-
-def _input_violation(config: DTypeConfig, specs: OpSpecs) -> str:
-    if config.input_dtype is None:
-        return ""
-    if bool(config.is_dynamic) != specs.is_dynamic:
+    if config.input_dtype is not None and bool(config.is_dynamic) != specs.is_dynamic:
         return f"activations have to be {'dynamic' if config.is_dynamic else 'static'}"
-    return _dtype_violation(
-        "activation", config.input_dtype, specs.activation_dtype
-    ) or _constraint_violation(
-        "activation", config.input_dtype_with_constraints, specs.activation_constructor
-    )
-
-
-def _weight_violation(config: DTypeConfig, specs: OpSpecs) -> str:
-    if config.weight_dtype is None:
-        return ""
-    return _dtype_violation(
-        "weight", config.weight_dtype, specs.declared_weight_dtype
-    ) or _constraint_violation("weight", config.weight_dtype_with_constraints, specs.weight_constructor)
-
-
-def _bias_violation(config: DTypeConfig, specs: OpSpecs) -> str:
-    if config.bias_dtype is None:
-        return ""
-    asked = torch.float16 if is_half_static(specs) else torch.float32
-    return _dtype_violation("bias", config.bias_dtype, asked)
-
-
-def _output_violation(config: DTypeConfig, specs: OpSpecs) -> str:
-    if config.output_dtype is None:
-        return ""
-    asked = torch.float32 if specs.is_dynamic else specs.activation_dtype
-    return _dtype_violation("output", config.output_dtype, asked) or _constraint_violation(
-        "activation", config.output_dtype_with_constraints, specs.activation_constructor
-    )
-
-
-def _dtype_violation(what: str, allowed: torch.dtype, asked: torch.dtype) -> str:
-    if _is_same(allowed, asked):
-        return ""
-    return f"{what} {dtype_name(asked)} where it takes {dtype_name(allowed)}"
+    bias, output = _bias_and_output(specs)
+    dtypes = {
+        "input": ("activation", config.input_dtype, specs.activation_dtype),
+        **({"weight": ("weight", config.weight_dtype, specs.declared_weight_dtype)} if has_weight else {}),
+        **({"bias": ("bias", config.bias_dtype, bias)} if has_bias else {}),
+        "output": ("output", config.output_dtype, output),
+    }
+    for role, (what, allowed, asked) in dtypes.items():
+        if allowed is None:
+            continue
+        if not _is_same(allowed, asked):
+            return f"{what} {dtype_name(asked)} where it takes {dtype_name(allowed)}"
+        limits = getattr(config, f"{role}_dtype_with_constraints", None)
+        constructor = specs.weight_constructor if role == "weight" else specs.activation_constructor
+        of = "weight" if role == "weight" else "activation"
+        if limits is not None and (violation := _constraint_violation(of, limits, constructor)):
+            return violation
+    return ""
 
 
 def _constraint_violation(what: str, allowed: DTypeWithConstraints, constructor: ObserverConstructor) -> str:

@@ -424,11 +424,7 @@ class SpecTable:
 
     def _form(self, spec: Spec) -> Spec:
         """Return ``spec`` in the form used for comparison: each reference is replaced by its root."""
-        if isinstance(spec, SharedQuantizationSpec):
-            return SharedQuantizationSpec(self._root(references(spec)[0]))
-        if isinstance(spec, DerivedQuantizationSpec):
-            return dataclasses.replace(spec, derived_from=[self._root(source) for source in references(spec)])
-        return spec
+        return with_points(spec, lambda point: self._root(_referred(point)))
 
     def _position(self, point: EdgeOrNode) -> tuple[int, int, int, int]:
         """Return the key for graph order: edges into a node before its output, derived edges after their
@@ -473,10 +469,15 @@ def with_nodes(spec: Spec, node_of: Callable[[Any], Node]) -> Spec:
     def spelled(point: EdgeOrNode) -> Node | tuple[Node, Node]:
         return (node_of(point[0]), point[1]) if isinstance(point, tuple) else node_of(point)
 
+    return with_points(spec, spelled)
+
+
+def with_points(spec: Spec, point_for: Callable[[Any], Any]) -> Spec:
+    """Return ``spec`` with ``point_for`` of every point it refers to."""
     if isinstance(spec, SharedQuantizationSpec):
-        return SharedQuantizationSpec(spelled(spec.edge_or_node))
+        return SharedQuantizationSpec(point_for(spec.edge_or_node))
     if isinstance(spec, DerivedQuantizationSpec):
-        return dataclasses.replace(spec, derived_from=[spelled(point) for point in spec.derived_from])
+        return dataclasses.replace(spec, derived_from=[point_for(point) for point in spec.derived_from])
     return spec
 
 

@@ -52,14 +52,18 @@ def _unmatched_order(rule: OrderRule, modules: dict[str, nn.Module]) -> Iterator
     """Yield a decision if ``rule`` names a module that ``modules`` lacks, or a module class that the module
     lacks. Indices, and functions, are checked in the captured graph."""
     name, kind = rule.module_name, type_name(rule.object_type)
-    setting = f"module_name_object_type_order ({name!r}, {kind}, {rule.index})"
     if name not in modules:
-        yield _unmatched(setting, NO_PATH + near(name, modules))
+        yield _unmatched(_setting_of(rule), NO_PATH + near(name, modules))
     elif isinstance(rule.object_type, type):
         inside = {type(child) for child in modules[name].children()}
         if rule.object_type not in inside:
             reason = f"the module has no {kind}{near(kind, map(type_name, inside))}"
-            yield _unmatched(setting, reason)
+            yield _unmatched(_setting_of(rule), reason)
+
+
+def _setting_of(rule: OrderRule) -> str:
+    kind = type_name(rule.object_type)
+    return f"module_name_object_type_order ({rule.module_name!r}, {kind}, {rule.index})"
 
 
 def decide_unmatched_settings(model: nn.Module, settings: PrepareSettings) -> Iterator[Decision]:
@@ -141,15 +145,8 @@ def decide_order_rules(partitions: list[SourcePartition], rules: QConfigRules) -
         is_absent = not calls and not isinstance(rule.object_type, type) and rule.module_name in callers
         if is_absent or (calls and not 0 <= rule.index < calls):
             kind = type_name(rule.object_type)
-            yield Decision(
-                f"module_name_object_type_order ({rule.module_name!r}, {kind}, {rule.index})",
-                RULE,
-                Action.DROPPED,
-                f"the code of that very module calls {kind} {calls} times; the index counts from 0"
-                if calls
-                else f"the code of that very module never calls {kind}",
-                warn=True,
-            )
+            often = f"calls {kind} {calls} times; the index counts from 0" if calls else f"never calls {kind}"
+            yield _unmatched(_setting_of(rule), f"the code of that very module {often}")
 
 
 def _is_about(rule: OrderRule, partition: SourcePartition) -> bool:

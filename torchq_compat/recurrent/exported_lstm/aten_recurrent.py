@@ -5,17 +5,18 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
-from torchao.quantization.pt2e.quantizer import DerivedQuantizationSpec, Quantizer, SharedQuantizationSpec
+from torchao.quantization.pt2e.quantizer import Quantizer, SharedQuantizationSpec
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from torchq_compat.annotate.annotation import WrappingQuantizer
+from torchq_compat.annotate.sharing import with_points
 from torchq_compat.errors import AnnotationError
 from torchq_compat.ops import those
 from torchq_compat.recurrent.cells import GRU, LSTM, RNN_RELU, RNN_TANH, CellKind
@@ -199,10 +200,7 @@ class CellPlan:
         leader = self.leader[place]
         if not first or leader != place:
             return SharedQuantizationSpec(point(leader))
-        spec = self.specs[place]
-        if isinstance(spec, DerivedQuantizationSpec):
-            return replace(spec, derived_from=[point(source) for source in spec.derived_from])
-        return spec
+        return with_points(self.specs[place], point)
 
 
 def plan_cell(cell: GraphModule, quantizer: Quantizer) -> CellPlan:
@@ -227,7 +225,7 @@ class _Recorder(WrappingQuantizer):
             place = _place(point)
             leader[place] = first_with.setdefault(id(observer), place)
             if leader[place] == place:
-                specs[place] = _by_place(_spec(point))
+                specs[place] = with_points(_spec(point), _place)
         self.plan = CellPlan(leader, specs)
 
 
@@ -243,12 +241,6 @@ def _spec(point: Node | tuple[Node, Node]) -> Any:
         return point.meta[Q_ANNOTATION_KEY].output_qspec
     source, node = point
     return node.meta[Q_ANNOTATION_KEY].input_qspec_map[source]
-
-
-def _by_place(spec: Any) -> Any:
-    if isinstance(spec, DerivedQuantizationSpec):
-        return replace(spec, derived_from=[_place(point) for point in spec.derived_from])
-    return spec
 
 
 # Writes nodes that replace another node, with the example values that quantizers inspect.
