@@ -81,26 +81,34 @@ def describe_modules(model: nn.Module) -> dict[str, ModuleFacts]:
 def install_views(converted: GraphModule, facts: Mapping[str, ModuleFacts]) -> None:
     """Put a view at every path of ``facts`` that has no module of its own in ``converted``."""
     nodes = nodes_by_path(converted)
+    kinds = {path: _kind_of(fact, nodes.get(path, [])) for path, fact in facts.items()}
+    for view in _put_views(converted, facts, kinds, is_prepared=False):
+        bias = view._parameters.get("bias")
+        if "Quantized" in type(view).__name__ and bias is not None and not isinstance(bias, BiasParameter):
+            view._parameters["bias"] = BiasParameter(bias.data, bias.requires_grad)
+
+
+def _put_views(
+    model: GraphModule, facts: Mapping[str, ModuleFacts], kinds: Mapping[str, str], *, is_prepared: bool
+) -> list[ModuleView]:
+    """Put a view, of a class named in ``kinds``, at every path that has one, and no module of its
+    own; return the views."""
+    views = []
     for path, fact in facts.items():
-        kind = _kind_of(fact, nodes.get(path, []))
-        parent, name = parent_of(converted, path) if kind else (None, "")
-        if parent is None:
+        parent, name = parent_of(model, path) if kinds[path] else (None, "")
+        standing = None if parent is None else parent._modules.get(name)
+        is_plain = standing is None or type(standing) is nn.Module or isinstance(standing, ModuleView)
+        if parent is None or not is_plain or (standing is None and name in vars(parent)):
             continue
-        standing = parent._modules.get(name)
-        if standing is None and name in vars(parent):
-            continue
-        if standing is not None and type(standing) is not nn.Module and not isinstance(standing, ModuleView):
-            continue
-        view = _view_class(kind)(converted, path, fact)
+        view = _view_class(kinds[path], is_prepared)(model, path, fact)
         if standing is not None:
             # The view gets the parameters and buffers themselves, which the graph reads at this path.
             stand_in_for(standing, view)
-        bias = view._parameters.get("bias")
-        if "Quantized" in kind and bias is not None and not isinstance(bias, BiasParameter):
-            view._parameters["bias"] = BiasParameter(bias.data, bias.requires_grad)
-        view.training = converted.training
+        view.training = model.training
         parent._modules[name] = view
-    order_as_float_model(converted, facts)
+        views.append(view)
+    order_as_float_model(model, facts)
+    return views
 
 
 def order_as_float_model(model: nn.Module, facts: Mapping[str, ModuleFacts]) -> None:
@@ -227,7 +235,7 @@ class ModuleView(nn.Module):
             shown += [f"scale={scale}, zero_point={zero_point}"]
         weight = _weight_node(owner(), path)
         if weight is not None:
-            shown += [f"weight={str(_weight_attribute(owner(), weight).dtype).removeprefix('torch.')}"]
+            shown += [f"weight={str(attribute_of(owner(), source_of(weight)).dtype).removeprefix('torch.')}"]
             shown += ["per channel" if weight.target is DEQUANTIZE_PER_CHANNEL else "per tensor"]
         return ", ".join(shown)
 
@@ -260,8 +268,8 @@ def hooked_views(owner: GraphModule) -> dict[str, nn.Module]:
 
 
 @cache
-def _view_class(name: str) -> type[ModuleView]:
-    return type(name, (ModuleView,), {"__module__": __name__})
+def _view_class(name: str, is_prepared: bool) -> type[ModuleView]:
+    return type(name, (PreparedView if is_prepared else ModuleView,), {"__module__": __name__})
 
 
 def parent_of(model: nn.Module, path: str) -> tuple[nn.Module | None, str]:
@@ -338,11 +346,6 @@ def _is_dynamic(nodes: list[Node]) -> bool:
 
 def _weight_node(owner: GraphModule, path: str) -> Node | None:
     return _weight_of(_nodes_at(owner, path))
-
-
-def _weight_attribute(owner: GraphModule, dequantize: Node) -> Any:
-    source = source_of(dequantize)
-    return attribute_of(owner, source)
 
 
 def _weight(owner: GraphModule, path: str) -> Any:
@@ -454,18 +457,8 @@ FAKE_QUANTIZE = "weight_fake_quant"
 def install_prepared_views(prepared: GraphModule, facts: Mapping[str, ModuleFacts]) -> None:
     """Put a view at every path of ``facts`` that has ops in the graph and no module of its own."""
     with_ops = nodes_by_path(prepared)
-    for path, fact in facts.items():
-        parent, name = parent_of(prepared, path) if path in with_ops else (None, "")
-        standing = None if parent is None else parent._modules.get(name)
-        is_taken = standing is not None and type(standing) is not nn.Module
-        if parent is None or is_taken or (standing is None and name in vars(parent)):
-            continue
-        view = _prepared_view_class(fact.kind)(prepared, path, fact)
-        if standing is not None:
-            stand_in_for(standing, view)
-        view.training = prepared.training
-        parent._modules[name] = view
-    order_as_float_model(prepared, facts)
+    kinds = {path: fact.kind if path in with_ops else "" for path, fact in facts.items()}
+    _put_views(prepared, facts, kinds, is_prepared=True)
 
 
 class PreparedView(ModuleView):
@@ -499,11 +492,6 @@ class PreparedView(ModuleView):
 
     def _refusal(self, path: str, kind: str, name: str) -> ModuleAttributeError:
         return ModuleAttributeError.of("TQ970.prepared_attribute", path=path, kind=kind, name=name)
-
-
-@cache
-def _prepared_view_class(name: str) -> type[PreparedView]:
-    return type(name, (PreparedView,), {"__module__": __name__})
 
 
 def _weight_fake_quantize(prepared: GraphModule, path: str) -> Any:
