@@ -135,9 +135,7 @@ def _run_fx(theirs: QuantizedModel | None, batch: tuple[Any, ...]) -> tuple[Any,
     if theirs is None:
         return (), {}
     try:
-        with warnings.catch_warnings():
-            # The effects of FX's warnings show in the measurements.
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):  # Their effects show in the measurements.
             return theirs.run(batch)
     except Exception as cause:
         raise _FxFailedError(cause) from cause
@@ -178,8 +176,7 @@ def _costs(case: Case, ours: OurSide, theirs: QuantizedModel | None) -> Costs:
     float_model = copy.deepcopy(case.model).eval()
     models = [float_model, ours.quantized.deployed, theirs.deployed if theirs else None]
     sizes = [state_bytes(model) if model is not None else None for model in models]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         times = milliseconds([model and partial(model, *case.example_inputs) for model in models])
     (float_bytes, our_bytes, fx_bytes), (float_ms, our_ms, fx_ms) = sizes, times
     assert float_bytes is not None

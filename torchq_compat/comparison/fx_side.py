@@ -288,8 +288,7 @@ def quantize_by_fx(case: Case, places: Mapping[sides.Key, KeyFacts]) -> sides.Qu
     """
     fx = torch_ao.fx_engine()
     observed, quantized = _custom_configs(case)
-    with calling_fx(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with calling_fx(), warnings.catch_warnings(action="ignore"):
         is_qat = case.is_qat
         prepared = (fx.prepare_qat_fx if is_qat else fx.prepare_fx)(
             case.as_trained() if is_qat else copy.deepcopy(case.model).eval(),

@@ -127,9 +127,7 @@ def quantize_by_us(case: Case) -> OurSide:
     converted = convert_to_reference_fx(
         copy.deepcopy(prepared), case.convert_custom_config, observer_qparams=as_fx
     )
-    with warnings.catch_warnings():
-        # The conversion above has given the same warnings.
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):  # The conversion above has given the same.
         deployed = convert_fx(copy.deepcopy(prepared), case.convert_custom_config, observer_qparams=as_fx)
     decisions = tuple(explain(converted))
     names = {decision.path: _name(key) for key, decision in _op_keys(decisions)}

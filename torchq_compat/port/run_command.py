@@ -192,8 +192,7 @@ def check_explain(path: str) -> None:
 
 def _compiles(path: Path) -> bool:
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             compile(path.read_bytes(), path, "exec", dont_inherit=True)
     except (OSError, SyntaxError, ValueError):
         return False

@@ -125,11 +125,10 @@ def _copied(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, .
 def _silence() -> Iterator[None]:
     disabled = logging.root.manager.disable
     with (
-        warnings.catch_warnings(),
+        warnings.catch_warnings(action="ignore"),
         contextlib.redirect_stdout(io.StringIO()),
         contextlib.redirect_stderr(io.StringIO()),
     ):
-        warnings.simplefilter("ignore")
         logging.disable(logging.CRITICAL)
         try:
             yield
@@ -178,9 +177,8 @@ def _load(model: QuantizationGraphModule, state: Mapping[str, Any]) -> Any:
     if prepared is None or convert is None:
         raise CheckpointError.of("TQ960.copy")
     load_fx_state(prepared, state)
-    with warnings.catch_warnings():
-        # These warnings were given when the script converted.
-        warnings.simplefilter("ignore", QuantizationWarning)
+    # These warnings were given when the script converted.
+    with warnings.catch_warnings(action="ignore", category=QuantizationWarning):
         return model.load_state_dict(convert().state_dict())
 
 

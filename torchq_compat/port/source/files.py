@@ -466,8 +466,7 @@ def parse(code: str | bytes) -> ast.Module:
 
 
 def _syntax_of(code: str | bytes) -> ast.Module:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         tree = compile(code, "file", "exec", FLAGS, dont_inherit=True)
     assert isinstance(tree, ast.Module)
     return tree
