@@ -131,7 +131,7 @@ def _convolution(site: OpSite) -> Kernel | Refusal | None:
     if isinstance(source, Refusal):
         return source
     rank = weight.tensor.dim() - 2
-    settings = (*(_per_dimension(setting, rank) for setting in (stride, padding, dilation)), groups)
+    settings = (*(per_dimension(setting, rank) for setting in (stride, padding, dilation)), groups)
     if may_never_return(tuple(weight.tensor.shape), settings):
         return Refusal(NEVER_RETURNS, warn=True)
 
@@ -153,7 +153,7 @@ def _source(site: OpSite, rank: int) -> Integers | Refusal:
     return bias_fault(site) or source
 
 
-def _per_dimension(setting: Any, rank: int) -> list[Any]:
+def per_dimension(setting: Any, rank: int) -> list[Any]:
     """Return a setting for each dimension."""
     listed = list(setting) if isinstance(setting, (list, tuple)) else [setting]
     return listed * rank if len(listed) == 1 else listed
@@ -163,10 +163,10 @@ def _padding(site: OpSite, weight: Tensor) -> Sequence[int] | Refusal:
     """Return the padding as numbers, ``"same"`` and ``"valid"`` too."""
     padding = site.arguments["padding"]
     if not isinstance(padding, str):
-        return _per_dimension(padding, weight.dim() - 2)
+        return per_dimension(padding, weight.dim() - 2)
     if padding == "valid":
         return [0] * (weight.dim() - 2)
-    dilation = _per_dimension(site.arguments["dilation"], weight.dim() - 2)
+    dilation = per_dimension(site.arguments["dilation"], weight.dim() - 2)
     expected = [d * (size - 1) for d, size in zip(dilation, weight.shape[2:], strict=True)]
     if any(total % 2 for total in expected):
         return Refusal("it pads one side more than the other")
@@ -184,7 +184,7 @@ def _transposed(site: OpSite) -> Kernel | Refusal | None:
     if isinstance(source, Refusal):
         return source
     names = ("stride", "padding", "output_padding", "dilation")
-    stride, padding, more, dilation = (_per_dimension(site.arguments[name], rank) for name in names)
+    stride, padding, more, dilation = (per_dimension(site.arguments[name], rank) for name in names)
     reach = [d * (size - 1) for d, size in zip(dilation, weight.tensor.shape[2:], strict=True)]
     # Behind each value, the last one too, stand stride - 1 zeros.
     edges = [(r - p, r - p + m - (s - 1)) for r, p, m, s in zip(reach, padding, more, stride, strict=True)]

@@ -32,28 +32,18 @@ def _rows(lowered: LoweredGraph, weight: Node, indices: Node) -> Node:
 
 def _embedding(site: OpSite) -> Kernel | Refusal | None:
     weight, indices = site.arguments["weight"], site.arguments["indices"]
+    is_bag = site.op.target is not ATEN.embedding.default
     if not is_dequantize(weight):
         return None
     if not _is_of_rows(weight):
         return Refusal("its weight has no qparams for each row")
-    return Kernel(
-        f"{ATEN.embedding.default} on integers",
-        lambda lowered: _rows(lowered, weight, indices),
-        value=site.op,
-    )
-
-
-def _embedding_bag(site: OpSite) -> Kernel | Refusal | None:
-    weight, indices = site.arguments["weight"], site.arguments["indices"]
-    if not is_dequantize(weight):
-        return None
-    if not _is_of_rows(weight):
-        return Refusal("its weight has no qparams for each row")
-    if site.arguments["padding_idx"] is not None:
+    if is_bag and site.arguments["padding_idx"] is not None:
         return Refusal("it skips an index")
 
     def write(lowered: LoweredGraph) -> Node:
         rows = _rows(lowered, weight, indices)
+        if not is_bag:
+            return rows
         count = lowered.call(ATEN.sym_size.int, indices, 0)
         item = lowered.call(ATEN.arange.default, count, device=torch.device("cpu"))
         others = list(site.op.args[2:])
@@ -62,6 +52,4 @@ def _embedding_bag(site: OpSite) -> Kernel | Refusal | None:
     return Kernel(f"{ATEN.embedding.default} on integers", write, value=site.op)
 
 
-FAMILY = Family(
-    {ATEN.embedding.default: _embedding, ATEN.embedding_bag.padding_idx: _embedding_bag},
-)
+FAMILY = Family(dict.fromkeys((ATEN.embedding.default, ATEN.embedding_bag.padding_idx), _embedding))

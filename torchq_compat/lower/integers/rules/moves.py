@@ -21,6 +21,7 @@ from torchq_compat.lower.integers.lowered_graph import (
     numbers_of,
 )
 from torchq_compat.lower.integers.operators import ARITHMETIC, MAX_POOL, MEAN
+from torchq_compat.lower.integers.rules.convolutions import per_dimension
 from torchq_compat.lower.integers.rules.tables import requantize
 from torchq_compat.ops import preserves_values, those
 from torchq_compat.read.qparams import PerTensorQParams
@@ -88,16 +89,9 @@ def write_move(lowered: LoweredGraph, node: Node, qparams: PerTensorQParams) -> 
 
 
 def _max_pool(lowered: LoweredGraph, source: Node, arguments: dict[str, Any]) -> Node:
-    kernel = arguments["kernel_size"]
-
-    def item(name: str) -> list[Any]:
-        setting = arguments[name]
-        listed = list(setting) if isinstance(setting, (list, tuple)) else [setting]
-        return listed * len(kernel) if len(listed) == 1 else listed
-
-    stride = item("stride") or list(kernel)
-    windows = (list(kernel), stride, item("padding"), item("dilation"))
-    return lowered.call(MAX_POOL, source, *windows, arguments["ceil_mode"])
+    kernel, names = list(arguments["kernel_size"]), ("stride", "padding", "dilation")
+    stride, *others = (per_dimension(arguments[name], len(kernel)) for name in names)
+    return lowered.call(MAX_POOL, source, kernel, stride or kernel, *others, arguments["ceil_mode"])
 
 
 def clamp(lowered: LoweredGraph, source: qdq_graph.Integers, low: float | None, high: float | None) -> Node:
