@@ -112,6 +112,11 @@ def draws(node: Node) -> bool:
     return True
 
 
+def is_pure(node: Node) -> bool:
+    """Return whether ``node`` is an operator that writes nothing and draws no random numbers."""
+    return isinstance(node.target, OpOverload) and not node.target._schema.is_mutable and not draws(node)
+
+
 def moved_by(node: Node) -> Node | None:
     """Return the float input whose values, or zero, are the values of all results of ``node``; None if
     ``node`` computes, or joins several inputs."""

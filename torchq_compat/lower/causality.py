@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,7 +22,7 @@ from torchq_compat.recurrent.families import DynamicRecurrent
 from torchq_compat.recurrent.python_loops import OpaqueLoop
 from torchq_compat.recurrent.recurrent_module import RecurrentModule
 from torchq_compat.recurrent.states import CallKey, Streams
-from torchq_compat.support.graph_nodes import attribute_at, module_path_of, user_line_of
+from torchq_compat.support.graph_nodes import attribute_at, behind, module_path_of, user_line_of
 from torchq_compat.support.upstream import pytree
 
 # Calls of a q-dq graph on random inputs, at chosen sizes: what a stream needs to know is found by trying.
@@ -258,24 +258,11 @@ def _is_kept(trial: TrialCalls, path: str, hidden: Any, steps: Place) -> bool:
     Raises:
         ExportError: the state is computed from the sequence.
     """
-    given = set(_placeholders(pytree.tree_leaves(hidden)))
+    read = behind(pytree.tree_leaves(hidden), stops=lambda node: node.target in those("of shapes"))
+    given = {node for node in read if node.op == "placeholder"}
     if any(steps in trial.places(item) for item in given):
         raise _refused(path, "the state it begins with is computed from the sequence")
     return not given
-
-
-def _placeholders(waiting: list[Any]) -> Iterator[Node]:
-    """Yield the inputs that the values in ``waiting`` are computed from."""
-    seen: set[Node] = set()
-    while waiting:
-        node = waiting.pop()
-        if not isinstance(node, Node) or node in seen:
-            continue
-        seen.add(node)
-        if node.op == "placeholder":
-            yield node
-        elif node.target not in those("of shapes"):
-            waiting.extend(node.all_input_nodes)
 
 
 def _refused(path: str, reason: str) -> ExportError:

@@ -16,7 +16,7 @@ from torchq_compat.errors import ConfigError, InputError
 from torchq_compat.read import qdq
 from torchq_compat.read.qparams import PerTensorQParams, QParams
 from torchq_compat.support.decisions import QuantizedValue
-from torchq_compat.support.graph_nodes import attribute_of
+from torchq_compat.support.graph_nodes import attribute_of, behind
 from torchq_compat.support.quantized_tensors import as_float, is_quantized
 from torchq_compat.support.upstream import PyTreeCodeGen, is_activation_post_process, pytree
 from torchq_compat.support.user_warnings import warn_user
@@ -139,14 +139,16 @@ def quantize_inputs(args: tuple[Any, ...], all_qparams: tuple[QParams | None, ..
 
 
 def _flat(setting: str, indexes: Iterable[int], sizes: list[int]) -> frozenset[int]:
-    matches: set[int] = set()
+    count, matches = len(sizes), set[int]()
     for index in indexes:
-        if isinstance(index, int) and not 0 <= index < len(sizes):
+        if isinstance(index, int) and not 0 <= index < count:
             # FX ignores such an index too, without a warning.
-            warn_user("TQ309", setting=setting, index=index, count=len(sizes))
+            warn_user("TQ309", setting=setting, index=index, count=count)
             continue
         if not isinstance(index, int):
-            raise _no_such_index(setting, index, len(sizes))
+            raise ConfigError.of(
+                "TQ910.no_such_index", setting=setting, index=index, count=count, last=count - 1
+            )
         first = sum(sizes[:index])
         matches.update(range(first, first + sizes[index]))
     return frozenset(matches)
@@ -192,10 +194,6 @@ def _integers(index: int, value: Any, qparams: QParams) -> Tensor:
         return value
     result = str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
     raise InputError.of("TQ901.integer_input", index=index, dtype=qparams.dtype, result=result)
-
-
-def _no_such_index(setting: str, index: object, count: int) -> ConfigError:
-    return ConfigError.of("TQ910.no_such_index", setting=setting, index=index, count=count, last=count - 1)
 
 
 # The values that an op of a prepared or converted graph reads as integers: its weights and inputs.
@@ -272,16 +270,10 @@ def _of_edge(model: GraphModule, edge: Node, path: str, quantized: Collection[No
 
 def _is_constant(source: Node) -> bool:
     """Return whether ``source`` is a weight or computed only from weights, as a fused weight is in QAT."""
-    waiting, seen = [source], set[Node]()
-    while waiting:
-        node = waiting.pop()
-        if node.op == "get_attr" or node in seen:
-            continue
-        if node.op != "call_function" or not node.all_input_nodes:
-            return False
-        seen.add(node)
-        waiting.extend(reversed(node.all_input_nodes))  # Follow the path back to the model's input first.
-    return True
+    return all(
+        node.op == "get_attr" or (node.op == "call_function" and node.all_input_nodes)
+        for node in behind([source])
+    )
 
 
 def _qparams(model: GraphModule, edge: Node, source: Node) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from torchq_compat.errors import ModuleAttributeError
 from torchq_compat.read.qdq import DEQUANTIZES, QUANTIZE
 from torchq_compat.read.qparams import PerTensorQParams, QParams
 from torchq_compat.support import metadata
-from torchq_compat.support.graph_nodes import module_path_of
+from torchq_compat.support.graph_nodes import behind, module_path_of
 from torchq_compat.support.process_state import own_attribute
 from torchq_compat.support.quantized_tensors import AVAILABLE, integers_of, is_quantized, of_integers
 
@@ -195,15 +195,7 @@ def _inputs_of(nodes: list[Node]) -> Iterator[Node]:
 
 
 def _depends_on_inputs(node: Node) -> bool:
-    waiting, seen = [node], set[Node]()
-    while waiting:
-        item = waiting.pop()
-        if item.op == "placeholder":
-            return True
-        if item not in seen:
-            seen.add(item)
-            waiting.extend(item.all_input_nodes)
-    return False
+    return any(item.op == "placeholder" for item in behind([node]))
 
 
 def _no_place(path: str, why: str) -> ModuleAttributeError:

@@ -66,6 +66,17 @@ def position_of(getitem: Node) -> int:
     return position
 
 
+def behind(nodes: Iterable[Any], stops: Callable[[Node], bool] = lambda node: False) -> Iterator[Node]:
+    """Yield the ``nodes`` and those they are computed from, each once, none behind one that ``stops``."""
+    waiting, seen = list(nodes), set[Node]()
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, Node) and node not in seen:
+            seen.add(node)
+            yield node
+            waiting.extend(() if stops(node) else node.all_input_nodes)
+
+
 def follow_devices(model: nn.Module, move: Callable[[Tensor], Tensor]) -> None:
     """Let the graphs in ``model``, whose state ``move`` has moved, make their constants where the state is.
 

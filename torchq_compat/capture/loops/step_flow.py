@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.fx import Node
 
 from torchq_compat.capture.loops import segments
-from torchq_compat.ops import draws, facts
+from torchq_compat.ops import facts, is_pure
 from torchq_compat.support.graph_nodes import SLICE_END
-from torchq_compat.support.upstream import OpOverload, pytree
+from torchq_compat.support.upstream import pytree
 
 ATEN = torch.ops.aten
 
@@ -175,7 +175,11 @@ def _read_position(flow: Flow, position: int, where: dict[Node, tuple[int, int]]
         _write(flow, position, reads, nodes)
         return
     flow.reads[position] = reads
-    if _is_pure(first) and all(_is_invariant(flow, read) for read in reads):
+    if (
+        is_pure(first)
+        and str(first.target).startswith("aten.")
+        and all(_is_invariant(flow, read) for read in reads)
+    ):
         flow.invariant.add(position)
 
 
@@ -300,13 +304,6 @@ def _write(flow: Flow, position: int, reads: list[Read], nodes: list[Node | None
     if any(user in inside for step in flow.steps if (n := step[position]) is not None for user in n.users):
         raise NotALoopError(f"{node} is read again")
     flow.written[position] = Written(place, value)
-
-
-def _is_pure(node: Node) -> bool:
-    target = node.target
-    if not isinstance(target, OpOverload) or target.namespace != "aten":
-        return False
-    return not target._schema.is_mutable and not draws(node)
 
 
 def _is_invariant(flow: Flow, read: Read) -> bool:

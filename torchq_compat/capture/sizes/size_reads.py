@@ -36,8 +36,9 @@ from torchq_compat.capture.sizes.numbers import (
     sizes_in,
     stack_in_code,
 )
-from torchq_compat.ops import draws
+from torchq_compat.ops import is_pure
 from torchq_compat.support import metadata
+from torchq_compat.support.graph_nodes import behind
 from torchq_compat.support.metadata import CUSTOM
 from torchq_compat.support.process_state import held, own_attribute
 from torchq_compat.support.upstream import OpOverload, disable_current_modes, pytree
@@ -543,7 +544,7 @@ class SizeReads(TorchFunctionMode):
     def _value_asked(self, tensor: Tensor) -> Any:
         """Return the number in ``tensor`` if it is computed of buffers alone, and answered; else None."""
         node = self._slot(tensor)
-        needed = set() if node is None else _needed_for(node)
+        needed = set(behind([node]))
         roots = {item for item in needed if item.op != "call_function"}
         for item in roots - self._values.keys():
             constant = getattr(self._tracer.root, str(item.target), None) if item.op == "get_attr" else None
@@ -552,7 +553,7 @@ class SizeReads(TorchFunctionMode):
         storages = {self._values[item][1] for item in roots & self._values.keys()}
         if not needed or len(storages) < len(roots) or storages & self._written:
             return None
-        if not all(item in roots or _is_pure(item) for item in needed):
+        if not all(item in roots or is_pure(item) or item.target is operator.getitem for item in needed):
             return None
         self._asked |= storages or {0}
         if not self.knows_values:
@@ -572,8 +573,7 @@ class SizeReads(TorchFunctionMode):
             value = args[index] if index < len(args) else kwargs.get(argument.name)
             if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor):
                 self._written.add(value.untyped_storage()._cdata)
-                node = self._slot(value)
-                self._written |= set() if node is None else _needed_for(node)
+                self._written.update(behind([self._slot(value)]))
         if self._asked & self._written:
             raise RuntimeError("the model decides by a buffer that it changes")
 
@@ -618,23 +618,6 @@ def _constants(model: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of ``model`` whose values may be answered: in training no parameters."""
     parameters = {} if model.training else dict(model.named_parameters(remove_duplicate=False))
     return {**parameters, **dict(model.named_buffers(remove_duplicate=False))}
-
-
-def _needed_for(node: Node) -> set[Node]:
-    needed, waiting = set[Node](), [node]
-    while waiting:
-        item = waiting.pop()
-        if item not in needed:
-            needed.add(item)
-            waiting.extend(item.all_input_nodes)
-    return needed
-
-
-def _is_pure(node: Node) -> bool:
-    target: Any = node.target
-    if not isinstance(target, OpOverload):
-        return target is operator.getitem
-    return not target._schema.is_mutable and not draws(node)
 
 
 def _after(last: Node, graph: Graph) -> Iterator[Node]:
