@@ -277,7 +277,9 @@ def test_train_and_eval_switch_batch_norms_and_return_the_model(monkeypatch: pyt
 
 def test_qparams_that_are_given_need_no_range() -> None:
     """torchao's convert writes a range of None, with which the model cannot be called."""
-    x = torch.randn(4, 3)
+    x = torch.empty(4, 3).uniform_(-1.5, 1.5)
+    x[0, :2] = torch.tensor([-1.5, 1.5])  # in the first half, whose qparams the second one has
+    x[2, :2] = 1.5
     known = FixedQParamsQuantizationSpec(torch.uint8, 1 / 32, 128)
 
     def annotate(node: fx.Node) -> QuantizationAnnotation | None:

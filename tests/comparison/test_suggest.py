@@ -140,6 +140,14 @@ def test_where_the_worst_together_help_nothing_others_are_tried() -> None:
     assert _best_together(trial, [], 2, 10.0) == ((), 10.0)
 
 
+def test_where_leaving_out_helps_nothing_the_mapping_stays() -> None:
+    batch = (torch.randn(4, 2),)
+    with pytest.warns(QuantizationWarning, match="makes the model no better"):
+        mapping = tc.suggest(nn.Sequential(nn.ReLU()).eval(), get_default_qconfig_mapping("x86"), batch, [batch])
+    assert mapping.chosen == ()
+    assert 30 < mapping.sqnr_before == mapping.sqnr_after < 60
+
+
 def test_the_command_prints_what_can_be_pasted(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.warns(QuantizationWarning, match="no 16 bits"):
         assert main(["suggest", "-n", "2", "--instead", "16-bit", f"{__name__}:case"]) == 0

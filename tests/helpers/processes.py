@@ -87,6 +87,7 @@ def in_fork(check: Callable[[], object], seconds: int = 60) -> int:
     if not child:
         try:
             signal.alarm(seconds)
+            torch.set_num_threads(1)  # libgomp's threads are not in the child: two would wait for good
             os._exit(not check())
         finally:  # An error must not unwind into the tests.
             traceback.print_exc()
