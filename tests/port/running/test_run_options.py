@@ -56,12 +56,7 @@ def run(tmp_path: Path, *options: str, module: str = "nn.Linear(4, 4)") -> Ran:
     [
         ((), "convert_fx convert_to_reference_fx", "converted"),
         pytest.param(("--lower",), "convert_fx convert_fx", "converted", marks=pytest.mark.slow),
-        pytest.param(
-            ("--reference",),
-            "convert_to_reference_fx convert_to_reference_fx",
-            "converted to reference",
-            marks=pytest.mark.slow,
-        ),
+        (("--reference",), "convert_to_reference_fx convert_to_reference_fx", "converted to reference"),
     ],
 )
 def test_which_conversion(tmp_path: Path, options: tuple[str, ...], called: str, stage: str) -> None:

@@ -91,7 +91,7 @@ def _with_parameters_of(original: Function, function: Function) -> Function:
     if not dropped:
         return function
 
-    @functools.wraps(function)
+    @functools.wraps(function, updated=())  # without ``at_once``, which does not drop them
     def without_dropped(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **{key: value for key, value in kwargs.items() if key not in dropped})
 
