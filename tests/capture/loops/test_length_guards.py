@@ -50,6 +50,11 @@ def _in_the_step(linear: nn.Linear, x: Tensor) -> Tensor:
     return torch.stack(states, 1)
 
 
+def _unlike_short_ones(linear: nn.Linear, x: Tensor) -> Tensor:
+    y = _loop(linear, x)
+    return y if x.size(1) > 3 else y + 1
+
+
 class Model(nn.Module):
     def __init__(self, body: Body) -> None:
         super().__init__()
@@ -66,6 +71,11 @@ class Model(nn.Module):
         (_by_batch_behind, "it is 1 to 4", {(3, 1), (3, 4), (3, 12), (3, 20), (4, 41), (1, 7), (2, 100)}),
         (_by_product_behind, "it is 1 to 5", {(3, 1), (3, 4), (3, 12), (5, 7), (1, 7), (5, 5)}),
         (_in_the_step, "it is 1 to 4", {(3, 1), (3, 4), (3, 12), (3, 20), (4, 41), (1, 7), (2, 100)}),
+        (
+            _unlike_short_ones,
+            "x.size(1) > 3",
+            {(3, 4), (3, 12), (3, 20), (4, 41), (5, 7), (1, 7), (8, 20), (5, 5), (2, 100)},
+        ),
     ],
 )
 def test_right_or_refused(body: Body, limit: str, accepted: set[tuple[int, int]]) -> None:

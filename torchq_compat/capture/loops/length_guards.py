@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -55,13 +55,13 @@ class Length:
 
 def keep_guards(
     short: ReadSizes, long: ReadSizes, lengths: Sequence[Length]
-) -> tuple[ReadSizes, tuple[frozenset[int], ...]]:
+) -> tuple[ReadSizes, tuple[Mapping[int, Sequence[Guard]], ...]]:
     """Return what two captures of a model decided alike.
 
     Returns:
-        The guards; and for each length, the sizes up to the captures' at which a decision is another one. No
-        guard follows from such a decision, mostly about a step's number, nor from one about what a custom
-        module computes by itself: trials show whether they matter.
+        The guards; and for each length, the guards that do not hold at a size up to those of the captures, by
+        that size: mostly they are about a step's number, and a trial shows whether they matter. A decision
+        about what a custom module computes by itself is in neither.
 
     Raises:
         NotALoopError: a decision is about a size that does not grow evenly with a length.
@@ -73,18 +73,21 @@ def keep_guards(
     known |= _at_lengths(short.inputs, inputs, lengths) | _at_lengths(long.inputs, inputs, longs)
     read, computable = ReadSizes(inputs, (), known), set[Node]()
     twins = dict(_named(long.guards))
-    guards, doubtful = list[Guard](), [frozenset[int]() for _ in lengths]
+    guards, doubtful = list[Guard](), tuple(dict[int, list[Guard]]() for _ in lengths)
     for name, guard in _named(short.guards):
         if name not in twins:
             continue
         expression = _in_lengths(guard, twins[name], short.inputs, inputs, lengths)
         if not all(is_computable(size.node, read, computable) for size in sizes_in(expression)):
             continue
-        others = [_broken_at(expression, guard.value, length, length.size_in(inputs)) for length in lengths]
-        if not any(others):
-            guards.append(replace(guard, expression=expression))
-        doubtful = [known | other for known, other in zip(doubtful, others, strict=True)]
-    return replace(read, guards=tuple(guards)), tuple(doubtful)
+        kept = replace(guard, expression=expression)
+        broken = [_broken_at(kept, length, length.size_in(inputs)) for length in lengths]
+        if not any(broken):
+            guards.append(kept)
+        for of_length, sizes in zip(doubtful, broken, strict=True):
+            for size in sizes:
+                of_length.setdefault(size, []).append(kept)
+    return replace(read, guards=tuple(guards)), doubtful
 
 
 def _named(guards: Sequence[Guard]) -> Iterator[tuple[Any, Guard]]:
@@ -128,20 +131,19 @@ def _value(size: Size) -> int:
     return int(size.node.meta["val"].shape[size.dim])
 
 
-def _broken_at(expression: Any, value: Any, length: Length, own: Size) -> frozenset[int]:
-    """Return the sizes of ``length``, called ``own``, at which ``expression`` has another value: up to those
-    of the captures, and that of the example."""
-    sizes = (
-        {*range(1, length.short + length.grown + 1), length.example} if own in sizes_in(expression) else ()
-    )
+def _broken_at(guard: Guard, length: Length, own: Size) -> list[int]:
+    """Return the sizes of ``length``, called ``own``, at which ``guard`` does not hold: up to those of the
+    captures, and that of the example."""
+    if own not in sizes_in(guard.expression):
+        return []
 
     def is_broken(size: int) -> bool:
         with suppress(ArithmeticError):
-            at_size = map_sizes(expression, lambda item: size if item == own else _value(item))
-            return bool(simplified(at_size) != value)
+            at_size = map_sizes(guard.expression, lambda item: size if item == own else _value(item))
+            return bool(simplified(at_size) != guard.value)
         return False
 
-    return frozenset(filter(is_broken, sizes))
+    return list(filter(is_broken, {*range(1, length.short + length.grown + 1), length.example}))
 
 
 def _at_lengths(

@@ -25,7 +25,7 @@ from torchq_compat.capture.loops.step_flow import NotALoopError
 from torchq_compat.capture.opaque_calls import insert_calls
 from torchq_compat.capture.opaque_stub import OPAQUE_OP, StubRegistry
 from torchq_compat.capture.packed_sequences import PackingMode
-from torchq_compat.capture.sizes.size_reads import ReadSizes, SizeReads
+from torchq_compat.capture.sizes.size_reads import Guard, ReadSizes, SizeReads
 from torchq_compat.capture.torch_export import capture_freely, copied_inputs
 from torchq_compat.capture.trial_runs import CAPTURED, FloatRun, Runs, difference, trial_copy, with_sizes
 from torchq_compat.capture.unseen_python import marked_functions, show_identities
@@ -192,7 +192,8 @@ def roll_loops(
     result = _build(working, rolled, captured)
     if is_trained:
         _refuse_parted_parameters(result)
-    _check(result, runs, args, inputs, looped, doubtful)
+    guards = _check(result, runs, args, inputs, looped, doubtful)
+    result.read = replace(result.read, guards=(*result.read.guards, *guards))
     _keep_examples(result, args, inputs, looped)
     return result
 
@@ -203,8 +204,8 @@ def _rolled_at_two_lengths(
     inputs: Mapping[str, Any],
     looped: LoopedSizes,
     put_stubs: PutStubs,
-) -> tuple[RolledGraph, _Captured, Sequence[Collection[int]]]:
-    """Return the rolled graph, what was captured, and for each length the sizes that are to be tried."""
+) -> tuple[RolledGraph, _Captured, Sequence[Mapping[int, Sequence[Guard]]]]:
+    """Return the rolled graph, what was captured, and for each length guards that a trial decides about."""
     names = _free_names(working)
     for least in SHORT:
         lengths = _choose_lengths(inputs, looped, least)
@@ -397,30 +398,50 @@ def _check(
     args: tuple[Any, ...],
     inputs: Mapping[str, Any],
     looped: LoopedSizes,
-    doubtful: Sequence[Collection[int]],
-) -> None:
-    """Run the rolled model beside the user's model: on the example, and with each length changed alone, also
-    to the ``doubtful`` sizes of each.
+    doubtful: Sequence[Mapping[int, Sequence[Guard]]],
+) -> list[Guard]:
+    """Run the rolled model beside the user's model: on the example, and with each length changed alone.
+
+    Args:
+        doubtful: for each length, the guards that do not hold at a size.
+
+    Returns:
+        Those without which the results differ.
 
     Raises:
         NotALoopError: the results differ, or the float model runs at fewer than two lengths.
     """
     example = [int(inputs[group[0][0]].shape[group[0][1]]) for group in looped.groups]
-    tried = [example]
-    for index, others in enumerate(doubtful):
-        for size in sorted({SHORT[1], 3, 1, *others}, reverse=True):
-            tried.append([size if other == index else known for other, known in enumerate(example)])
+    idle, differing = set[int](), list[tuple[list[int], str, list[Guard]]]()
     ran = 0
-    for sizes in reversed(tried):
+    for sizes in reversed(list(_lengths_tried(example, doubtful))):
         run = runs.of_float_model(with_sizes(args, inputs, looped.sizes(sizes)))
         if run.error is not None:
             continue
         ran += 1
+        guards = [guard for known, size in zip(doubtful, sizes, strict=True) for guard in known.get(size, ())]
         problem = _compare(rolled_model, run)
-        if problem is not None:
-            raise NotALoopError(f"the rolled loop computes something else at lengths {sizes}: {problem}")
+        if problem is None:
+            idle.update(map(id, guards))
+        else:
+            differing.append((sizes, problem, guards))
     if ran < 2:
         raise NotALoopError("the float model does not run at other lengths")
+    needed: dict[int, Guard] = {}
+    for sizes, problem, guards in differing:
+        broken = {id(guard): guard for guard in guards if id(guard) not in idle}
+        if not broken or sizes == example:
+            raise NotALoopError(f"the rolled loop computes something else at lengths {sizes}: {problem}")
+        needed |= broken
+    return list(needed.values())
+
+
+def _lengths_tried(example: list[int], doubtful: Sequence[Collection[int]]) -> Iterator[list[int]]:
+    """Yield the lengths of the example, and those with one changed, also to each ``doubtful`` size."""
+    yield example
+    for index, sizes in enumerate(doubtful):
+        for size in sorted({SHORT[1], 3, 1, *sizes} - {example[index]}, reverse=True):
+            yield [size if other == index else known for other, known in enumerate(example)]
 
 
 def _compare(rolled_model: RolledModel, run: FloatRun) -> str | None:
