@@ -16,6 +16,7 @@ from torch.ao.quantization import (
     default_dynamic_qconfig,
     default_fake_quant,
     float_qparams_weight_only_qconfig,
+    fuse_modules,
     get_default_qat_qconfig_mapping,
     get_default_qconfig_mapping,
 )
@@ -65,6 +66,22 @@ def test_what_scripts_read_is_what_fx_has(path: str, both: tuple[nn.Module, nn.M
     assert ours.scale == pytest.approx(float(theirs.scale), rel=1e-6)
     assert ours.zero_point == int(theirs.zero_point)
     assert f"scale={ours.scale}, zero_point={ours.zero_point}" in repr(ours)
+
+
+def test_modules_that_the_script_fused_are_read_as_those_fused_in_prepare(
+    both: tuple[nn.Module, nn.Module, Tensor],
+) -> None:
+    torch.manual_seed(0)
+    model, x = Net().eval(), both[2]
+    for fused in (tc.fuse_fx(model), fuse_modules(model, [["conv1", "bn1", "relu"], ["block.0", "block.1"]])):
+        prepared = tc.prepare_fx(fused, MAPPING, (x,))
+        prepared(x)
+        converted = tc.convert_fx(prepared)
+        for path in ("conv1", "block.0", "fc"):
+            ours, other = (item.get_submodule(path) for item in (converted, both[1]))
+            assert (type(ours), ours.scale, ours.zero_point) == (type(other), other.scale, other.zero_point)
+            assert torch.equal(ours.weight().int_repr(), other.weight().int_repr())
+            assert torch.equal(ours.bias(), other.bias())
 
 
 def test_modules_come_in_the_order_of_the_float_model(both: tuple[nn.Module, nn.Module, Tensor]) -> None:

@@ -23,6 +23,7 @@ from torchq_compat.support import metadata
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.graph_nodes import module_path_of
 from torchq_compat.support.process_state import alone, draws_kept
+from torchq_compat.support.torch_ao import fused_module
 from torchq_compat.support.upstream import BatchNormBase, DropoutBase
 
 # The float model's training flags: they do not decide that prepare_fx calibrates and prepare_qat_fx trains.
@@ -64,8 +65,8 @@ def decide_training_flags(
     mode = "evaluation" if is_qat else "training"
     reported: list[str] = []
     for path, module in model.named_modules():
-        # torch.fx.symbolic_trace makes plain modules as containers, whose flags nobody set.
-        is_container = type(module) is nn.Module
+        # torch.fx.symbolic_trace and fuse_modules make containers, whose flags nobody set.
+        is_container = type(module) is nn.Module or isinstance(module, fused_module)
         if module.training == is_qat or is_container or any(_is_inside(path, outer) for outer in reported):
             continue
         if module in kept:

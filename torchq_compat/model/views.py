@@ -25,6 +25,7 @@ from torchq_compat.read.qdq import DEQUANTIZE_DYNAMIC, DEQUANTIZE_PER_CHANNEL, D
 from torchq_compat.support.graph_nodes import attribute_of, module_path_of, source_of
 from torchq_compat.support.quantized_tensors import of_integers, of_integers_per_channel
 from torchq_compat.support.torch_ao import fake_quantize as legacy_fake_quantize
+from torchq_compat.support.torch_ao import fused_module
 
 # Views of the float model's modules in a converted model: ``q.conv1.weight()``, ``.scale``, ``print(q)``.
 #
@@ -60,20 +61,26 @@ class ModuleFacts:
 
 
 def describe_modules(model: nn.Module) -> dict[str, ModuleFacts]:
-    """Return path -> facts, for all modules of ``model`` that FX does not trace into, such as torch.nn's."""
+    """Return path -> facts, for all modules of ``model`` that FX does not trace into, such as torch.nn's, and
+    for torch.ao's fused ones, which have those of the first module in them."""
     result = {}
     paths: dict[nn.Module, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         paths.setdefault(module, []).append(path)
     for path, module in model.named_modules():
-        if path and is_fx_leaf(module) and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        is_leaf = is_fx_leaf(module) and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+        if path and (is_leaf or isinstance(module, fused_module)):
+            first: nn.Module = module[0] if isinstance(module, fused_module) else module
             settings = {
                 name: value
-                for name, value in vars(module).items()
+                for name, value in vars(first).items()
                 if not name.startswith("_") and isinstance(value, SETTINGS) and name != "training"
             }
             result[path] = ModuleFacts(
-                type(module).__name__, settings, module.extra_repr(), tuple(paths[module][1:])
+                type(module).__name__.replace("Bn", ""),
+                settings,
+                first.extra_repr(),
+                tuple(paths[module][1:]),
             )
     return result
 
@@ -81,7 +88,7 @@ def describe_modules(model: nn.Module) -> dict[str, ModuleFacts]:
 def install_views(converted: GraphModule, facts: Mapping[str, ModuleFacts]) -> None:
     """Put a view at every path of ``facts`` that has no module of its own in ``converted``."""
     nodes = nodes_by_path(converted)
-    kinds = {path: _kind_of(fact, nodes.get(path, [])) for path, fact in facts.items()}
+    kinds = {path: _kind_of(fact, _nodes_at(nodes, path)) for path, fact in facts.items()}
     for view in _put_views(converted, facts, kinds, is_prepared=False):
         bias = view._parameters.get("bias")
         if "Quantized" in type(view).__name__ and bias is not None and not isinstance(bias, BiasParameter):
@@ -300,8 +307,10 @@ def nodes_by_path(graph_module: GraphModule) -> dict[str, list[Node]]:
     return matches
 
 
-def _nodes_at(graph_module: GraphModule, path: str) -> list[Node]:
-    return nodes_by_path(graph_module).get(path, [])
+def _nodes_at(model: GraphModule | Mapping[str, list[Node]], path: str) -> list[Node]:
+    """Return the ops of the module at ``path``; those of a fused module may be ops of what is in it."""
+    nodes = nodes_by_path(model) if isinstance(model, GraphModule) else model
+    return nodes.get(path) or [node for index in range(3) for node in nodes.get(f"{path}.{index}", ())]
 
 
 def _kind_of(facts: ModuleFacts, nodes: list[Node]) -> str:
