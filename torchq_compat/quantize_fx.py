@@ -332,7 +332,7 @@ def fuse_fx(
     """
     preserved = read_fuse_custom_config(fuse_custom_config)
     backend = read_backend_config(backend_config)
-    return fuse(model, preserved, None if backend_config is None else backend)
+    return fuse(model, preserved, backend)
 
 
 def _reference() -> Callable[..., ConvertedModel]:

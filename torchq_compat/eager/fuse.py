@@ -20,24 +20,10 @@ from torchq_compat.codes import error_line
 from torchq_compat.errors import ConfigError, InputError
 from torchq_compat.read.backend_configs import BackendTable, Pattern
 from torchq_compat.support.graph_nodes import copied_model
-from torchq_compat.support.torch_ao import fuse_known_modules
 from torchq_compat.support.upstream import USER_PRESERVED_ATTRIBUTES_KEY
 from torchq_compat.support.user_warnings import warn_user
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-#: Chains of modules for which torch.ao has a fused module, the longest first.
-CHAINS: tuple[tuple[type[nn.Module], ...], ...] = (
-    *((conv, norm, nn.ReLU) for conv, norm in zip(CONVOLUTIONS, BATCH_NORMS, strict=True)),
-    *((conv, norm) for conv, norm in zip(CONVOLUTIONS, BATCH_NORMS, strict=True)),
-    *((conv, norm) for conv, norm in zip(TRANSPOSED, BATCH_NORMS, strict=True)),
-    (nn.Linear, nn.BatchNorm1d),
-    *((conv, nn.ReLU) for conv in CONVOLUTIONS),
-    (nn.Linear, nn.ReLU),
-    (nn.BatchNorm2d, nn.ReLU),
-    (nn.BatchNorm3d, nn.ReLU),
-)
 
 
 @dataclass(frozen=True)
@@ -48,28 +34,16 @@ class _Fusion:
     fuse: Callable[..., Any]
 
 
-def _fuse_known(is_qat: bool, *modules: nn.Module) -> Any:
-    return fuse_known_modules(list(modules), is_qat=is_qat)[0]  # type: ignore[no-untyped-call]
-
-
-#: FX leaves torch.relu and Tensor.relu to prepare.
-DEFAULT = tuple(
-    _Fusion((*before, relu), _fuse_known)
-    for *before, last in CHAINS
-    for relu in ((nn.ReLU, F.relu) if last is nn.ReLU else (last,))
-)
-
-
 class _ModuleTracer(Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return is_fx_leaf(m)
 
 
-def fuse(model: nn.Module, preserved: Iterable[str], backend: BackendTable | None = None) -> nn.Module:
+def fuse(model: nn.Module, preserved: Iterable[str], backend: BackendTable) -> nn.Module:
     """Fuse a traced copy of ``model``; return ``model`` itself, with a warning, if it cannot be traced.
 
     Args:
-        backend: the patterns to fuse, with their fuser methods; None for those of torch.ao's fused modules.
+        backend: the patterns to fuse, with their fuser methods.
 
     Raises:
         InputError: a batch norm in training mode follows a convolution or linear.
@@ -83,8 +57,7 @@ def fuse(model: nn.Module, preserved: Iterable[str], backend: BackendTable | Non
         warn_user("TQ317", model=type(model).__name__, cause=reason)
         return model
     fused = GraphModule(working, graph, type(model).__name__)
-    fusions = DEFAULT if backend is None else _fusions_of(backend)
-    for chain, fusion in _find_chains(fused, fusions):
+    for chain, fusion in _find_chains(fused, _fusions_of(backend)):
         _fuse_chain(fused, chain, fusion)
     fused.graph.eliminate_dead_code()
     fused.delete_all_unused_submodules()
