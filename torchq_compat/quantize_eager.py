@@ -25,15 +25,9 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 
 from torchq_compat.annotate.annotation import annotating_nothing
 from torchq_compat.capture.opaque_calls import OpaqueModule
+from torchq_compat.eager import observe
 from torchq_compat.eager.convert import ConvertSettings, convert_children, convert_module, tell_of_observers
 from torchq_compat.eager.grid import rounding_as_graph
-from torchq_compat.eager.observe import (
-    ObserveSettings,
-    forget_observers,
-    observe,
-    set_qconfigs,
-    tell_if_unasked,
-)
 from torchq_compat.eager.users_model import ConvertedEager, EagerModel, decide, mark
 from torchq_compat.errors import ConfigError
 from torchq_compat.lower.integers.lowered_module import lower_to_integers
@@ -41,20 +35,8 @@ from torchq_compat.model.graph_module import ConvertedGraphModule, ConvertedMode
 from torchq_compat.quantize.distributed.ranks import meet_other_ranks
 from torchq_compat.quantize.distributed.wrappers import check_not_sharded, unwrapped
 from torchq_compat.quantize_fx import convert_to_reference_fx, prepare_fx
+from torchq_compat.support import argument_checks as checks
 from torchq_compat.support import torch_ao
-from torchq_compat.support.argument_checks import (
-    ANYTHING,
-    FLAG,
-    FUNCTION,
-    checked_arguments,
-    either,
-    instance_of,
-    mapping_of,
-    names_of,
-    one_of,
-    optional,
-    sequence_of,
-)
 from torchq_compat.support.decisions import MODULE_DECISIONS
 from torchq_compat.support.graph_nodes import copied_model
 from torchq_compat.support.sharded import converting_together, make_whole
@@ -94,9 +76,9 @@ __all__ = [
     "swap_module",
 ]
 
-MODULE = instance_of(nn.Module, what="an nn.Module")
+MODULE = checks.instance_of(nn.Module, what="an nn.Module")
 #: The settings of both configs in torch.ao, of which eager mode reads the first five.
-SETTINGS = one_of(
+SETTINGS = checks.one_of(
     "float_to_observed_custom_module_class",
     "observed_to_quantized_custom_module_class",
     "non_traceable_module_name",
@@ -108,19 +90,19 @@ SETTINGS = one_of(
     "output_quantized_idxs",
     "preserved_attributes",
 )
-CONFIG = optional(mapping_of(SETTINGS, ANYTHING))
-CLASS_MAPPING = mapping_of(instance_of(type, what="a class"), ANYTHING)
-MAPPING = optional(CLASS_MAPPING)
-ARGUMENTS = sequence_of(ANYTHING)
-PATH = instance_of(str, what="a path of a module")
-PATHS = either(sequence_of(PATH), sequence_of(sequence_of(PATH)))
-FUSING = {"model": MODULE, "modules_to_fuse": PATHS, "inplace": FLAG, "fuser_func": FUNCTION}
-CLASSES = optional(names_of(instance_of(type, what="a class of modules")))
+CONFIG = checks.optional(checks.mapping_of(SETTINGS, checks.ANYTHING))
+CLASS_MAPPING = checks.mapping_of(checks.instance_of(type, what="a class"), checks.ANYTHING)
+MAPPING = checks.optional(CLASS_MAPPING)
+ARGUMENTS = checks.sequence_of(checks.ANYTHING)
+PATH = checks.instance_of(str, what="a path of a module")
+PATHS = checks.either(checks.sequence_of(PATH), checks.sequence_of(checks.sequence_of(PATH)))
+FUSING = {"model": MODULE, "modules_to_fuse": PATHS, "inplace": checks.FLAG, "fuser_func": checks.FUNCTION}
+CLASSES = checks.optional(checks.names_of(checks.instance_of(type, what="a class of modules")))
 
 
-@checked_arguments(
+@checks.checked_arguments(
     model=MODULE,
-    inplace=FLAG,
+    inplace=checks.FLAG,
     allow_list=CLASSES,
     observer_non_leaf_module_list=CLASSES,
     prepare_custom_config_dict=CONFIG,
@@ -165,18 +147,18 @@ def prepare(
     """
     config = _config(prepare_custom_config_dict)
     working = _working(model, "prepare", inplace=inplace)
-    set_qconfigs(working, {})
-    settings = ObserveSettings(
+    observe.set_qconfigs(working, {})
+    settings = observe.ObserveSettings(
         torch_ao.get_default_qconfig_propagation_list() if allow_list is None else tuple(allow_list),
         tuple(observer_non_leaf_module_list or ()),
         config.get("float_to_observed_custom_module_class", {}),
     )
-    decide(working, observe(working, settings))
+    decide(working, observe.observe(working, settings))
     mark(working, EagerModel)
     return working
 
 
-@checked_arguments(model=MODULE, mapping=MAPPING, inplace=FLAG)
+@checks.checked_arguments(model=MODULE, mapping=MAPPING, inplace=checks.FLAG)
 def prepare_qat(
     model: nn.Module, mapping: Mapping[type, Any] | None = None, inplace: bool = False
 ) -> nn.Module:
@@ -209,19 +191,19 @@ def prepare_qat(
     # torch.ao's class refuses it; an attention module, which has it, is a custom module.
     classes.pop(nn.modules.linear.NonDynamicallyQuantizableLinear, None)
     working = _working(model, "prepare_qat", inplace=inplace)
-    set_qconfigs(working, {})
+    observe.set_qconfigs(working, {})
     convert_children(working, ConvertSettings(classes, {}))
     return prepare(working, inplace=True, observer_non_leaf_module_list=set(classes.values()))
 
 
-@checked_arguments(
+@checks.checked_arguments(
     module=MODULE,
     mapping=MAPPING,
-    inplace=FLAG,
-    remove_qconfig=FLAG,
-    is_reference=FLAG,
+    inplace=checks.FLAG,
+    remove_qconfig=checks.FLAG,
+    is_reference=checks.FLAG,
     convert_custom_config_dict=CONFIG,
-    use_precomputed_fake_quant=FLAG,
+    use_precomputed_fake_quant=checks.FLAG,
 )
 def convert(
     module: nn.Module,
@@ -282,7 +264,9 @@ def convert(
     meet_other_ranks(module, "convert")
     with converting_together(module) as parts:
         working = _working(module, "convert", inplace=inplace, known=parts)
-        if not isinstance(working, ConvertedEager) and tell_if_unasked(working, "convert", "quantized"):
+        if not isinstance(working, ConvertedEager) and observe.tell_if_unasked(
+            working, "convert", "quantized"
+        ):
             return working
         tell_of_observers(working, settings)
         with silenced(lambda text: "must run observer" in text):  # Those without data are told of above.
@@ -291,13 +275,13 @@ def convert(
     if remove_qconfig:
         for item in working.modules():
             vars(item).pop("qconfig", None)
-            forget_observers(item)
+            observe.forget_observers(item)
     mark(working, ConvertedEager)
     decide(working, settings.decisions)
     return working
 
 
-@checked_arguments(converted=MODULE, example_inputs=ARGUMENTS)
+@checks.checked_arguments(converted=MODULE, example_inputs=ARGUMENTS)
 def lower(converted: nn.Module, example_inputs: tuple[Any, ...]) -> ConvertedModel:
     """Return a converted model as one graph on integer kernels, as ``convert_fx`` returns.
 
@@ -331,7 +315,9 @@ def lower(converted: nn.Module, example_inputs: tuple[Any, ...]) -> ConvertedMod
     return lower_to_integers(known, trial)
 
 
-@checked_arguments(model=MODULE, run_fn=FUNCTION, run_args=ARGUMENTS, mapping=MAPPING, inplace=FLAG)
+@checks.checked_arguments(
+    model=MODULE, run_fn=checks.FUNCTION, run_args=ARGUMENTS, mapping=MAPPING, inplace=checks.FLAG
+)
 def quantize(
     model: nn.Module,
     run_fn: Callable[..., Any],
@@ -359,7 +345,7 @@ def quantize(
     return convert(working, mapping, inplace=True)
 
 
-@checked_arguments(model=MODULE, run_fn=FUNCTION, run_args=ARGUMENTS, inplace=FLAG)
+@checks.checked_arguments(model=MODULE, run_fn=checks.FUNCTION, run_args=ARGUMENTS, inplace=checks.FLAG)
 def quantize_qat(
     model: nn.Module, run_fn: Callable[..., Any], run_args: Sequence[Any], inplace: bool = False
 ) -> nn.Module:
@@ -382,7 +368,7 @@ def quantize_qat(
     return convert(working, inplace=True)
 
 
-@checked_arguments(**FUSING, fuse_custom_config_dict=CONFIG)
+@checks.checked_arguments(**FUSING, fuse_custom_config_dict=CONFIG)
 def fuse_modules(
     model: nn.Module,
     modules_to_fuse: Sequence[Any],
@@ -411,7 +397,7 @@ def fuse_modules(
     return _fused(legacy_fuse_modules, model, modules_to_fuse, inplace, fuser_func, fuse_custom_config_dict)
 
 
-@checked_arguments(**FUSING, fuse_custom_config_dict=CONFIG)
+@checks.checked_arguments(**FUSING, fuse_custom_config_dict=CONFIG)
 def fuse_modules_qat(
     model: nn.Module,
     modules_to_fuse: Sequence[Any],
@@ -441,8 +427,10 @@ def fuse_modules_qat(
     )
 
 
-@checked_arguments(
-    module=MODULE, qconfig_dict=optional(mapping_of(ANYTHING, ANYTHING)), prepare_custom_config_dict=CONFIG
+@checks.checked_arguments(
+    module=MODULE,
+    qconfig_dict=checks.optional(checks.mapping_of(checks.ANYTHING, checks.ANYTHING)),
+    prepare_custom_config_dict=CONFIG,
 )
 def propagate_qconfig_(
     module: nn.Module,
@@ -467,10 +455,10 @@ def propagate_qconfig_(
         *config.get("non_traceable_module_name", ()),
         *config.get("non_traceable_module_class", ()),
     )
-    set_qconfigs(module, qconfig_dict or {}, left_out)
+    observe.set_qconfigs(module, qconfig_dict or {}, left_out)
 
 
-@checked_arguments(module=MODULE)
+@checks.checked_arguments(module=MODULE)
 def add_quant_dequant(module: nn.Module) -> nn.Module:
     """Wrap each module without submodules that has a qconfig in a ``QuantWrapper``, in place.
 
@@ -491,11 +479,11 @@ def add_quant_dequant(module: nn.Module) -> nn.Module:
     return module
 
 
-@checked_arguments(
+@checks.checked_arguments(
     mod=MODULE,
     mapping=CLASS_MAPPING,
     custom_module_class_mapping=CLASS_MAPPING,
-    use_precomputed_fake_quant=FLAG,
+    use_precomputed_fake_quant=checks.FLAG,
 )
 def swap_module(
     mod: nn.Module,

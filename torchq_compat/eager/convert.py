@@ -20,16 +20,9 @@ from torch.nn.utils.parametrize import is_parametrized, remove_parametrizations,
 from torchq_compat.annotate.observed_graph import ObserverFault, observer_fault
 from torchq_compat.capture.opaque_calls import OpaqueModule
 from torchq_compat.custom_modules import handler_of
-from torchq_compat.eager import qdq_modules
+from torchq_compat.eager import observe, qdq_modules
 from torchq_compat.eager.grid import keep_custom_results
-from torchq_compat.eager.observe import (
-    OBSERVER,
-    OBSERVERS,
-    UNMAPPED,
-    forget_observers,
-    is_observing,
-    mapping_of_whole,
-)
+from torchq_compat.eager.quantize_dynamic import hand_hooks_on
 from torchq_compat.errors import ConvertError
 from torchq_compat.fx_state.load import WEIGHT_QPARAMS
 from torchq_compat.modules.registry import ConvertRequest
@@ -77,12 +70,12 @@ def tell_of_observers(model: nn.Module, settings: ConvertSettings) -> None:
     """
     faults: dict[ObserverFault | None, list[str]] = {}
     for path, module in model.named_modules():
-        observer, handler = getattr(module, OBSERVER, None), handler_of(module)
+        observer, handler = getattr(module, observe.OBSERVER, None), handler_of(module)
         if isinstance(module, OpaqueModule) and handler is not None:
             module.opaque_layouts = getattr(module, "opaque_layouts", [])
             for name, fault in handler.observer_faults(module):
                 faults.setdefault(fault, []).append(f"{path}.{name}")
-        elif isinstance(observer, OBSERVERS) and getattr(module, "qconfig", None) is not None:
+        elif isinstance(observer, observe.OBSERVERS) and getattr(module, "qconfig", None) is not None:
             own = observer_fault(observer)
             faults.setdefault(own, []).append(path)
     if not_finite := faults.get(ObserverFault.NOT_FINITE):
@@ -103,10 +96,10 @@ def convert_children(module: nn.Module, settings: ConvertSettings, path: str = "
     replaced: dict[str, nn.Module] = {}
     for name, child in module.named_children():
         where = f"{path}.{name}" if path else name
-        if isinstance(child, OBSERVERS):
+        if isinstance(child, observe.OBSERVERS):
             replaced[name] = child
             continue
-        is_whole = isinstance(child, (fused_module, OpaqueModule)) or mapping_of_whole(child)
+        is_whole = isinstance(child, (fused_module, OpaqueModule)) or observe.mapping_of_whole(child)
         if not is_whole and not _custom_class(child, settings):
             convert_children(child, settings, where)
         with whole_inside(child, where):
@@ -137,13 +130,13 @@ def convert_module(module: nn.Module, settings: ConvertSettings, path: str) -> n
     else:
         result = module
     if result is not module:
-        _hand_hooks_on(module, result)
+        hand_hooks_on(module, result, observe.HOOKS)  # They are called with values on a grid.
         devices = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
         if len(devices) == 1:
             result.to(next(iter(devices)))
         result.training = module.training
-    if result is module and (mapping := mapping_of_whole(module)):
-        settings.decisions.append(Decision(path, kind.__name__, Action.FLOAT, UNMAPPED + mapping))
+    if result is module and (mapping := observe.mapping_of_whole(module)):
+        settings.decisions.append(Decision(path, kind.__name__, Action.FLOAT, observe.UNMAPPED + mapping))
     elif result is not module or not list(module.children()):
         settings.decisions.append(_decision(result, kind, path))
     return result
@@ -202,7 +195,7 @@ def _converted_by(target: Any, module: nn.Module, settings: ConvertSettings, pat
         return result
     name = target.__name__
     if name in KEPT_FLOAT:
-        forget_observers(module)
+        observe.forget_observers(module)
         return module
     cls = qdq_modules.CLASSES.get(name)
     if cls is None or ".dynamic" in target.__module__:
@@ -211,7 +204,7 @@ def _converted_by(target: Any, module: nn.Module, settings: ConvertSettings, pat
         return cls()
     if issubclass(cls, (qdq_modules.Embedding, qdq_modules.EmbeddingBag)):
         return _table(cls, module, settings, path)
-    observer = getattr(module, OBSERVER, None)
+    observer = getattr(module, observe.OBSERVER, None)
     if observer is None:
         raise ConvertError.of("TQ905.no_observer", path=path)
     output = qdq_modules.observed_qparams(observer, path)
@@ -267,7 +260,7 @@ def _weighted(
 
 def _function(cls: type[nn.Module], module: nn.Module) -> nn.Module:
     """Return ``module`` as an instance of ``cls``, with its parameters, buffers and settings."""
-    forget_observers(module)
+    observe.forget_observers(module)
     source: Any = module[0] if isinstance(module, nn.Sequential) else module
     result = cls.__new__(cls)
     vars(result).update(vars(source))
@@ -299,13 +292,3 @@ def _table(cls: Any, module: Any, settings: ConvertSettings, path: str) -> nn.Mo
     result.take(module, module.weight, observer)
     result.place = path
     return result  # type: ignore[no-any-return]
-
-
-def _hand_hooks_on(module: nn.Module, result: nn.Module) -> None:
-    """Register the user's hooks of ``module`` on ``made``: they are called with values on a grid."""
-    for hook in module._forward_pre_hooks.values():
-        if not is_observing(hook):
-            result.register_forward_pre_hook(hook)
-    for hook in module._forward_hooks.values():
-        if not is_observing(hook):
-            result.register_forward_hook(hook)

@@ -215,10 +215,5 @@ def forget_observers(module: nn.Module) -> None:
     if isinstance(getattr(module, OBSERVER, None), OBSERVERS):
         delattr(module, OBSERVER)
     for hooks in (module._forward_hooks, module._forward_pre_hooks):
-        for key in [key for key, hook in hooks.items() if is_observing(hook)]:
+        for key in [key for key, hook in hooks.items() if hook in HOOKS]:
             del hooks[key]
-
-
-def is_observing(hook: Any) -> bool:
-    """Return whether ``hook`` calls an observer of eager mode."""
-    return hook in HOOKS

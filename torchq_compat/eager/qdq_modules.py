@@ -98,25 +98,15 @@ class OnGrid(nn.Module):
         destination[f"{prefix}scale"] = torch.tensor(self.output.scale, dtype=torch.float64)
         destination[f"{prefix}zero_point"] = torch.tensor(self.output.zero_point)
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        metadata: Any,
-        strict: bool,
-        missing: list[str],
-        *others: Any,
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
         if type(self).__name__ in WITHOUT_STATE and not any(name.startswith(prefix) for name in state_dict):
             return
         given = [state_dict.pop(f"{prefix}{name}", None) for name in QPARAMS]
-        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *others)
-        if None in given:
-            missing += [
-                f"{prefix}{name}" for name, value in zip(QPARAMS, given, strict=True) if value is None
-            ]
-            return
+        super()._load_from_state_dict(state_dict, prefix, *others)
         scale, zero_point = given
+        if scale is None or zero_point is None:
+            others[2].extend(f"{prefix}{name}" for name, x in zip(QPARAMS, given, strict=True) if x is None)
+            return
         self.output = replace(self.output, scale=float(scale), zero_point=int(zero_point))
         self.has_seen_data = True
 
@@ -283,37 +273,23 @@ class IntegerWeight(nn.Module):
     def extra_repr(self) -> str:
         return ", ".join(filter(None, [self.shown, super().extra_repr()]))
 
-    def _entries(self) -> dict[str, Tensor | None]:
+    def _present(self) -> dict[str, Tensor]:
         """Return what the state_dict has, by name."""
-        return {
-            "weight": self.integers,
-            "weight_scale": self.weight_scales,
-            "weight_zero_point": self.weight_zero_points,
-        }
+        names = ("weight", "weight_scale", "weight_zero_point")
+        return dict(zip(names, (self.integers, self.weight_scales, self.weight_zero_points), strict=True))
 
     def numbers_in_state(self) -> dict[str, Numbers]:
         return numbers_of_qparams("weight_scale", "weight_zero_point", self.weight_range)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        present = {name: value for name, value in self._entries().items() if value is not None}
-        destination.update((f"{prefix}{name}", value.detach()) for name, value in present.items())
+        destination.update((f"{prefix}{name}", value.detach()) for name, value in self._present().items())
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        metadata: Any,
-        strict: bool,
-        missing: list[str],
-        unexpected: list[str],
-        errors: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        _, _, missing, _, errors = others
         unpack(state_dict, prefix)
-        for name, own in self._entries().items():
-            value = None if own is None else state_dict.pop(f"{prefix}{name}", None)
-            if own is None:
-                continue
+        for name, own in self._present().items():
+            value = state_dict.pop(f"{prefix}{name}", None)
             if value is None:
                 missing.append(f"{prefix}{name}")
             elif own.shape != value.shape:
@@ -321,7 +297,7 @@ class IntegerWeight(nn.Module):
                 errors.append(f"{prefix}{name} has the shape {shapes}.")
             else:
                 own.copy_(value.detach())
-        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
+        super()._load_from_state_dict(state_dict, prefix, *others)
 
 
 def unpack(state_dict: dict[str, Any], prefix: str) -> None:
@@ -384,8 +360,8 @@ class Weighted(IntegerWeight, OnGrid):
     def numbers_in_state(self) -> dict[str, Numbers]:
         return super().numbers_in_state() | OnGrid.numbers_in_state(self)
 
-    def _entries(self) -> dict[str, Tensor | None]:
-        return {**super()._entries(), "bias": self.float_bias}
+    def _present(self) -> dict[str, Tensor]:
+        return super()._present() | ({} if self.float_bias is None else {"bias": self.float_bias})
 
 
 class Linear(Weighted):

@@ -18,6 +18,7 @@ from torchq_compat.read.observers import SMALLEST_SCALE, asks_for_whole_range, w
 from torchq_compat.recurrent.families import family_of, quantize_recurrent
 from torchq_compat.recurrent.kernel.direct_calls import LINEAR_OPERATOR, LinearCall, LinearWeight, linear_call
 from torchq_compat.recurrent.kernel.program import DynamicQParams
+from torchq_compat.support import torch_ao
 from torchq_compat.support.argument_checks import FLAG, checked_arguments, instance_of, optional, shown
 from torchq_compat.support.graph_nodes import copied_model
 from torchq_compat.support.process_state import is_exporting
@@ -29,15 +30,7 @@ from torchq_compat.support.quantized_tensors import (
     of_integers_per_channel,
     qparams_of,
 )
-from torchq_compat.support.torch_ao import (
-    QConfig,
-    default_dynamic_qconfig,
-    float16_dynamic_qconfig,
-    float_qparams_weight_only_qconfig,
-    float_qparams_weight_only_qconfig_4bit,
-    get_default_dynamic_quant_module_mappings,
-    quantized,
-)
+from torchq_compat.support.torch_ao import QConfig, quantized
 from torchq_compat.support.user_warnings import warn_user
 
 # Read ``qconfig_spec`` of ``quantize_dynamic`` into the QConfig of every module, by path.
@@ -47,10 +40,10 @@ from torchq_compat.support.user_warnings import warn_user
 ModuleSpec = Mapping[type | str, QConfig | None]
 
 QCONFIGS: Mapping[torch.dtype, QConfig] = {
-    torch.qint8: default_dynamic_qconfig,
-    torch.float16: float16_dynamic_qconfig,
-    torch.quint8: float_qparams_weight_only_qconfig,
-    torch.quint4x2: float_qparams_weight_only_qconfig_4bit,
+    torch.qint8: torch_ao.default_dynamic_qconfig,
+    torch.float16: torch_ao.float16_dynamic_qconfig,
+    torch.quint8: torch_ao.float_qparams_weight_only_qconfig,
+    torch.quint4x2: torch_ao.float_qparams_weight_only_qconfig_4bit,
 }
 LINEAR_AND_RECURRENT = (nn.Linear, nn.LSTM, nn.GRU, nn.LSTMCell, nn.RNNCell, nn.GRUCell)
 #: Dtype -> the types it quantizes if no spec is given; torch.ao leaves out nn.RNN.
@@ -268,7 +261,7 @@ def quantize_dynamic(
         raise ConfigError.of("TQ910.quantized_already")
     spec = read_spec(qconfig_spec, dtype)
     classes: Mapping[Any, Any] = (
-        get_default_dynamic_quant_module_mappings() if mapping is None else dict(mapping)
+        torch_ao.get_default_dynamic_quant_module_mappings() if mapping is None else dict(mapping)
     )
     working = model if inplace else copied_model(model)
     working.eval()
@@ -281,7 +274,8 @@ def quantize_dynamic(
         qconfig = qconfigs.get(path)
         result = None if qconfig is None else _quantized(module, qconfig, path, classes)
         if result is not None:
-            quantized[module] = _with_hooks_of(module, result)
+            quantized[module] = result
+            hand_hooks_on(module, result)
     is_asked = any(qconfig is not None for qconfig in qconfigs.values())
     if not quantized and (mapping is not None or not (is_asked or qconfig_spec)):
         warn_user("TQ411")
@@ -364,10 +358,11 @@ def _obstacle(module: nn.Module, qconfig: QConfig) -> str | None:
     return None
 
 
-def _with_hooks_of(module: nn.Module, result: nn.Module) -> nn.Module:
-    """Copy the hooks of the float module to its replacement, as torch.ao does."""
+def hand_hooks_on(module: nn.Module, result: nn.Module, left_out: Container[Any] = ()) -> None:
+    """Register the user's forward hooks of ``module`` on ``result``, which replaces it, as torch.ao does."""
     for hook in module._forward_pre_hooks.values():
-        result.register_forward_pre_hook(hook)
+        if hook not in left_out:
+            result.register_forward_pre_hook(hook)
     for hook in module._forward_hooks.values():
-        result.register_forward_hook(hook)
-    return result
+        if hook not in left_out:
+            result.register_forward_hook(hook)
