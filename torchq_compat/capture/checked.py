@@ -421,11 +421,11 @@ def trial_runs(case: CaptureCase, result: Attempt) -> list[FloatRun]:
 def short_run(case: CaptureCase, result: Attempt) -> FloatRun:
     """Return the run for later trials: of ``trial_runs`` the first, or of a large example the smallest."""
     runs = trial_runs(case, result)
-    return runs[0] if _values_in(runs[0].args) <= MANY else min(runs, key=lambda run: _values_in(run.args))
+    return runs[0] if _values_in(runs[0]) <= MANY else min(runs, key=_values_in)
 
 
-def _values_in(args: tuple[Any, ...]) -> int:
-    return sum(tensor.numel() for tensor in tensors_in(args))
+def _values_in(run: FloatRun) -> int:
+    return sum(tensor.numel() for tensor in tensors_in(run.args))
 
 
 def check_prepared(
@@ -434,10 +434,14 @@ def check_prepared(
     result: Attempt,
     users_own: Sequence[str],
     lost_forwards: Sequence[str],
+    *,
+    is_rewritten: bool,
 ) -> tuple[Decision, ...]:
-    """Run ``prepared`` beside the float model in all ``trial_runs``.
+    """Run ``prepared`` beside the float model in all ``trial_runs``; in the smallest, if all that became of
+    the captured graph, which was run in all, are observers and other weights: no size depends on these.
 
     Args:
+        is_rewritten: whether training or a user's Quantizer may have written ops of their own.
         users_own: paths of modules whose observed class the user wrote, which may compute something else.
         lost_forwards: paths of modules with a ``forward`` of their own that is no longer called.
 
@@ -449,7 +453,8 @@ def check_prepared(
     """
     has_batch_norm = any(isinstance(m, BatchNormBase) for m in case.runs.model.modules())
     least = least_sqnr(result.blocks, FOLDED if has_batch_norm else CAPTURED)
-    for run in trial_runs(case, result):
+    runs = trial_runs(case, result)
+    for run in runs if is_rewritten or case.runs.modules else [min(runs, key=_values_in)]:
         args = run.args
 
         def again(*, double: bool, args: tuple[Any, ...] = args) -> Any:

@@ -391,8 +391,14 @@ def _wrap(state: _Preparing) -> None:
 def _check(state: _Preparing) -> None:
     users_own = tuple(swap.paths[0] for swap in state.swaps if captures.maps_to_users_class(swap))
     lost = tuple(swap.paths[0] for swap in state.swaps if captures.loses_forward(swap))
-    captured = state.captured
-    differing = checked.check_prepared(state.prepared, captured.case, captured.attempt, users_own, lost)
+    differing = checked.check_prepared(
+        state.prepared,
+        state.captured.case,
+        state.captured.attempt,
+        users_own,
+        lost,
+        is_rewritten=state.is_qat or state.request.quantizer is not None,
+    )
     state.prepared.add_decisions(differing)
     vars(state.prepared).pop(LAST_CALL, None)  # a trial, and no calibration
     if state.is_qat:
