@@ -32,7 +32,7 @@ from torchq_compat.read.torch_ao_classes import is_of_torch_ao
 from torchq_compat.support import metadata
 from torchq_compat.support.dtypes import SIXTEEN_BITS, dtype_range, is_integer, plain_dtype
 from torchq_compat.support.graph_nodes import attribute_of, give_back_freed, module_path_of, source_of
-from torchq_compat.support.process_state import prepare_pt2e
+from torchq_compat.support.process_state import prepare_pt2e, without_code
 from torchq_compat.support.sharded import is_sharded
 from torchq_compat.support.torch_ao import observer as legacy_observer
 from torchq_compat.support.upstream import FakeTensor, is_activation_post_process
@@ -115,10 +115,12 @@ def prepare_graph(
     cumulative: Collection[str] = (),
     may_fold: batch_norm.MayFold = batch_norm.folds_all,
 ) -> GraphModule:
-    """Put observers (or fake-quantizes) into ``graph_module`` where ``decide`` says."""
-    return prepare_with(
-        graph_module, SpecQuantizer(decide), is_qat=is_qat, cumulative=cumulative, may_fold=may_fold
-    )
+    """Put observers (or fake-quantizes) into ``graph_module`` where ``decide`` says. The result is to be
+    wrapped: it has no code."""
+    with without_code(graph_module.graph):
+        return prepare_with(
+            graph_module, SpecQuantizer(decide), is_qat=is_qat, cumulative=cumulative, may_fold=may_fold
+        )
 
 
 def prepare_with(

@@ -27,7 +27,7 @@ from torchq_compat.codes import error_line
 from torchq_compat.errors import CaptureError, InputError, TorchQCompatError
 from torchq_compat.support import upstream
 from torchq_compat.support.graph_nodes import SLICE_END, copied_model
-from torchq_compat.support.process_state import alone
+from torchq_compat.support.process_state import alone, without_code
 from torchq_compat.support.user_warnings import silenced
 
 # Shortens what torch prints about a failed capture: our error says it once, with the user's line.
@@ -130,7 +130,8 @@ def capture(
             raise
         with torch.no_grad():
             program = export_with(model, args, dynamic_shapes)
-    exported = program.module(check_guards=False)
+    with without_code(program.graph):
+        exported = program.module(check_guards=False)
     assert isinstance(exported, GraphModule)
     # Every pass that follows says that its code has changed, which nobody runs before observers are inserted.
     # Its hook stays behind, which checks that calls have the sizes of the example: this package does.

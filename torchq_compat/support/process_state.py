@@ -11,9 +11,9 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
@@ -340,10 +340,21 @@ def own_attribute(owner: object, name: str, value: Any) -> Iterator[None]:
         vars(owner).pop(name, None)
 
 
-def without_code(graph: Graph) -> AbstractContextManager[None]:
-    """Let passes change ``graph`` that each have its code generated, which nobody runs in between."""
+@contextmanager
+def without_code(graph: Graph) -> Iterator[None]:
+    """Let passes change ``graph``, and copies that they make of it, each of which has the code generated that
+    nobody runs in between."""
     nothing = Graph().python_code("self")
-    return own_attribute(graph, "python_code", lambda *_, **__: nothing)
+    with ExitStack() as stack:
+
+        def watch(item: Graph) -> Graph:
+            copied = partial(type(item).__deepcopy__, item)
+            stack.enter_context(own_attribute(item, "python_code", lambda *_, **__: nothing))
+            stack.enter_context(own_attribute(item, "__deepcopy__", lambda memo: watch(copied(memo))))
+            return item
+
+        watch(graph)
+        yield
 
 
 def _set_structure(model: GraphModule, info: Any) -> None:
