@@ -97,8 +97,7 @@ def read_case(what: str, value: Any) -> Case:
     """
     if isinstance(value, Mapping):
         given = dict(value)
-        unknown = set(given) - {field.name for field in fields(Case)}
-        if unknown:
+        if unknown := set(given) - {field.name for field in fields(Case)}:
             raise _not_a_case(what, f"it has an unknown {sorted(map(str, unknown))[0]!r}")
     else:
         given = {
