@@ -191,7 +191,7 @@ class Arithmetic(nn.Module):
         y = torch.add(a, b) + operator.mul(a, b)
         y = F.relu(y * a)
         y = torch.relu(y + 2.0)
-        y = torch.mul(y, 0.5)
+        y = torch.mul(y, 0.7)  # with the qparams of y: half of it would be a tie in every zero
         return y + y
 
 

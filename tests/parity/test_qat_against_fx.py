@@ -544,15 +544,18 @@ def test_observer_qparams_leave_the_parts_of_a_cell() -> None:
         Tagger(), get_default_qat_qconfig_mapping("x86"), (torch.randn(3, 2, 6),), MAP_LSTM
     )
     train(prepared, [(torch.randn(3, 2, 6),) for _ in range(4)])
-    kept, found = (
-        tc.explain(tc.convert_to_reference_fx(prepared, CONVERT_LSTM, observer_qparams=flag))
-        for flag in (False, True)
-    )
+    converted = [
+        tc.convert_to_reference_fx(prepared, CONVERT_LSTM, observer_qparams=flag) for flag in (False, True)
+    ]
+    kept, found = map(tc.explain, converted)
     assert "its parts keep the qparams they trained with" in found.find("lstm")[0].reason
     parts = [decision.details for decision in found.find("lstm") if decision.is_part]
     assert parts == [decision.details for decision in kept.find("lstm") if decision.is_part]
     assert len(parts) == 12
-    assert found.find("fc")[0].details != kept.find("fc")[0].details
+    of_fc = (
+        [n.args[3:5] for n in model.graph.nodes if "quantize_per" in str(n.target)] for model in converted
+    )
+    assert [ranges[-1] for ranges in of_fc] == [(0, 127), (0, 255)]
 
 
 def test_observer_qparams_of_a_calibrated_model() -> None:
