@@ -34,16 +34,8 @@ from torchq_compat.read.custom_configs import (
 from torchq_compat.read.old_forms import takes_old_keywords
 from torchq_compat.read.qconfig_mappings import DICT_KEYS, QConfigRules, read_qconfig_mapping
 from torchq_compat.read.qspecs import misfit
+from torchq_compat.support import argument_checks as checks
 from torchq_compat.support import torch_ao
-from torchq_compat.support.argument_checks import (
-    FLAG,
-    FUNCTION,
-    check_arguments,
-    checked_arguments,
-    instance_of,
-    optional,
-    shown,
-)
 from torchq_compat.support.user_warnings import warn_user
 
 __all__ = [
@@ -177,7 +169,9 @@ def prepare_qat_fx(
 
 @takes_waiting_models
 @takes_old_keywords(reference=lambda: _reference())
-@checked_arguments(_remove_qconfig=FLAG, keep_original_weights=FLAG, observer_qparams=FLAG)
+@checks.checked_arguments(
+    _remove_qconfig=checks.FLAG, keep_original_weights=checks.FLAG, observer_qparams=checks.FLAG
+)
 def convert_fx(
     graph_module: GraphModule,
     convert_custom_config: torch_ao.ConvertCustomConfig | dict[str, Any] | None = None,
@@ -245,7 +239,7 @@ def convert_fx(
 
 @takes_waiting_models
 @takes_old_keywords()
-@checked_arguments(_remove_qconfig=FLAG, observer_qparams=FLAG)
+@checks.checked_arguments(_remove_qconfig=checks.FLAG, observer_qparams=checks.FLAG)
 def convert_to_reference_fx(
     graph_module: GraphModule,
     convert_custom_config: torch_ao.ConvertCustomConfig | dict[str, Any] | None = None,
@@ -298,7 +292,7 @@ def convert_to_reference_fx(
 
 
 @takes_old_keywords()
-@checked_arguments(model=instance_of(nn.Module, what="an nn.Module"))
+@checks.checked_arguments(model=checks.instance_of(nn.Module, what="an nn.Module"))
 def fuse_fx(
     model: nn.Module,
     fuse_custom_config: torch_ao.FuseCustomConfig | dict[str, Any] | None = None,
@@ -339,7 +333,9 @@ def _reference() -> Callable[..., ConvertedModel]:
     return convert_to_reference_fx
 
 
-@checked_arguments(profile=optional(replace(FUNCTION, what="a function of torchq_compat.profiles")))
+@checks.checked_arguments(
+    profile=checks.optional(replace(checks.FUNCTION, what="a function of torchq_compat.profiles"))
+)
 def get_default_prepare_custom_config(
     profile: Callable[..., dict[str, Any]] | None = None,
 ) -> torch_ao.PrepareCustomConfig:
@@ -405,7 +401,7 @@ def _prepare(
     is_qat: bool,
 ) -> QuantizationGraphModule:
     name = "prepare_qat_fx" if is_qat else "prepare_fx"
-    check_arguments(name, {"fuse_as_fx": FLAG}, {"fuse_as_fx": fuse_as_fx})
+    checks.check_arguments(name, {"fuse_as_fx": checks.FLAG}, {"fuse_as_fx": fuse_as_fx})
     if equalization_config is not None and _asks_for_something(equalization_config):
         raise ConfigError.of("TQ910.equalization")
     quantizer = qconfig_mapping if isinstance(qconfig_mapping, Quantizer) else None
@@ -415,7 +411,7 @@ def _prepare(
     elif custom_module_qconfig is not None:
         raise ConfigError.of("TQ910.custom_module_qconfig")
     if not isinstance(model, nn.Module) and isinstance(qconfig_mapping, nn.Module):
-        raise ArgumentError.of("TQ903.order", name=name, model=shown(model))
+        raise ArgumentError.of("TQ903.order", name=name, model=checks.shown(model))
     settings, backend = read_prepare_custom_config(prepare_custom_config), read_backend_config(backend_config)
     check_float_model(model)
     converted = tuple(path for path, module in model.named_modules() if is_converted(module))

@@ -33,14 +33,8 @@ from torchq_compat.comparison.page import check_page, write_page
 from torchq_compat.comparison.results import ComparedModel, Target
 from torchq_compat.comparison.text import as_text, print_report, report_data
 from torchq_compat.errors import ScriptError, TorchQCompatError
+from torchq_compat.port import run_command
 from torchq_compat.port.process import Subparsers, add_command, stopping_cleanly
-from torchq_compat.port.run_command import (
-    TRAINED_QPARAMS_HELP,
-    add_script_arguments,
-    check_script,
-    child_command,
-    tell_misplaced_options,
-)
 
 FINE, ATTENTION = 0, 1
 STANDARD_ERROR = 2
@@ -79,13 +73,13 @@ def add_parser(subparsers: Subparsers) -> None:
         default="auto",
         help="whether FX must run too; auto: if it can (default)",
     )
-    parser.add_argument("--trained-qparams", action="store_true", help=TRAINED_QPARAMS_HELP)
+    parser.add_argument("--trained-qparams", action="store_true", help=run_command.TRAINED_QPARAMS_HELP)
     parser.add_argument(
         "target",
         metavar="SCRIPT | module:function",
         help="the script that quantizes, or the function that returns the case",
     )
-    add_script_arguments(parser)
+    run_command.add_script_arguments(parser)
 
 
 def compare_command(args: argparse.Namespace) -> int:
@@ -118,8 +112,8 @@ def _read_target(args: argparse.Namespace) -> Target:
     if not is_function:
         if ":" in args.target and not Path(args.target).exists():
             raise ScriptError.of("TQ973.target", target=args.target)
-        check_script(args.target)
-        tell_misplaced_options(args.target, args.args, OPTIONS)
+        run_command.check_script(args.target)
+        run_command.tell_misplaced_options(args.target, args.args, OPTIONS)
     return Target(args.target, is_function, tuple(args.args), args.fx, args.trained_qparams)
 
 
@@ -131,7 +125,7 @@ def _compared(target: Target, timeout: float | None) -> tuple[ComparedModel, ...
     """
     with tempfile.TemporaryDirectory(prefix="torchq-compat-") as folder:
         result = Path(folder) / "result"
-        command = child_command("comparison.comparison_process", target.to_json(), str(result))
+        command = run_command.child_command("comparison.comparison_process", target.to_json(), str(result))
         code = _run(command, target, timeout)
         if not result.exists():
             raise ScriptError.of("TQ973.ended", target=target.name, code=code)

@@ -23,23 +23,8 @@ from torchq_compat.annotate.observed_graph import ObservedPlace, observer_label,
 from torchq_compat.capture.opaque_calls import refresh_boundaries
 from torchq_compat.capture.signature import CallSignature
 from torchq_compat.capture.training import freeze_batch_norm, set_training
-from torchq_compat.model import failed_calls, other_tools, views
-from torchq_compat.model.quantized_interface import (
-    QuantizedInterface,
-    input_qparams,
-    output_qparams,
-    return_structure,
-    take_integers,
-)
-from torchq_compat.model.state import (
-    check_state,
-    fx_state_loader,
-    is_fx_state,
-    load_whole,
-    qparams_state,
-    set_qparams_state,
-    with_plain_tables,
-)
+from torchq_compat.model import failed_calls, other_tools, quantized_interface, views
+from torchq_compat.model import state as states
 from torchq_compat.model.view_hooks import HOOKED, calling_hooks, is_of_a_hook
 from torchq_compat.read.backend_configs import BackendTable
 from torchq_compat.read.qconfig_mappings import QConfigRules
@@ -99,7 +84,9 @@ class ModelRecord:
     decisions: tuple[Decision, ...]
     is_qat: bool
     rules: QConfigRules | None
-    interface: QuantizedInterface = field(default_factory=QuantizedInterface)
+    interface: quantized_interface.QuantizedInterface = field(
+        default_factory=quantized_interface.QuantizedInterface
+    )
     backend: BackendTable | None = None
     is_custom_module: bool = False
     modules: Mapping[str, views.ModuleFacts] = field(default_factory=dict)
@@ -313,16 +300,18 @@ class QuantizationGraphModule(GraphModule):
             CheckpointError: ``state_dict`` is not a state, has missing or unexpected keys, shapes or dtypes
                 that do not fit, or invalid qparams.
         """
-        checked = check_state(state_dict, self)
-        foreign = sorted(state_dict.keys() - self.state_dict().keys()) if is_fx_state(state_dict) else []
+        checked = states.check_state(state_dict, self)
+        foreign = (
+            sorted(state_dict.keys() - self.state_dict().keys()) if states.is_fx_state(state_dict) else []
+        )
         if foreign:
-            loader = fx_state_loader()
+            loader = states.fx_state_loader()
             if loader is None:
                 raise errors.CheckpointError.of("TQ960.fx_names", names=listed(foreign, 3))
             return loader(self, state_dict)
         devices = {name: value.device for name, value in self.named_buffers()}
         load = partial(super().load_state_dict, assign=assign)
-        result = load_whole(self, checked, load, strict=strict)
+        result = states.load_whole(self, checked, load, strict=strict)
         for name, value in self.named_buffers():
             if not assign and value.device != devices.get(name, value.device):
                 value.data = value.to(devices[name])
@@ -414,7 +403,7 @@ class ConvertedGraphModule(ConvertedModel):
     @classmethod
     def wrap(cls, graph_module: GraphModule, record: ModelRecord, preserved: Mapping[str, Any]) -> Self:
         """See ``QuantizationGraphModule``."""
-        return_structure(graph_module.graph)
+        quantized_interface.return_structure(graph_module.graph)
         wrapped = super().wrap(graph_module, record, preserved)
         views.install_views(wrapped, record.modules)
         wrapped._note_input_qparams()
@@ -426,18 +415,18 @@ class ConvertedGraphModule(ConvertedModel):
         return copied
 
     def get_extra_state(self) -> Tensor:
-        return qparams_state(self)
+        return states.qparams_state(self)
 
     def set_extra_state(self, state: Tensor) -> None:
         """See ``set_qparams_state``."""
-        set_qparams_state(self, state)
+        states.set_qparams_state(self, state)
 
     def input_qparams(self) -> tuple[QParams | None, ...]:
         """See ``ConvertedModel``."""
         if torch.compiler.is_dynamo_compiling():
             qparams: tuple[QParams | None, ...] = metadata.INPUT_QPARAMS.required(self)
             return qparams
-        return input_qparams(self, self.record.interface)
+        return quantized_interface.input_qparams(self, self.record.interface)
 
     def _note_input_qparams(self) -> None:
         if record_of(self) is not None:
@@ -445,7 +434,7 @@ class ConvertedGraphModule(ConvertedModel):
 
     def output_qparams(self) -> tuple[QParams | None, ...]:
         """See ``ConvertedModel``."""
-        return output_qparams(self, self.record.interface)
+        return quantized_interface.output_qparams(self, self.record.interface)
 
     @property
     def graph(self) -> Graph:
@@ -454,7 +443,7 @@ class ConvertedGraphModule(ConvertedModel):
         if self._is_asked_for_onnx():
             return later_stages.graph_for_onnx(self)
         graph = super().graph
-        return (with_plain_tables(self, graph) or graph) if _is_exported_alone() else graph
+        return (states.with_plain_tables(self, graph) or graph) if _is_exported_alone() else graph
 
     @graph.setter
     def graph(self, graph: Graph) -> None:
@@ -464,7 +453,7 @@ class ConvertedGraphModule(ConvertedModel):
         """See ``torch.fx.GraphModule``. Adapt ``forward`` too: torch.export calls it inside another model."""
         code = super().recompile()
         self._note_input_qparams()
-        plain = with_plain_tables(self, self._graph)
+        plain = states.with_plain_tables(self, self._graph)
         if plain is None:
             return code
         compiled = type(self).forward
@@ -486,7 +475,7 @@ class ConvertedGraphModule(ConvertedModel):
         if not self.record.interface.inputs:
             return super().__call__(*args, **kwargs)
         bound = self.record.signature.bind(args, kwargs)
-        return super().__call__(*take_integers(bound, self.input_qparams()))
+        return super().__call__(*quantized_interface.take_integers(bound, self.input_qparams()))
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False

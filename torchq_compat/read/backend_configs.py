@@ -17,15 +17,8 @@ from torch import nn
 
 from torchq_compat.read.old_forms import check_keys, read_config
 from torchq_compat.read.qconfig_mappings import ObjectType
+from torchq_compat.support import argument_checks as checks
 from torchq_compat.support import torch_ao
-from torchq_compat.support.argument_checks import (
-    ANYTHING,
-    INDEX,
-    check_settings,
-    instance_of,
-    mapping_of,
-    names_of,
-)
 from torchq_compat.support.torch_ao import backend_config as torch_ao_backend_config
 from torchq_compat.support.user_warnings import warn_user
 
@@ -36,15 +29,19 @@ PATTERN_KEYS = tuple(
 
 #: The expected types of attributes that torch.ao's setters do not check.
 ENTRIES = {
-    "name": instance_of(str),
-    "_pattern_complex_format_to_config": mapping_of(ANYTHING, instance_of(torch_ao.BackendPatternConfig)),
+    "name": checks.instance_of(str),
+    "_pattern_complex_format_to_config": checks.mapping_of(
+        checks.ANYTHING, checks.instance_of(torch_ao.BackendPatternConfig)
+    ),
 }
-DICT_ENTRIES = {"configs": names_of(ANYTHING)}
+DICT_ENTRIES = {"configs": checks.names_of(checks.ANYTHING)}
 PATTERN_ENTRIES = {
-    "observation_type": instance_of(torch_ao.ObservationType),
-    "dtype_configs": names_of(instance_of(torch_ao.DTypeConfig)),
-    "_num_tensor_args_to_observation_type": mapping_of(INDEX, instance_of(torch_ao.ObservationType)),
-    "_input_type_to_index": mapping_of(instance_of(str), INDEX),
+    "observation_type": checks.instance_of(torch_ao.ObservationType),
+    "dtype_configs": checks.names_of(checks.instance_of(torch_ao.DTypeConfig)),
+    "_num_tensor_args_to_observation_type": checks.mapping_of(
+        checks.INDEX, checks.instance_of(torch_ao.ObservationType)
+    ),
+    "_input_type_to_index": checks.mapping_of(checks.instance_of(str), checks.INDEX),
 }
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
@@ -154,7 +151,7 @@ def _configs_by_pattern(value: torch_ao.BackendConfig) -> Iterator[tuple[Any, to
 
 
 def _check_keys_of_patterns(configs: Any) -> None:
-    check_settings("backend_config", DICT_ENTRIES, {"configs": configs})
+    checks.check_settings("backend_config", DICT_ENTRIES, {"configs": configs})
     for position, config in enumerate(configs):
         if isinstance(config, dict):
             check_keys(f"backend_config: configs[{position}]", config, PATTERN_KEYS)
@@ -187,7 +184,7 @@ def _in_words(nested: Any) -> str:
 def _entry(
     pattern: Any, config: torch_ao.BackendPatternConfig, configs: Mapping[Any, torch_ao.BackendPatternConfig]
 ) -> PatternEntry:
-    check_settings(f"backend_config: the pattern {pattern}", PATTERN_ENTRIES, vars(config))
+    checks.check_settings(f"backend_config: the pattern {pattern}", PATTERN_ENTRIES, vars(config))
     is_fused_module = config.fuser_method is not None
     observed_as = _after_fusing(pattern, config, configs) if is_fused_module else config
     return PatternEntry(

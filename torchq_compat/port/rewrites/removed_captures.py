@@ -15,13 +15,7 @@ from torchq_compat.port.constructs import Edit, ImportRequest, Site
 from torchq_compat.port.finders import Finder
 from torchq_compat.port.legacy_api.fx_calls import uses_pt2e
 from torchq_compat.port.legacy_api.names import REMOVED_CAPTURES, RemovedCapture
-from torchq_compat.port.source.imports import (
-    COMMENTS_BETWEEN_NAMES,
-    NewImport,
-    plan_name,
-    statement_edits,
-    why_not_free,
-)
+from torchq_compat.port.source import imports as import_tables
 from torchq_compat.port.source.moved_tables import Moved
 from torchq_compat.port.source.parsed import ParsedSource
 
@@ -49,12 +43,12 @@ def _import_sites(source: ParsedSource) -> Iterator[Site]:
         uses = source.references(alias.evaluated_alias or name, node)
         calls, refusal = _calls(source, list(uses), removed)
         row = Moved(removed.module, NEW_MODULE, {name: NEW_NAME})
-        plan = plan_name(source, node, alias, row, name)
-        edits = statement_edits(source, node, [plan.new] if plan.new else [])
+        plan = import_tables.plan_name(source, node, alias, row, name)
+        edits = import_tables.statement_edits(source, node, [plan.new] if plan.new else [])
         if refusal == SETTLED:
             yield site
         else:
-            refusal = refusal or ("" if edits else COMMENTS_BETWEEN_NAMES)
+            refusal = refusal or ("" if edits else import_tables.COMMENTS_BETWEEN_NAMES)
             yield site.settled(refusal, (*edits, *plan.use_edits, *calls))
 
 
@@ -65,7 +59,7 @@ def _dotted_site(source: ParsedSource, node: cst.Attribute) -> Iterator[Site]:
     start = source.start(node)
     site = Site(CODE, start, source.code(node))
     calls, refusal = _calls(source, [node], removed)
-    refusal = refusal or why_not_free(source, ImportRequest("torch", offset=start))
+    refusal = refusal or import_tables.why_not_free(source, ImportRequest("torch", offset=start))
     yield site.settled(refusal, (Edit(start, source.end(node), f"{NEW_MODULE}.{NEW_NAME}"), *calls))
 
 
@@ -117,7 +111,7 @@ def find_dynamo(source: ParsedSource) -> Iterator[Site]:
             site = Site("TQ121", source.start(call), source.code(call.func))
             edit, refusal = _dynamo_edit(source, call)
             request = ImportRequest("torch", offset=site.offset)
-            refusal = refusal or why_not_free(source, request)
+            refusal = refusal or import_tables.why_not_free(source, request)
             yield site.settled(refusal, (edit,) if edit else (), (request,))
 
 
@@ -164,7 +158,7 @@ def find_dynamic_dim(source: ParsedSource) -> Iterator[Site]:
             continue
         site = Site("TQ122", source.start(alias), DYNAMIC_DIM)
         edits, refusal = _constraints(source, node, alias.evaluated_alias or DYNAMIC_DIM)
-        new = statement_edits(source, node, [NewImport(alias, NEW_MODULE, "Dim")])
+        new = import_tables.statement_edits(source, node, [import_tables.NewImport(alias, NEW_MODULE, "Dim")])
         if not new or source.binds("Dim"):
             refusal = refusal or "Dim cannot be imported here"
         yield site.settled(refusal, (*new, *edits))
