@@ -35,6 +35,7 @@ from torchq_compat.model.graph_module import ConvertedGraphModule, ConvertedMode
 from torchq_compat.quantize.distributed.ranks import meet_other_ranks
 from torchq_compat.quantize.distributed.wrappers import check_not_sharded, unwrapped
 from torchq_compat.quantize_fx import convert_to_reference_fx, prepare_fx
+from torchq_compat.read.custom_configs import CONVERT_KEYS, PREPARE_KEYS
 from torchq_compat.support import argument_checks as checks
 from torchq_compat.support import torch_ao
 from torchq_compat.support.decisions import MODULE_DECISIONS
@@ -77,19 +78,8 @@ __all__ = [
 ]
 
 MODULE = checks.instance_of(nn.Module, what="an nn.Module")
-#: The settings of both configs in torch.ao, of which eager mode reads the first five.
-SETTINGS = checks.one_of(
-    "float_to_observed_custom_module_class",
-    "observed_to_quantized_custom_module_class",
-    "non_traceable_module_name",
-    "non_traceable_module_class",
-    "additional_fuser_method_mapping",
-    "standalone_module_name",
-    "standalone_module_class",
-    "input_quantized_idxs",
-    "output_quantized_idxs",
-    "preserved_attributes",
-)
+#: The settings of all configs in torch.ao; eager mode reads those of custom, non-traceable and fused modules.
+SETTINGS = checks.one_of(*PREPARE_KEYS, CONVERT_KEYS[0], "additional_fuser_method_mapping")
 CONFIG = checks.optional(checks.mapping_of(SETTINGS, checks.ANYTHING))
 CLASS_MAPPING = checks.mapping_of(checks.instance_of(type, what="a class"), checks.ANYTHING)
 MAPPING = checks.optional(CLASS_MAPPING)

@@ -33,8 +33,6 @@ OLD_CONFIG_KEYS = {
     "additional_quant_pattern",
     "additional_fuser_method_mapping",
     "additional_qat_module_mapping",
-    "float_to_observed_custom_module_class",
-    "non_traceable_module_name",
 }
 P = ParamSpec("P")
 R = TypeVar("R")

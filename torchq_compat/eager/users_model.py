@@ -119,17 +119,11 @@ def _kind_of(value: Any) -> tuple[torch.Size, torch.dtype] | None:
 
 def _tell(name: str, grid: FollowGrid) -> bool:
     """Warn about what the call did and eager mode would not have done; return whether there was any."""
-    if grid.unquantized:
-        warn_user("TQ425", model=name, place=_first(grid.unquantized))
-    if grid.left:
-        warn_user("TQ426", model=name, function=_first(grid.left))
-    if grid.by_hand:
-        warn_user("TQ427", model=name, function=_first(grid.by_hand))
-    return bool(grid.unquantized or grid.left or grid.by_hand)
-
-
-def _first(names: Iterable[str]) -> str:
-    return ", ".join(list(names)[:5])
+    done = {"TQ425": grid.unquantized, "TQ426": grid.left, "TQ427": grid.by_hand}
+    for code, places in done.items():
+        if places:
+            warn_user(code, model=name, place=", ".join(list(places)[:5]))
+    return any(done.values())
 
 
 @functools.cache
