@@ -88,12 +88,29 @@ class QConfigRules:
         return read_qconfig_mapping(QConfigMapping().set_global(qconfig))
 
     @property
+    def levels(self) -> dict[str, Mapping[Any, QConfig | None]]:
+        """The QConfigs that have a key: by level, by key."""
+        regexes = {pattern.pattern: qconfig for pattern, qconfig in self.module_name_regexes}
+        types, names = self.object_types, self.module_names
+        return {"object_type": types, "module_name": names, "module_name_regex": regexes}
+
+    @property
+    def named(self) -> tuple[tuple[str, QConfig | None], ...]:
+        """(name of the rule, QConfig), those of ``orders`` last."""
+        return (
+            ("the global entry", self.global_qconfig),
+            *(
+                (f"{level} {key!r}", item)
+                for level, items in self.levels.items()
+                for key, item in items.items()
+            ),
+            *((f"module_name_object_type_order {rule.module_name!r}", rule.qconfig) for rule in self.orders),
+        )
+
+    @property
     def qconfigs(self) -> tuple[QConfig | None, ...]:
         """All QConfigs, those of ``orders`` last."""
-        levels = (self.object_types.values(), self.module_names.values())
-        regexes = (qconfig for _, qconfig in self.module_name_regexes)
-        orders = (rule.qconfig for rule in self.orders)
-        return (self.global_qconfig, *(item for level in levels for item in level), *regexes, *orders)
+        return tuple(qconfig for _, qconfig in self.named)
 
 
 def read_qconfig_mapping(value: QConfigMapping | dict[str, Any]) -> QConfigRules:
@@ -143,21 +160,13 @@ def check_convert_rules(prepare: QConfigRules, convert: QConfigRules) -> None:
     """
     if not same_qconfig(prepare.global_qconfig, convert.global_qconfig):
         raise _other_mapping_at_convert("the global qconfig is another")
-    levels: dict[str, tuple[Mapping[Any, QConfig | None], Mapping[Any, QConfig | None]]] = {
-        "object_type": (prepare.object_types, convert.object_types),
-        "module_name": (prepare.module_names, convert.module_names),
-        "module_name_regex": (_by_pattern(prepare), _by_pattern(convert)),
-    }
-    for level, (before, after) in levels.items():
+    for level, before in prepare.levels.items():
+        after = convert.levels[level]
         for key, qconfig in before.items():
             if key not in after:
                 raise _other_mapping_at_convert(f"{level} {key!r} is missing")
             if after[key] is not None and not same_qconfig(qconfig, after[key]):
                 raise _other_mapping_at_convert(f"{level} {key!r} has another qconfig")
-
-
-def _by_pattern(rules: QConfigRules) -> Mapping[Any, QConfig | None]:
-    return {pattern.pattern: qconfig for pattern, qconfig in rules.module_name_regexes}
 
 
 def _compile(pattern: str) -> re.Pattern[str]:
@@ -168,14 +177,7 @@ def _compile(pattern: str) -> re.Pattern[str]:
 
 
 def _check_values(rules: QConfigRules) -> None:
-    named = [
-        ("the global entry", rules.global_qconfig),
-        *((f"object_type {key!r}", qconfig) for key, qconfig in rules.object_types.items()),
-        *((f"module_name_regex {key.pattern!r}", qconfig) for key, qconfig in rules.module_name_regexes),
-        *((f"module_name {key!r}", qconfig) for key, qconfig in rules.module_names.items()),
-        *((f"module_name_object_type_order {rule.module_name!r}", rule.qconfig) for rule in rules.orders),
-    ]
-    for name, qconfig in named:
+    for name, qconfig in rules.named:
         if qconfig is not None and not isinstance(qconfig, QConfig):
             raise ConfigError.wrong_type(f"{SETTING}: {name}", "a QConfig or None", qconfig)
 
