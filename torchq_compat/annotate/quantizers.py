@@ -365,8 +365,7 @@ class UserQuantizer(WrappingQuantizer):
                 warn_user("TQ315", quantizer=type(self.quantizer).__name__, path=call.target)
             call.meta[Q_ANNOTATION_KEY] = _annotation(call, boundary)
             for getitem in call.users:
-                position = position_of(getitem)
-                _annotate_output(getitem, boundary.output_specs[position])
+                _annotate_output(getitem, boundary.output_specs[position_of(getitem)])
         check_annotations(model)
         if self._points is None:
             # If there were several getitems of one output, only one is left.

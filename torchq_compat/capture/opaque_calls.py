@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType, MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from torchq_compat.ops import those
 from torchq_compat.read.qdq import DEQUANTIZE, QUANTIZE, constants_in, insert_dequantize
 from torchq_compat.read.qparams import PerTensorQParams, QParams
 from torchq_compat.support import metadata
-from torchq_compat.support.graph_nodes import copied_values, source_of
+from torchq_compat.support.graph_nodes import copied_values, position_of, source_of
 from torchq_compat.support.torch_ao import EAGER_ENGINE, QuantType
 from torchq_compat.support.upstream import pytree
 
@@ -215,26 +215,28 @@ def _keep_parameters_read(graph_module: GraphModule, handle: str, module: nn.Mod
     return copied
 
 
-def opaque_call_nodes(graph_module: GraphModule) -> list[Node]:
-    """Return the calls of opaque modules in ``graph_module``."""
-    return [
-        node
-        for node in graph_module.graph.nodes
-        if node.op == "call_module" and isinstance(graph_module.get_submodule(str(node.target)), OpaqueModule)
-    ]
+def opaque_call_nodes(graph_module: GraphModule) -> dict[Node, OpaqueModule]:
+    """Return the calls of opaque modules in ``graph_module``, with the modules."""
+    calls = graph_module.graph.find_nodes(op="call_module", sort=True)
+    called = ((call, graph_module.get_submodule(str(call.target))) for call in calls)
+    return {call: module for call, module in called if isinstance(module, OpaqueModule)}
 
 
 def opaque_modules(graph_module: GraphModule) -> dict[str, OpaqueModule]:
     """Return the opaque modules that ``graph_module`` calls, by path, in the order of their first calls."""
-    called = [str(call.target) for call in opaque_call_nodes(graph_module)]
-    return {path: cast("OpaqueModule", graph_module.get_submodule(path)) for path in called}
+    return {str(call.target): module for call, module in opaque_call_nodes(graph_module).items()}
+
+
+def layout_index(call: Node) -> int:
+    """Return which of the layouts of its module an opaque call has."""
+    index = call.kwargs["opaque_layout"]
+    assert isinstance(index, int)
+    return index
 
 
 def tensor_arguments(call: Node, module: OpaqueModule) -> tuple[Node, ...]:
     """Return the tensor arguments of an opaque call, which precede its sizes."""
-    index = call.kwargs["opaque_layout"]
-    assert isinstance(index, int)
-    tensors = call.args[: module.opaque_layouts[index].inputs.count()]
+    tensors = call.args[: module.opaque_layouts[layout_index(call)].inputs.count()]
     assert all(isinstance(tensor, Node) for tensor in tensors)
     return tuple(tensor for tensor in tensors if isinstance(tensor, Node))
 
@@ -278,9 +280,7 @@ def _call_flat(graph_module: GraphModule, node: Node, path: str, flat: tuple[Any
 def _use(node: Node, results: Sequence[Node]) -> None:
     """Replace the results of the opaque op ``node`` by ``results``."""
     for getitem in list(node.users):
-        position = getitem.args[1]
-        assert isinstance(position, int)
-        getitem.replace_all_uses_with(results[position])
+        getitem.replace_all_uses_with(results[position_of(getitem)])
         node.graph.erase_node(getitem)
     node.graph.erase_node(node)
 
@@ -337,29 +337,27 @@ class _Input:
 
 def quantize_boundaries(graph_module: GraphModule) -> None:
     """Make the calls of all opaque modules in a converted graph pass and return integers."""
-    for call in opaque_call_nodes(graph_module):
-        module = graph_module.get_submodule(str(call.target))
-        assert isinstance(module, OpaqueModule)
+    for call, module in opaque_call_nodes(graph_module).items():
         inputs = [_decide_input(arg) for arg in tensor_arguments(call, module)]
+        call.args = (*(entry.node for entry in inputs), *call.args[len(inputs) :])
         output_qparams = module.opaque_output_qparams(call.meta["val"])
-        _apply(graph_module, call, module, inputs, output_qparams)
+        input_qparams = tuple(entry.qparams for entry in inputs)
+        module.opaque_set_qparams(layout_index(call), input_qparams, output_qparams)
+        for getitem in list(call.users):
+            qparams = output_qparams[position_of(getitem)]
+            if qparams is not None:
+                _insert_dequantize(graph_module, getitem, qparams)
     graph_module.graph.eliminate_dead_code()
 
 
 def refresh_boundaries(graph_module: GraphModule) -> None:
     """Update the qparams of all boundaries after new qparams were loaded into the graph and its cells."""
-    for call in opaque_call_nodes(graph_module):
-        module = graph_module.get_submodule(str(call.target))
-        assert isinstance(module, OpaqueModule)
+    for call, module in opaque_call_nodes(graph_module).items():
         output_qparams = module.opaque_output_qparams(call.meta["val"])
-        index = call.kwargs["opaque_layout"]
-        assert isinstance(index, int)
         input_qparams = tuple(qparams_of_integers(arg) for arg in tensor_arguments(call, module))
-        module.opaque_set_qparams(index, input_qparams, output_qparams)
+        module.opaque_set_qparams(layout_index(call), input_qparams, output_qparams)
         for getitem in call.users:
-            position = getitem.args[1]
-            assert isinstance(position, int)
-            metadata.INTEGERS.write(getitem, output_qparams[position])
+            metadata.INTEGERS.write(getitem, output_qparams[position_of(getitem)])
 
 
 def qparams_of_integers(arg: Node) -> QParams | None:
@@ -378,25 +376,6 @@ def _decide_input(arg: Node) -> _Input:
     if arg.target is DEQUANTIZE:
         return _Input(source_of(arg), PerTensorQParams.of_node(arg))
     return _Input(arg, None)
-
-
-def _apply(
-    graph_module: GraphModule,
-    call: Node,
-    module: OpaqueModule,
-    inputs: list[_Input],
-    output_qparams: tuple[QParams | None, ...],
-) -> None:
-    call.args = (*(entry.node for entry in inputs), *call.args[len(inputs) :])
-    index = call.kwargs["opaque_layout"]
-    assert isinstance(index, int)
-    module.opaque_set_qparams(index, tuple(entry.qparams for entry in inputs), output_qparams)
-    for getitem in list(call.users):
-        position = getitem.args[1]
-        assert isinstance(position, int)
-        qparams = output_qparams[position]
-        if qparams is not None:
-            _insert_dequantize(graph_module, getitem, qparams)
 
 
 def _insert_dequantize(graph_module: GraphModule, getitem: Node, qparams: QParams) -> None:

@@ -15,7 +15,12 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
-from torchq_compat.capture.opaque_calls import opaque_call_nodes, opaque_modules, qparams_of_integers
+from torchq_compat.capture.opaque_calls import (
+    OpaqueModule,
+    opaque_call_nodes,
+    opaque_modules,
+    qparams_of_integers,
+)
 from torchq_compat.checkpoints import load_fx_state
 from torchq_compat.comparison import sides
 from torchq_compat.comparison.cases import Case
@@ -202,7 +207,7 @@ def _nodes(
     matches: dict[sides.Key, tuple[GraphModule, Node]] = {}
     by_name = {node.name: node for node in graph_module.graph.nodes}
     keys: dict[str, sides.OpKey] = {decision.node: key for key, decision in _op_keys(decisions)}
-    calls = {call: str(call.target) for call in opaque_call_nodes(graph_module)}
+    calls = opaque_call_nodes(graph_module)
     for node in by_name.values():
         if node.name in keys:
             matches[keys[node.name]] = graph_module, node
@@ -212,15 +217,14 @@ def _nodes(
 
 
 def _of_opaque_call(
-    graph_module: GraphModule, call: Node, path: str
+    graph_module: GraphModule, call: Node, opaque: OpaqueModule
 ) -> Iterator[tuple[sides.Key, tuple[GraphModule, Node]]]:
-    opaque = graph_module.get_submodule(path)
+    path = str(call.target)
     for cell_path, cell in opaque.graphs() if isinstance(opaque, PartOwner) else ():
         for part, node in part_nodes(cell):
             yield sides.PartKey(f"{path}.{cell_path}", part), (cell, node)
     for getitem in call.users:
-        position = position_of(getitem)
-        yield sides.ResultKey(path, position), (graph_module, getitem)
+        yield sides.ResultKey(path, position_of(getitem)), (graph_module, getitem)
 
 
 def _names_of_observed(prepared: GraphModule) -> frozenset[str]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
-from torchq_compat.capture.opaque_calls import opaque_call_nodes
+from torchq_compat.capture.opaque_calls import layout_index, opaque_call_nodes
 from torchq_compat.capture.sizes.input_sizes import Dimension, InputSizes, Place
 from torchq_compat.capture.trial_runs import sqnr
 from torchq_compat.errors import ExportError
@@ -188,10 +188,9 @@ def recurrent_calls(trial: TrialCalls) -> list[RecurrentCall]:
         ExportError: a call cannot run in pieces, named by its path; or no call keeps its state.
     """
     graph_module, result = trial.graph_module, []
-    for node in opaque_call_nodes(graph_module):
-        module, path = graph_module.get_submodule(str(node.target)), str(node.target)
+    for node, module in opaque_call_nodes(graph_module).items():
         if isinstance(module, RecurrentModule):
-            result.append(_read(trial, node, module, path))
+            result.append(_read(trial, node, module, str(node.target)))
         elif isinstance(module, OpaqueLoop):
             result.append(_read_loop(trial, node, module))
     if not any(call.keeps_state for call in result):
@@ -211,8 +210,7 @@ def _read(trial: TrialCalls, node: Node, module: RecurrentModule, path: str) -> 
         raise _refused(path, "it is a cell: the loop around it is Python's and has a fixed number of steps")
     if contract.structure.bidirectional:
         raise _refused(path, "it is bidirectional: its backward direction begins at the end of the sequence")
-    index = node.kwargs["opaque_layout"]
-    assert isinstance(index, int)
+    index = layout_index(node)
     layout = module.opaque_layouts[index]
     if any(layout.inputs.holds_indices()):
         raise _refused(path, "it is given a PackedSequence")

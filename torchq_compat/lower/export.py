@@ -14,7 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from torchq_compat.capture import torch_export
 from torchq_compat.capture.example_inputs import asks_for_examples, read_example_inputs
-from torchq_compat.capture.opaque_calls import OpaqueModule, opaque_call_nodes, tensor_arguments
+from torchq_compat.capture.opaque_calls import OpaqueModule, layout_index, opaque_call_nodes, tensor_arguments
 from torchq_compat.capture.packed_sequences import with_padded_packs
 from torchq_compat.capture.sizes.find_sizes import Group, group_of
 from torchq_compat.capture.sizes.input_sizes import Dimension
@@ -28,6 +28,7 @@ from torchq_compat.read.qparams import PerChannelQParams, PerTensorQParams, QPar
 from torchq_compat.recurrent.over_time import LoopShape, exporting_loops_as
 from torchq_compat.support import metadata
 from torchq_compat.support.decisions import Action
+from torchq_compat.support.graph_nodes import position_of
 from torchq_compat.support.upstream import guards_of, pytree
 from torchq_compat.support.user_warnings import is_of_treespec, silenced, warn_user
 
@@ -186,16 +187,14 @@ def with_per_tensor_edges(converted: GraphModule) -> GraphModule:
     the graph. The copy shares the weights; ``converted`` is not changed."""
     graph = _copy_of(converted.graph)
     edited = GraphModule(converted, graph)
-    opaque_modules = {call: _opaque_module(edited, call) for call in opaque_call_nodes(edited)}
+    opaque_modules = opaque_call_nodes(edited)
     results: list[_Edge] = []
     inputs: list[_Edge] = []
     for call, opaque in opaque_modules.items():
         for getitem in call.users if opaque.opaque_shows_result_qparams else ():
-            position = getitem.args[1]
-            assert isinstance(position, int)
             readers = _readers(getitem, opaque_modules)
             if isinstance(metadata.INTEGERS.of(getitem), PerChannelQParams) and readers is not None:
-                results.append(_Edge(call, position))
+                results.append(_Edge(call, position_of(getitem)))
                 inputs.extend(readers)
                 _bypass_dequantize(getitem)
     _hand_over_floats(edited, results, inputs)
@@ -206,12 +205,6 @@ def with_per_tensor_edges(converted: GraphModule) -> GraphModule:
 def _copy_of(graph: Graph) -> Graph:
     with silenced(is_of_treespec, FutureWarning):
         return copy.deepcopy(graph)
-
-
-def _opaque_module(graph_module: GraphModule, call: Node) -> OpaqueModule:
-    opaque = graph_module.get_submodule(str(call.target))
-    assert isinstance(opaque, OpaqueModule)
-    return opaque
 
 
 def _readers(getitem: Node, opaque_modules: dict[Node, OpaqueModule]) -> list[_Edge] | None:
@@ -245,11 +238,10 @@ def _hand_over_floats(graph_module: GraphModule, results: list[_Edge], inputs: l
         assert isinstance(opaque, OpaqueModule)
         graph_module.set_submodule(path, opaque)
         for call in opaque_call_nodes(graph_module):
-            index = call.kwargs["opaque_layout"]
-            if call.target == path and isinstance(index, int):
+            if call.target == path:
                 _set_floats(
                     opaque,
-                    index,
+                    layout_index(call),
                     [edge.position for edge in inputs if edge.call is call],
                     [edge.position for edge in results if edge.call is call],
                 )

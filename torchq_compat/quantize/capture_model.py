@@ -212,12 +212,9 @@ def boundaries_of(
     """
     by_path = {swap.paths[0]: swap for swap in swaps}
     boundaries: dict[Node, opaque_calls.OpaqueBoundary] = {}
-    for node in opaque_calls.opaque_call_nodes(graph_module):
-        path, index = str(node.target), node.kwargs["opaque_layout"]
-        request, opaque = by_path[path].request, graph_module.get_submodule(path)
-        handler = handler_of(opaque)
-        assert isinstance(opaque, opaque_calls.OpaqueModule)
-        assert isinstance(index, int)
+    for node, opaque in opaque_calls.opaque_call_nodes(graph_module).items():
+        path, index = str(node.target), opaque_calls.layout_index(node)
+        request, handler = by_path[path].request, handler_of(opaque)
         assert request is not None
         assert handler is not None
         if path in calls.tensors:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
-from torchq_compat.capture.opaque_calls import OpaqueModule, opaque_call_nodes
+from torchq_compat.capture.opaque_calls import OpaqueModule, layout_index, opaque_modules
 from torchq_compat.custom_modules import handler_of
 from torchq_compat.lower.integers import lowered_graph
 from torchq_compat.lower.integers.operators import DEQUANTIZE, QUANTIZE
@@ -20,6 +20,7 @@ from torchq_compat.read import qdq
 from torchq_compat.read.qparams import PerTensorQParams, QParams
 from torchq_compat.recurrent.python_loops import OpaqueLoop
 from torchq_compat.support.decisions import Action, Decision
+from torchq_compat.support.graph_nodes import position_of
 
 # Lower the opaque modules that a graph calls, each by the handler of its kind.
 #
@@ -45,9 +46,7 @@ def lower_opaque_modules(
 ) -> list[LoweredOpaqueModule]:
     """Lower every opaque module that ``reference`` calls; ``reference`` stays as it is."""
     result = []
-    for path in {str(call.target): None for call in opaque_call_nodes(reference)}:
-        opaque = reference.get_submodule(path)
-        assert isinstance(opaque, OpaqueModule)
+    for path, opaque in opaque_modules(reference).items():
         if isinstance(opaque, ConvertedGraphModule):
             result.append(_lower_model(path, opaque, lower_inside))
         elif isinstance(opaque, OpaqueLoop):
@@ -139,14 +138,13 @@ def hand_over_floats(
         if (module := modules.get(str(node.target))) is not None and module.leaf_quantizes
     }
     for call, module in calls.items():
-        layout = module.opaque_layouts[_index(call)]
+        layout = module.opaque_layouts[layout_index(call)]
         pairs = zip(call.args, layout.input_qparams, strict=False)
         given = [_before_quantize(arg, qparams) for arg, qparams in pairs]
         call.args = (*given, *call.args[len(given) :])
         asked = []
         for result in list(call.users):
-            position = result.args[1]
-            assert isinstance(position, int)
+            position = position_of(result)
             readers = [user for user in result.users if user.target not in (DEQUANTIZE, *qdq.DEQUANTIZES)]
             if readers and layout.output_qparams and layout.output_qparams[position] is not None:
                 asked.append(position)
@@ -158,12 +156,6 @@ def hand_over_floats(
                     graph.erase_node(dequantize)
         if asked:
             call.kwargs = {**call.kwargs, "leaf_quantized": tuple(sorted(asked))}
-
-
-def _index(call: Node) -> int:
-    index = call.kwargs["opaque_layout"]
-    assert isinstance(index, int)
-    return index
 
 
 def _before_quantize(arg: object, qparams: QParams | None) -> object:
