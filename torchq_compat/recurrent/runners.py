@@ -166,7 +166,7 @@ class OpaqueRunner(TracedRunner):
             raise ExportError.of("TQ930.opaque_packed")
         stacked = [torch.stack(rows) for rows in zip(*states, strict=True)]
         columns = given.columns or ((given.x.shape[-1], None),)
-        output, *last = self.bound.run_exported(given.x, stacked, columns, self.program)
+        output, *last = self.bound.run(given.x, stacked, columns, program=self.program, exported=True)
         all_qparams = [item.cell.state_qparams() for layer in layers for item in layer.directions()]
         count = self.bound.directions
         parts = output.chunk(count, -1) if count > 1 else (output,)
@@ -178,7 +178,8 @@ class OpaqueRunner(TracedRunner):
     def run_step(
         self, cell: CellGraphModule, x: Tensor, state: State, columns: ColumnQParams | None
     ) -> State:
-        ends = self.bound.run_exported(x, list(state), columns or ((x.shape[-1], None),), self.program)
+        columns = columns or ((x.shape[-1], None),)
+        ends = self.bound.run(x, list(state), columns, program=self.program, exported=True)
         return tuple(map(q_dq, ends, cell.state_qparams()))
 
 

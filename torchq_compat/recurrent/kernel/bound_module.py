@@ -127,31 +127,15 @@ class BoundModule:
         states: Sequence[Tensor],
         columns: programs.ColumnQParams,
         batch_sizes: Sequence[int] = (),
-    ) -> list[Tensor]:
-        """Run ``op.recurrent`` on x (T, B, I), or packed rows, or (B, I) for a cell."""
-        boundary = programs.floats_around(programs.as_numbers(columns), self.states)
-        return recurrent(
-            x,
-            states,
-            self.weights(),
-            self.program,
-            boundary,
-            batch_sizes=batch_sizes,
-            directions=self.directions,
-            owner=self.owner,
-        )
-
-    def run_exported(
-        self,
-        x: Tensor,
-        states: Sequence[Tensor],
-        columns: programs.ColumnQParams,
+        *,
         program: Tensor | None = None,
+        exported: bool = False,
     ) -> list[Tensor]:
-        """Run like ``run``, for torch.export to trace: the weights of an exported program have no owner.
+        """Run ``op.recurrent`` on x (T, B, I), or packed rows, or (B, I) for a cell.
 
         Args:
             program: in place of the module's own.
+            exported: for torch.export to trace: the weights of an exported program have no owner.
         """
         return recurrent(
             x,
@@ -159,8 +143,9 @@ class BoundModule:
             self.weights(),
             self.program if program is None else program,
             programs.floats_around(programs.as_numbers(columns), self.states),
-            batch_sizes=NO_SIZES,
+            batch_sizes=NO_SIZES if exported else batch_sizes,
             directions=self.directions,
+            owner=0 if exported else self.owner,
         )
 
 
