@@ -13,12 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchq_compat.recurrent.kernel.build import OF_LIBRARY, kernel_build
+from torchq_compat.recurrent.kernel.build import OF_LIBRARY
+from torchq_compat.recurrent.kernel.op import OPS, define_operator
 from torchq_compat.support.process_state import is_compiling
 
-NAMESPACE = "torchq_compat_native"
-OPS = getattr(torch.ops, NAMESPACE)
-WITHOUT_GRADIENTS = torch.library.Library(NAMESPACE, "IMPL")  # type: ignore[no-untyped-call]
 OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "add": torch.add,
     "sub": torch.sub,
@@ -226,25 +224,7 @@ def forget_weights(addresses: Sequence[int]) -> None:
 
 
 def _register(function: Callable[..., Tensor], schema: str) -> Any:
-    """Define the operator of ``function``; every backend but the CPU's C++ runs ``function``."""
-    name = function.__name__
-
-    def before_the_kernel(*args: Any) -> Tensor:
-        is_first = args[0].device.type == "cpu" and not hasattr(OPS, OF_LIBRARY)
-        if is_first and kernel_build().is_loaded:
-            result: Tensor = getattr(OPS, name).default(*args)
-            return result
-        return function(*args)
-
-    # torch already has the operator after an import that failed half-way, or if a program without Python has
-    # loaded the library before.
-    if not hasattr(OPS, name):
-        torch.library.define(f"{NAMESPACE}::{name}", schema)
-    torch.library.impl(f"{NAMESPACE}::{name}", "default")(before_the_kernel)
-    torch.library.register_fake(f"{NAMESPACE}::{name}")(function)
-    # Integers have no gradients; without this every result would require grad, because biases are parameters.
-    WITHOUT_GRADIENTS.impl(name, torch.library.fallthrough_kernel, "Autograd")  # type: ignore[no-untyped-call]
-    return getattr(OPS, name).default
+    return define_operator(function.__name__, schema, function, function)
 
 
 QPARAMS = "float scale, int zero_point, int low, int high"

@@ -14,30 +14,50 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchq_compat.recurrent.kernel.build import kernel_build
+from torchq_compat.recurrent.kernel.build import OF_LIBRARY, kernel_build
 from torchq_compat.recurrent.kernel.interpreter import run_by_operators
 from torchq_compat.recurrent.kernel.program import last_result_dtype
 from torchq_compat.support.process_state import is_compiling, once
 
-NAME = "torchq_compat_native::recurrent"
+NAMESPACE = "torchq_compat_native"
 SCHEMA = (
     "(Tensor x, Tensor[] states, Tensor[] weights, Tensor program, float[] boundary, int[] batch_sizes, "
     "int directions, bool batch_first, int owner=0, int version=-1, int work_per_thread=262144) -> Tensor[]"
 )
 #: Multiply-adds per step for which one more thread is worth the wait at a barrier.
 WORK_PER_THREAD = 1 << 18
-OPS = torch.ops.torchq_compat_native
+OPS = getattr(torch.ops, NAMESPACE)
 #: Owners whose packed weights are no longer needed.
 FORGOTTEN: deque[int] = deque()
 #: The ``batch_sizes`` of an unpacked call in an exported program: AOTInductor cannot pass an empty list.
 NO_SIZES = (0,)
 
 
-def _before_the_kernel(*call: Any) -> list[Tensor]:
-    """Run a call before the kernel is loaded: build it and call it on the CPU, else use torch's operators."""
-    if call[0].device.type == "cpu" and kernel_build().is_loaded:
-        results: list[Tensor] = OPS.recurrent.default(*call)
-        return results
+# Integers have no gradients; without this every result would require grad, because biases are parameters.
+WITHOUT_GRADIENTS = torch.library.Library(NAMESPACE, "IMPL")  # type: ignore[no-untyped-call]
+
+
+def define_operator(
+    name: str, schema: str, by_operators: Callable[..., Any], shapes: Callable[..., Any]
+) -> Any:
+    """Define an operator that runs ``by_operators``, on the CPU C++ as soon as it is built; return it."""
+
+    def before_the_kernel(*call: Any) -> Any:
+        is_first = call[0].device.type == "cpu" and not hasattr(OPS, OF_LIBRARY)
+        run = getattr(OPS, name).default if is_first and kernel_build().is_loaded else by_operators
+        return run(*call)
+
+    # torch already has the operator after an import that failed half-way, or if a program without Python has
+    # loaded the library before.
+    if not hasattr(OPS, name):
+        torch.library.define(f"{NAMESPACE}::{name}", schema)
+    torch.library.impl(f"{NAMESPACE}::{name}", "default")(before_the_kernel)
+    torch.library.register_fake(f"{NAMESPACE}::{name}")(shapes)
+    WITHOUT_GRADIENTS.impl(name, torch.library.fallthrough_kernel, "Autograd")  # type: ignore[no-untyped-call]
+    return getattr(OPS, name).default
+
+
+def _by_operators(*call: Any) -> list[Tensor]:
     x, states, weights, program, boundary, batch_sizes, _, batch_first = call[:8]
     sizes = _sizes(batch_sizes)
     return run_by_operators(x, states, weights, program, boundary, sizes, batch_first=batch_first)
@@ -73,17 +93,7 @@ def _shapes(
     return [x.new_empty(steps, batch, width).transpose(0, 1), *last]  # the kernel's layout, transposed
 
 
-# torch already has the operator after an import that failed half-way, or if a program without Python has
-# loaded the library before.
-if not hasattr(OPS, "recurrent"):
-    torch.library.define(NAME, SCHEMA)
-torch.library.impl(NAME, "default")(_before_the_kernel)
-torch.library.register_fake(NAME)(_shapes)
-# Integers have no gradients; without this every result would require grad, because biases are parameters.
-WITHOUT_GRADIENTS = torch.library.Library("torchq_compat_native", "IMPL")  # type: ignore[no-untyped-call]
-WITHOUT_GRADIENTS.impl(  # type: ignore[no-untyped-call]
-    "recurrent", torch.library.fallthrough_kernel, "Autograd"
-)
+RECURRENT = define_operator("recurrent", SCHEMA, _by_operators, _shapes)
 
 
 def recurrent(
@@ -124,7 +134,7 @@ def recurrent(
         RuntimeError: if the arguments do not fit the program.
     """
     around = (batch_sizes, directions, batch_first, owner, version, WORK_PER_THREAD)
-    results: list[Tensor] = OPS.recurrent.default(x, states, weights, program, boundary, *around)
+    results: list[Tensor] = RECURRENT(x, states, weights, program, boundary, *around)
     return results
 
 
