@@ -31,7 +31,13 @@ from torchq_compat.read.qparams import fold_weight, has_loaded_qparams, qparams_
 from torchq_compat.read.torch_ao_classes import is_of_torch_ao
 from torchq_compat.support import metadata
 from torchq_compat.support.dtypes import SIXTEEN_BITS, dtype_range, is_integer, plain_dtype
-from torchq_compat.support.graph_nodes import attribute_of, give_back_freed, module_path_of, source_of
+from torchq_compat.support.graph_nodes import (
+    attribute_of,
+    called_modules,
+    give_back_freed,
+    module_path_of,
+    source_of,
+)
 from torchq_compat.support.process_state import prepare_pt2e, without_code
 from torchq_compat.support.sharded import is_sharded
 from torchq_compat.support.torch_ao import observer as legacy_observer
@@ -77,23 +83,14 @@ def adopt_observers(prepared: GraphModule) -> tuple[str, ...]:
     """Adapt the observers of torch.ao in ``prepared``, which is changed, to torchao's convert; they keep what
     they have observed. Return their paths."""
     adopted: dict[int, nn.Module] = {}
-    for node, module in _called(prepared):
+    for node, module in called_modules(prepared):
         if is_of_torch_ao(module):
             # A shared observer is one module under several names.
             prepared.set_submodule(
                 str(node.target), adopted.setdefault(id(module), observers.adapted(module))
             )
-    return tuple(
-        dict.fromkeys(str(node.target) for node, module in _called(prepared) if module in adopted.values())
-    )
-
-
-def _called(prepared: GraphModule) -> list[tuple[Node, nn.Module]]:
-    return [
-        (node, prepared.get_submodule(str(node.target)))
-        for node in prepared.graph.nodes
-        if node.op == "call_module"
-    ]
+    calls = (node for node, module in called_modules(prepared) if module in adopted.values())
+    return tuple(dict.fromkeys(str(node.target) for node in calls))
 
 
 # torchao's prepare and convert of one graph: prepare with given specs, convert with FX's ranges.
@@ -198,11 +195,8 @@ def _fold_all(converted: GraphModule) -> None:
 
 def observer_nodes(graph_module: GraphModule) -> Iterator[tuple[Node, nn.Module]]:
     """Yield each node that calls an observer or fake-quantize, with the module it calls."""
-    for node in graph_module.graph.nodes:
-        if node.op == "call_module":
-            module = graph_module.get_submodule(str(node.target))
-            if is_activation_post_process(module):
-                yield node, module
+    called = called_modules(graph_module)
+    return ((node, module) for node, module in called if is_activation_post_process(module))
 
 
 class ObserverFault(Enum):

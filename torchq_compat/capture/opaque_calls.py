@@ -22,7 +22,7 @@ from torchq_compat.ops import those
 from torchq_compat.read.qdq import DEQUANTIZE, QUANTIZE, constants_in, insert_dequantize
 from torchq_compat.read.qparams import PerTensorQParams, QParams
 from torchq_compat.support import metadata
-from torchq_compat.support.graph_nodes import copied_values, position_of, source_of
+from torchq_compat.support.graph_nodes import called_modules, copied_values, position_of, source_of
 from torchq_compat.support.torch_ao import EAGER_ENGINE, QuantType
 from torchq_compat.support.upstream import pytree
 
@@ -217,8 +217,7 @@ def _keep_parameters_read(graph_module: GraphModule, handle: str, module: nn.Mod
 
 def opaque_call_nodes(graph_module: GraphModule) -> dict[Node, OpaqueModule]:
     """Return the calls of opaque modules in ``graph_module``, with the modules."""
-    calls = graph_module.graph.find_nodes(op="call_module", sort=True)
-    called = ((call, graph_module.get_submodule(str(call.target))) for call in calls)
+    called = called_modules(graph_module)
     return {call: module for call, module in called if isinstance(module, OpaqueModule)}
 
 

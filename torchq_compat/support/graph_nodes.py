@@ -66,6 +66,12 @@ def position_of(getitem: Node) -> int:
     return position
 
 
+def called_modules(graph_module: GraphModule) -> Iterator[tuple[Node, nn.Module]]:
+    """Yield each node that calls a module, with the module."""
+    for node in graph_module.graph.find_nodes(op="call_module"):
+        yield node, graph_module.get_submodule(str(node.target))
+
+
 def behind(nodes: Iterable[Any], stops: Callable[[Node], bool] = lambda node: False) -> Iterator[Node]:
     """Yield the ``nodes`` and those they are computed from, each once, none behind one that ``stops``."""
     waiting, seen = list(nodes), set[Node]()
