@@ -362,9 +362,7 @@ def refresh_boundaries(graph_module: GraphModule) -> None:
 def qparams_of_integers(arg: Node) -> QParams | None:
     """Return the qparams of the integers that ``arg`` returns, as a quantize node or a result of an opaque
     module; None for floats."""
-    if arg.target is QUANTIZE:
-        return PerTensorQParams.of_node(arg)
-    return metadata.INTEGERS.of(arg)
+    return PerTensorQParams.of_call(arg, QUANTIZE) or metadata.INTEGERS.of(arg)
 
 
 def _decide_input(arg: Node) -> _Input:

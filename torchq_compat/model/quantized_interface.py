@@ -102,7 +102,9 @@ def input_qparams(converted: GraphModule, interface: QuantizedInterface) -> tupl
     """Return, for each flat input, the qparams of its integers; None if the input is not quantized."""
     placeholders = converted.graph.find_nodes(op="placeholder")
     return tuple(
-        _qparams_behind(node) if index in interface.inputs else None
+        next(filter(None, (PerTensorQParams.of_call(user, qdq.DEQUANTIZE) for user in node.users)), None)
+        if index in interface.inputs
+        else None
         for index, node in enumerate(placeholders)
     )
 
@@ -178,13 +180,6 @@ def _take_integers(placeholder: Node) -> None:
     value, dtype = placeholder.meta["val"], qparams[-1]
     with value.fake_mode:
         placeholder.meta["val"] = value.to(dtype)
-
-
-def _qparams_behind(placeholder: Node) -> QParams | None:
-    for user in placeholder.users:
-        if user.target is qdq.DEQUANTIZE:
-            return PerTensorQParams.of_node(user)
-    return None
 
 
 def _integers(index: int, value: Any, qparams: QParams) -> Tensor:

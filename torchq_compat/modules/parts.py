@@ -358,13 +358,7 @@ def converted_qparams(graph_module: GraphModule) -> tuple[PerTensorQParams | Non
     output = graph_module.graph.output_node()
     results = output.args[0]
     assert isinstance(results, (tuple, list))
-    return tuple(_qparams_of(node) for node in results if isinstance(node, Node))
-
-
-def _qparams_of(node: Node) -> PerTensorQParams | None:
-    if node.target is not DEQUANTIZE:
-        return None
-    return PerTensorQParams.of_node(node)
+    return tuple(PerTensorQParams.of_call(node, DEQUANTIZE) for node in results if isinstance(node, Node))
 
 
 def _name_nodes_after_parts(graph_module: GraphModule, by_path: Mapping[str, Part]) -> None:

@@ -457,11 +457,6 @@ def convert_float_calls(
 
 
 def _qparams(call: Node) -> tuple[float, int, torch.dtype] | None:
-    producer = call.args[0] if call.args else None
-    if not isinstance(producer, Node) or producer.target is not DEQUANTIZE:
-        return None
-    scale, zero_point, dtype = producer.args[1], producer.args[2], producer.args[5]
-    assert isinstance(scale, float)
-    assert isinstance(zero_point, int)
-    legacy = LEGACY_DTYPES.get(dtype)  # type: ignore[arg-type]
-    return None if legacy is None else (scale, zero_point, legacy)
+    qparams = PerTensorQParams.of_call(call.args[0] if call.args else None, DEQUANTIZE)
+    legacy = None if qparams is None else LEGACY_DTYPES.get(qparams.dtype)
+    return None if qparams is None or legacy is None else (qparams.scale, qparams.zero_point, legacy)

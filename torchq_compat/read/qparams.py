@@ -44,6 +44,11 @@ class PerTensorQParams:
         scale, zero_point, quant_min, quant_max, dtype = node.args[1:6]
         return cls(scale, zero_point, quant_min, quant_max, dtype)  # type: ignore[arg-type]
 
+    @classmethod
+    def of_call(cls, node: Any, op: Any) -> PerTensorQParams | None:
+        """Read the qparams of a call of ``op``, one of the two; None for any other value."""
+        return cls.of_node(node) if isinstance(node, Node) and node.target is op else None
+
     def arguments(self, *_: Any) -> tuple[float, int, int, int, torch.dtype]:
         """Return the arguments of quantize and dequantize that follow the tensor."""
         return self.scale, self.zero_point, self.quant_min, self.quant_max, self.dtype

@@ -151,9 +151,9 @@ MOVED_PT2E = tuple(
 )
 
 
-def new_module(name: str) -> str | None:
-    """Return the new full name of ``name``, a removed module or something in one; None for any other name."""
-    for old, new in REMOVED.items():
+def new_module(name: str, modules: Mapping[str, str] = REMOVED) -> str | None:
+    """Return the new full name of ``name``, one of ``modules`` or something in one; None for others."""
+    for old, new in modules.items():
         if name == old or name.startswith(f"{old}."):
             return new + name[len(old) :]
     return None

@@ -12,7 +12,7 @@ import libcst as cst
 from torchq_compat.port.constructs import Edit, ImportRequest, Site
 from torchq_compat.port.finders import Finder
 from torchq_compat.port.legacy_api.fx_calls import uses_fx
-from torchq_compat.port.legacy_api.names import NAMESPACES, NOT_IN_NAMESPACES
+from torchq_compat.port.legacy_api.names import NAMESPACES, NOT_IN_NAMESPACES, new_module
 from torchq_compat.port.source.imports import COMMENTS_BETWEEN_NAMES, NewImport, statement_edits, why_not_free
 from torchq_compat.port.source.moved_tables import LEGACY_NAMES
 from torchq_compat.port.source.parsed import ParsedSource, dotted, imported_module
@@ -35,10 +35,7 @@ def find(source: ParsedSource) -> Iterator[Site]:
 
 def new_namespace(name: str) -> str | None:
     """Return ``name`` under torch.ao, if it is an old namespace or in one; None otherwise."""
-    for old, new in NAMESPACES.items():
-        if name == old or name.startswith(f"{old}."):
-            return None if _is_excluded(name) else new + name[len(old) :]
-    return None
+    return None if _is_excluded(name) else new_module(name, NAMESPACES)
 
 
 def _is_excluded(name: str) -> bool:

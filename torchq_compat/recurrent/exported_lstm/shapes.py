@@ -135,21 +135,15 @@ def _argument_qparams(cell: GraphModule) -> tuple[PerTensorQParams | None, ...]:
 
 
 def _qparams_of_readers(placeholder: Node) -> PerTensorQParams | None:
-    all_qparams = {_qparams_of(user, QUANTIZE) for user in placeholder.users}
+    all_qparams = {PerTensorQParams.of_call(user, QUANTIZE) for user in placeholder.users}
     return all_qparams.pop() if len(all_qparams) == 1 else None
-
-
-def _qparams_of(node: Node, op: Any) -> PerTensorQParams | None:
-    """Return the qparams of a call of ``op``, a per-tensor quantize or dequantize; None for any other
-    node."""
-    return PerTensorQParams.of_node(node) if node.target is op else None
 
 
 def _quantized_argument(
     graph_module: GraphModule, call: Node, argument: Any, qparams: QParams | None
 ) -> Node:
     """Return q-dq of ``argument`` of ``call`` with ``qparams``, or ``argument`` if it has them already."""
-    if qparams is None or _qparams_of(argument, DEQUANTIZE) == qparams:
+    if qparams is None or PerTensorQParams.of_call(argument, DEQUANTIZE) == qparams:
         source: Node = argument
         return source
     return _insert(graph_module, argument, qparams, before=call)
@@ -162,7 +156,7 @@ def _insert_after(graph_module: GraphModule, node: Node, qparams: QParams) -> No
     q_dq = _insert(graph_module, node, qparams, before=node.next)
     for reader in readers:
         reader.replace_input_with(node, q_dq)
-        if _qparams_of(reader, QUANTIZE) == qparams:
+        if PerTensorQParams.of_call(reader, QUANTIZE) == qparams:
             for dequantize in list(reader.users):
                 dequantize.replace_all_uses_with(q_dq)
 
