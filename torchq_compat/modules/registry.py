@@ -312,7 +312,8 @@ class _Parent(nn.Module):
 
 def with_parent(model: nn.Module, settings: PrepareSettings) -> nn.Module:
     """Return ``model``; if it is a custom module, a parent of it with the same class name and signature."""
-    if not _is_custom_module(model, settings):
+    is_mapped = any(type(model) in classes for classes in settings.float_to_observed.values())
+    if not is_mapped and not any(h.is_opaque(model) or h.mapping_hint(model) is not None for h in handlers()):
         return model
 
     @functools.wraps(type(model).forward)
@@ -322,9 +323,3 @@ def with_parent(model: nn.Module, settings: PrepareSettings) -> nn.Module:
     forward.__signature__ = inspect.signature(type(model).forward)  # type: ignore[attr-defined]
     parent: nn.Module = type(type(model).__name__, (_Parent,), {"forward": forward})(model)
     return parent
-
-
-def _is_custom_module(model: nn.Module, settings: PrepareSettings) -> bool:
-    if any(type(model) in classes for classes in settings.float_to_observed.values()):
-        return True
-    return any(handler.is_opaque(model) or handler.mapping_hint(model) is not None for handler in handlers())

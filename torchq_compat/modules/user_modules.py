@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from torchq_compat.read.qparams import PerTensorQParams, QParams, covering
 from torchq_compat.read.qspecs import OpSpecs, make_spec
 from torchq_compat.support import torch_ao
 from torchq_compat.support.dtypes import LEGACY_DTYPES, dtype_name, dtype_range, is_integer
-from torchq_compat.support.graph_nodes import copied_model
+from torchq_compat.support.graph_nodes import called_modules, copied_model
 from torchq_compat.support.process_state import alone, draws_kept
 from torchq_compat.support.quantized_tensors import as_float, of_integers, quantize
 from torchq_compat.support.upstream import pytree
@@ -49,41 +49,32 @@ from torchq_compat.support.user_warnings import warn_user
 
 
 def choose_specs(
-    settings: dict[Any, Any], labels: list[str], specs: OpSpecs, path: str, setting: str
+    observed: nn.Module, setting: str, calls: list[list[str]], specs: OpSpecs, path: str
 ) -> tuple[QuantizationSpec | None, ...]:
-    """Return the spec of every labelled tensor.
+    """Return the spec of every labelled tensor of the first of ``calls``, lists of labels.
 
     Raises:
-        ConfigError: if a value is not None, a dtype or a constructor.
-        CustomModuleError: if a dtype is not an integer dtype.
+        ConfigError: if a value of the attribute ``setting`` is not None, a dtype or a constructor.
+        CustomModuleError: if a dtype is not an integer dtype, or the attribute is no dict whose keys are
+            labels of some call; names the key and the labels.
     """
+    settings: Any = getattr(observed, setting, {})
+    if not isinstance(settings, Mapping):
+        raise CustomModuleError.of("TQ942.settings_type", setting=setting, path=path, settings=settings)
     by_label = {str(key): value for key, value in settings.items()}
+    known = sorted({label for labels in calls for label in labels})
+    for name in by_label:
+        if not any(label == name or label.startswith(f"{name}.") for label in known):
+            shown = ", ".join(map(repr, known)) or "none"
+            raise CustomModuleError.of(
+                "TQ942.unknown_input", setting=setting, path=path, key=name, known=shown
+            )
     chosen = []
-    for label in labels:
+    for label in calls[0]:
         key = most_specific(by_label, label)
         named = f"{setting}[{key!r}] of the module at {path!r}"
         chosen.append(specs.activation if key is None else _spec(by_label[key], specs, named))
     return tuple(chosen)
-
-
-def check_keys(settings: Any, labels: Iterable[str], path: str, setting: str) -> None:
-    """Check that settings are a dict whose keys are labels of some call.
-
-    Raises:
-        CustomModuleError: if they are not; names the key and the labels.
-    """
-    if not isinstance(settings, Mapping):
-        raise CustomModuleError.of("TQ942.settings_type", setting=setting, path=path, settings=settings)
-    known = sorted(set(labels))
-    for key in map(str, settings):
-        if not any(label == key or label.startswith(f"{key}.") for label in known):
-            raise CustomModuleError.of(
-                "TQ942.unknown_input",
-                setting=setting,
-                path=path,
-                key=key,
-                known=", ".join(repr(k) for k in known) or "none",
-            )
 
 
 def _spec(value: Any, specs: OpSpecs, named: str) -> QuantizationSpec | None:
@@ -219,13 +210,7 @@ def as_users_module(opaque: OpaqueUserModule) -> nn.Module:
     if isinstance(opaque, HeldGraphModule):
         return opaque.held
     users_class = opaque.opaque_users_class
-    for name in (
-        "opaque_users_class",
-        "opaque_path",
-        "opaque_takes_floats",
-        "opaque_layouts",
-        "opaque_observed_class",
-    ):
+    for name in (*OpaqueModule.__annotations__, *OpaqueUserModule.__annotations__):
         vars(opaque).pop(name, None)
     module: Any = opaque
     module.__class__ = users_class
@@ -295,19 +280,12 @@ class UserModuleHandler(registry.CustomModuleHandler):
         if not request.specs.is_static:
             return OpaqueBoundary.floats(layout.inputs.count(), layout.outputs.count())
         users_class, path = opaque.opaque_users_class, request.path
-        calls = opaque.opaque_layouts
-        inputs: dict[Any, Any] = getattr(opaque, "quantized_inputs", {})
-        outputs: dict[Any, Any] = getattr(opaque, "quantized_outputs", {})
-        check_keys(inputs, _all(input_labels(users_class, c.inputs) for c in calls), path, "quantized_inputs")
-        check_keys(outputs, _all(output_labels(c.outputs) for c in calls), path, "quantized_outputs")
+        inputs = [input_labels(users_class, call.inputs) for call in (layout, *opaque.opaque_layouts)]
+        outputs = [output_labels(call.outputs) for call in (layout, *opaque.opaque_layouts)]
         return OpaqueBoundary(
-            input_specs=choose_specs(
-                inputs, input_labels(users_class, layout.inputs), request.specs, path, "quantized_inputs"
-            ),
+            input_specs=choose_specs(opaque, "quantized_inputs", inputs, request.specs, path),
             output_dtypes=(None,) * layout.outputs.count(),
-            output_specs=choose_specs(
-                outputs, output_labels(layout.outputs), request.specs, path, "quantized_outputs"
-            ),
+            output_specs=choose_specs(opaque, "quantized_outputs", outputs, request.specs, path),
         )
 
     def check_call(
@@ -320,7 +298,8 @@ class UserModuleHandler(registry.CustomModuleHandler):
         except TorchQCompatError:
             raise
         except Exception as cause:
-            raise _call_raised(path, opaque.opaque_users_class, cause) from cause
+            owner = opaque.opaque_users_class.__qualname__
+            raise CustomModuleError.of("TQ942.call_raised", owner=owner, path=path, cause=cause) from cause
         for required, result in zip(map(_shown_setting, expected), map(_shown_setting, results), strict=True):
             if required != result:
                 raise _other_results(opaque, path, required, result)
@@ -376,19 +355,11 @@ def call_class_method(owner: type[nn.Module], method: str, module: nn.Module, pa
     return result
 
 
-def _all(label_lists: Any) -> list[str]:
-    return [label for labels in label_lists for label in labels]
-
-
 def _shown_setting(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} of {dtype_name(tensor.dtype)}"
 
 
 registry.register(UserModuleHandler())
-
-
-def _call_raised(path: str, owner: type, cause: BaseException) -> CustomModuleError:
-    return CustomModuleError.of("TQ942.call_raised", owner=owner.__qualname__, path=path, cause=cause)
 
 
 # Converts non-traceable modules whose class the script maps.
@@ -433,13 +404,10 @@ def convert_float_calls(
         CustomModuleError: if ``from_observed`` of a quantized class fails.
     """
     replaced: dict[str, type[nn.Module]] = {}
-    for node in converted.graph.nodes:
+    for node, module in called_modules(converted):
         path = str(node.target)
-        if node.op != "call_module" or path in replaced:
-            continue
-        module = converted.get_submodule(path)
         kinds = [kind for kind, mapping in mappings.items() if type(module) in mapping]
-        if isinstance(module, OpaqueModule) or not kinds:
+        if path in replaced or isinstance(module, OpaqueModule) or not kinds:
             continue
         kind = quant_type_of(path, module)
         if kind not in kinds:
