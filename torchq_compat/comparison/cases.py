@@ -9,7 +9,7 @@ import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, Self
 
 import torch
@@ -84,9 +84,9 @@ class Case:
         # Dynamic quantization needs no calibration.
         measured_on = calibration or [example_inputs]
         evaluation = measured_on if given is None else _batches("evaluation_data", given)
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        read = {"calibration_data": calibration, "evaluation_data": evaluation}
-        return Case(**{**values, **read, "example_inputs": example_inputs})
+        return replace(
+            self, calibration_data=calibration, evaluation_data=evaluation, example_inputs=example_inputs
+        )
 
 
 def read_case(what: str, value: Any) -> Case:

@@ -72,7 +72,7 @@ def observe_places(
             result = reference(*batch)
         last_qparams[:] = [_last_qparams(source_taps[node]) if node is not None else None for node in sources]
         readings = {key: _reading(passes) for key, tap in taps.items() if (passes := tap.take())}
-        return pytree.tree_map_only(Tensor, _dequantized, result), readings
+        return pytree.tree_map_only(Tensor, quantized_tensors.as_float, result), readings
 
     def output_qparams(result: Any) -> tuple[QParams | None, ...]:
         leaves = pytree.tree_leaves(result)
@@ -248,12 +248,8 @@ def _last_qparams(tap: sides.Tap) -> QParams | None:
 
 def _reading(passes: list[Tensor]) -> sides.Reading:
     qparams = _qparams_of(passes[0])
-    values = [_dequantized(value) for value in passes]
+    values = [quantized_tensors.as_float(value) for value in passes]
     return sides.Reading(values[0] if len(values) == 1 else torch.stack(values), qparams)
-
-
-def _dequantized(value: Tensor) -> Tensor:
-    return quantized_tensors.as_float(value)
 
 
 def _qparams_of(value: Tensor) -> QParams | None:

@@ -285,23 +285,16 @@ def _runner(
 def _integers_of(node: Node) -> tuple[Node, QParams | None]:
     """Return the node that holds the integers of ``node``, with their qparams; ``node`` and None if it stays
     float."""
-    qparams = qparams_of_integers(node)
-    if qparams is not None:
-        return node, qparams
-    for user in node.users:
-        if user.target is QUANTIZE:
-            return user, qparams_of_integers(user)
-    return node, None
+    quantizes = (user for user in node.users if user.target is QUANTIZE)
+    known = ((item, qparams_of_integers(item)) for item in (node, *quantizes))
+    return next((pair for pair in known if pair[1] is not None), (node, None))
 
 
 def _output_qparams(converted: GraphModule, result: Any) -> tuple[QParams | None, ...]:
     nodes = pytree.tree_leaves(converted.graph.output_node().args[0])
     pairs = zip(nodes, pytree.tree_leaves(result), strict=True)
-    return tuple(_qparams_behind(node) for node, leaf in pairs if isinstance(leaf, Tensor))
-
-
-def _qparams_behind(node: Any) -> QParams | None:
-    if not is_dequantize(node):
-        return None
-    source = source_of(node)
-    return qparams_of_integers(source)
+    return tuple(
+        qparams_of_integers(source_of(node)) if is_dequantize(node) else None
+        for node, leaf in pairs
+        if isinstance(leaf, Tensor)
+    )

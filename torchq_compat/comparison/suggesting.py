@@ -232,8 +232,8 @@ class _Measurement:
         return result
 
     def sqnr(self, switched_off: tuple[str, ...]) -> float:
-        with warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore", errors.QuantizationWarning)
+        ignored = warnings.catch_warnings(action="ignore", category=errors.QuantizationWarning)
+        with ignored, torch.no_grad():
             converted = convert_to_reference_fx(
                 self.prepared, self.convert_custom_config, qconfig_mapping=self.suggested(switched_off)
             )
