@@ -359,8 +359,15 @@ def with_plain_tables(model: nn.Module, graph: Graph) -> Graph | None:
     with silenced(is_of_treespec, FutureWarning):
         plain = copy.deepcopy(graph)
     for table in _dequantizes(plain):
-        if _has_float_zero_points(model, table):
-            _write_plain(plain, table)
+        if not _has_float_zero_points(model, table):
+            continue
+        for reader in list(table.users):
+            if reader.target is ATEN.embedding.default and reader.args[0] is table:
+                look_up_rows(plain, reader)
+        if table.users:
+            _dequantize_whole(plain, table)
+        else:
+            plain.erase_node(table)
     return plain
 
 
@@ -401,16 +408,6 @@ def _has_float_zero_points(model: nn.Module, dequantize: Node) -> bool:
     if not isinstance(zero_points, Node) or zero_points.op != "get_attr":
         return False
     return bool(attribute_of(model, zero_points).is_floating_point())
-
-
-def _write_plain(graph: Graph, table: Node) -> None:
-    for reader in list(table.users):
-        if reader.target is ATEN.embedding.default and reader.args[0] is table:
-            look_up_rows(graph, reader)
-    if table.users:
-        _dequantize_whole(graph, table)
-    else:
-        graph.erase_node(table)
 
 
 def _dequantize_whole(graph: Graph, table: Node) -> None:

@@ -22,7 +22,8 @@ from torchq_compat.model.view_hooks import HOOK_STATE, HOOKED, check_hookable, h
 from torchq_compat.ops import those
 from torchq_compat.read.observers import LegacyFakeQuantizeAdapter
 from torchq_compat.read.qdq import DEQUANTIZE_DYNAMIC, DEQUANTIZE_PER_CHANNEL, DEQUANTIZES, QUANTIZE
-from torchq_compat.support.graph_nodes import attribute_of, module_path_of, source_of
+from torchq_compat.support.dtypes import LEGACY_DTYPES
+from torchq_compat.support.graph_nodes import attribute_of, called_modules, module_path_of, source_of
 from torchq_compat.support.quantized_tensors import of_integers, of_integers_per_channel
 from torchq_compat.support.torch_ao import fake_quantize as legacy_fake_quantize
 from torchq_compat.support.torch_ao import fused_module
@@ -34,7 +35,6 @@ from torchq_compat.support.torch_ao import fused_module
 # rest from the graph.
 
 
-LEGACY_DTYPES = {torch.int8: torch.qint8, torch.uint8: torch.quint8, torch.int32: torch.qint32}
 #: Types of a float module's attributes that are settings: neither tensors nor containers of tensors.
 SETTINGS = (int, float, str, bool, tuple, type(None))
 FUSED_RELU = re.compile(r"(?P<op>Conv)(?P<rank>\dd)|(?P<linear>Linear)")
@@ -154,6 +154,9 @@ class BiasParameter(nn.Parameter):
 class ModuleView(nn.Module):
     """A stand-in for a module of the float model in the converted model."""
 
+    #: The texts of the errors for a call, and for an attribute that it does not have.
+    _on_call, _on_attribute = "TQ970.converted_call", "TQ970.converted_attribute"
+
     def __init__(self, converted: GraphModule, path: str, facts: ModuleFacts) -> None:
         super().__init__()
         vars(self)["_view"] = (weakref.ref(converted), path, facts)
@@ -169,14 +172,11 @@ class ModuleView(nn.Module):
         if result is MISSING:
             result = facts.settings.get(name, MISSING) if name not in _ANSWERS else MISSING
         if result is MISSING:
-            raise self._refusal(path, facts.kind, name)
+            raise ModuleAttributeError.of(self._on_attribute, path=path, kind=facts.kind, name=name)
         return result
 
     def _answer(self, owner: GraphModule, path: str, name: str) -> Any:
         return _ANSWERS[name](owner, path) if name in _ANSWERS else MISSING
-
-    def _refusal(self, path: str, kind: str, name: str) -> ModuleAttributeError:
-        return ModuleAttributeError.of("TQ970.converted_attribute", path=path, kind=kind, name=name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse: the ops of the module are in the graph.
@@ -185,7 +185,7 @@ class ModuleView(nn.Module):
             ModuleAttributeError: always.
         """
         _, path, facts = vars(self)["_view"]
-        raise ModuleAttributeError.of("TQ970.converted_call", path=path, kind=facts.kind)
+        raise ModuleAttributeError.of(self._on_call, path=path, kind=facts.kind)
 
     def register_forward_hook(self, hook: Any, **kwargs: Any) -> RemovableHandle:
         """Register a forward hook as ``nn.Module`` does; the graph calls it at the module's ops.
@@ -473,14 +473,7 @@ def install_prepared_views(prepared: GraphModule, facts: Mapping[str, ModuleFact
 class PreparedView(ModuleView):
     """A stand-in for a module of the float model in the prepared model, with its parameters."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse: the ops of the module are in the graph.
-
-        Raises:
-            ModuleAttributeError: always.
-        """
-        _, path, facts = vars(self)["_view"]
-        raise ModuleAttributeError.of("TQ970.prepared_call", path=path, kind=facts.kind)
+    _on_call, _on_attribute = "TQ970.prepared_call", "TQ970.prepared_attribute"
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Put a fake-quantize at ``weight_fake_quant`` where the graph calls that of the weight, as FX's QAT
@@ -499,9 +492,6 @@ class PreparedView(ModuleView):
     def _answer(self, owner: GraphModule, path: str, name: str) -> Any:
         return _weight_fake_quantize(owner, path) if name == FAKE_QUANTIZE else MISSING
 
-    def _refusal(self, path: str, kind: str, name: str) -> ModuleAttributeError:
-        return ModuleAttributeError.of("TQ970.prepared_attribute", path=path, kind=kind, name=name)
-
 
 def _weight_fake_quantize(prepared: GraphModule, path: str) -> Any:
     """Return the fake-quantize of the weight of ``path``; before a batch norm, that of the scaled weight.
@@ -518,11 +508,10 @@ def _weight_fake_quantize(prepared: GraphModule, path: str) -> Any:
 def _weight_observer(prepared: GraphModule, path: str) -> str | None:
     """Return the path of the fake-quantize of the weight of ``path``; None if there is none."""
     weight = f"{path}.weight"
-    for node in prepared.graph.nodes:
-        if node.op == "call_module" and _is_of_weight(node, weight):
-            module = prepared.get_submodule(str(node.target))
-            if isinstance(module, (fake_quantize.FakeQuantizeBase, legacy_fake_quantize.FakeQuantizeBase)):
-                return str(node.target)
+    kinds = (fake_quantize.FakeQuantizeBase, legacy_fake_quantize.FakeQuantizeBase)
+    for node, module in called_modules(prepared):
+        if isinstance(module, kinds) and _is_of_weight(node, weight):
+            return str(node.target)
     return None
 
 
