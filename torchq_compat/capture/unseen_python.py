@@ -6,7 +6,7 @@ import builtins
 import dis
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, update_wrapper, wraps
 from types import CodeType, FunctionType, MethodType
@@ -24,7 +24,7 @@ from torchq_compat.read.qconfig_mappings import QConfigRules, select_for_module
 from torchq_compat.support import metadata
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.metadata import CUSTOM
-from torchq_compat.support.process_state import alone, is_exporting
+from torchq_compat.support.process_state import alone, is_exporting, own_attribute
 from torchq_compat.support.torch_ao import FloatFunctional
 from torchq_compat.support.upstream import WRAPPED_FUNCTIONS, pytree
 
@@ -49,18 +49,14 @@ Replaced = Mapping[str, Callable[..., Any]]
 
 @contextmanager
 def _seen_python(model: nn.Module, replaced: Replaced) -> Iterator[None]:
-    bound: list[tuple[nn.Module, str]] = []
-    try:
+    with ExitStack() as bound:
         for module in model.modules():
             for name, method in _own_methods(type(module)).items():
                 called = {item: replaced[item] for item in replaced if _may_replace(method, item)}
                 if called and name not in vars(module):
-                    vars(module)[name] = MethodType(_with_names(method, called), module)
-                    bound.append((module, name))
+                    own = MethodType(_with_names(method, called), module)
+                    bound.enter_context(own_attribute(module, name, own))
         yield
-    finally:
-        for module, name in bound:
-            del vars(module)[name]
 
 
 @dataclass(frozen=True)
@@ -241,17 +237,11 @@ def wrapped_call_of(node: Node) -> WrappedCall | None:
 def marked_functions() -> Iterator[None]:
     """Mark the nodes that wrapped Python functions make while the context is active."""
     counter = itertools.count()
-    replaced: list[tuple[dict[str, Any], str, Any]] = []
-    with alone():
-        try:
-            for namespace, name in _registered():
-                function = namespace[name]
-                replaced.append((namespace, name, function))
-                namespace[name] = _marking(name, function, counter)
-            yield
-        finally:
-            for namespace, name, function in reversed(replaced):
-                namespace[name] = function
+    with alone(), ExitStack() as restored:
+        for namespace, name in _registered():
+            restored.callback(namespace.__setitem__, name, namespace[name])
+            namespace[name] = _marking(name, namespace[name], counter)
+        yield
 
 
 def _registered() -> Iterator[tuple[dict[str, Any], str]]:

@@ -24,6 +24,7 @@ from torchq_compat.port.running import redirections
 from torchq_compat.port.running.fx_draws import drawing_as_fx
 from torchq_compat.port.running.removed_imports import legacy_module
 from torchq_compat.support import metadata
+from torchq_compat.support.process_state import own_attribute
 from torchq_compat.support.upstream import pytree
 
 # A case: a float model with everything that FX needs to quantize it.
@@ -187,12 +188,8 @@ class ScriptRecorder:
         redirections.replace_everywhere(
             {id(function): self._wrap(function, legacy) for function, legacy in replaced}
         )
-        with register_module_forward_pre_hook(_note_call):
-            self._is_recording = True
-            try:
-                yield
-            finally:
-                self._is_recording = False
+        with register_module_forward_pre_hook(_note_call), own_attribute(self, "_is_recording", True):
+            yield
 
     def cases(self, script: str) -> tuple[Case, ...]:
         """Return a case for every model that was prepared, calibrated and converted.

@@ -10,7 +10,7 @@ does the same, so that the captured graph is q-dq.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
@@ -24,7 +24,7 @@ from torchq_compat.capture.opaque_calls import OpaqueModule
 from torchq_compat.read.qparams import PerTensorQParams
 from torchq_compat.support import quantized_tensors
 from torchq_compat.support.dtypes import LEGACY_DTYPES, dtype_range, plain_dtype
-from torchq_compat.support.process_state import is_exporting
+from torchq_compat.support.process_state import held, is_exporting, own_attribute
 from torchq_compat.support.upstream import pytree
 
 #: Functions whose results have values of their input, or zeros: nothing has to be rounded.
@@ -197,36 +197,19 @@ def following() -> Iterator[FollowGrid]:
     if running is not None:
         yield running
         return
-    with FollowGrid() as mode:
-        token = _ACTIVE.set(mode)
-        try:
-            yield mode
-        finally:
-            _ACTIVE.reset(token)
+    with FollowGrid() as mode, held(_ACTIVE, mode):
+        yield mode
 
 
-@contextmanager
-def paused() -> Iterator[None]:
+def paused() -> AbstractContextManager[None]:
     """Let torch functions be, inside a module whose results get their qparams from it."""
     mode = _ACTIVE.get()
-    if mode is None:
-        yield
-        return
-    was, mode.is_paused = mode.is_paused, True
-    try:
-        yield
-    finally:
-        mode.is_paused = was
+    return nullcontext() if mode is None else own_attribute(mode, "is_paused", True)
 
 
-@contextmanager
-def rounding_as_graph() -> Iterator[None]:
+def rounding_as_graph() -> AbstractContextManager[None]:
     """Round values as the exported graph does, which is compared with the model."""
-    token = _AS_GRAPH.set(True)
-    try:
-        yield
-    finally:
-        _AS_GRAPH.reset(token)
+    return held(_AS_GRAPH, True)
 
 
 def as_quantize_per_tensor(value: Tensor, qparams: PerTensorQParams) -> Tensor:

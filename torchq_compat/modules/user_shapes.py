@@ -17,7 +17,7 @@ from torchq_compat.capture.sizes.numbers import is_followed
 from torchq_compat.errors import CustomModuleError, TorchQCompatError
 from torchq_compat.modules.registry import handlers
 from torchq_compat.support.graph_nodes import copied_model
-from torchq_compat.support.process_state import alone, draws_kept
+from torchq_compat.support.process_state import alone, draws_kept, own_attribute
 from torchq_compat.support.upstream import detect_fake_mode, disable_current_modes
 
 # Finds the shapes of a module's results if fake tensors fail: the module branches on data, or leaves torch.
@@ -234,12 +234,7 @@ def _real_parameters_allowed(tensors: list[Tensor]) -> Iterator[None]:
     if mode is None:
         yield
         return
-    before = mode.allow_non_fake_inputs
-    mode.allow_non_fake_inputs = True
+    # A branch on data creates an unbacked symbol, whose value only data would give.
     unbacked = nullcontext() if mode.shape_env is None else mode.shape_env.ignore_fresh_unbacked_symbols()
-    try:
-        # A branch on data creates an unbacked symbol, whose value only data would give.
-        with unbacked:
-            yield
-    finally:
-        mode.allow_non_fake_inputs = before
+    with own_attribute(mode, "allow_non_fake_inputs", True), unbacked:
+        yield

@@ -22,7 +22,7 @@ from torchao.quantization.pt2e.constant_fold import replace_node_with_constant
 
 from torchq_compat.ops import draws, those
 from torchq_compat.support.graph_nodes import attribute_of, constant_of, free_name, give_back_freed, source_of
-from torchq_compat.support.process_state import is_compiling
+from torchq_compat.support.process_state import held, is_compiling
 from torchq_compat.support.upstream import OpOverload  # The import registers quantized_decomposed.
 
 NAMESPACE = "quantized_decomposed"
@@ -293,11 +293,8 @@ class WeightByWeight(Interpreter):
     """Runs a q-dq graph, and dequantizes of each weight what is read, when it is read."""
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
-        before = _IS_WEIGHT_BY_WEIGHT.set(True)
-        try:
+        with held(_IS_WEIGHT_BY_WEIGHT, True):
             return super().call_module(target, args, kwargs)
-        finally:
-            _IS_WEIGHT_BY_WEIGHT.reset(before)
 
     def run_node(self, n: Node) -> Any:
         if dequantizes_constant(n):

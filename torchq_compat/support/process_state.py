@@ -332,12 +332,15 @@ def held(variable: ContextVar[Result], value: Result) -> Iterator[None]:
 
 @contextmanager
 def own_attribute(owner: object, name: str, value: Any) -> Iterator[None]:
-    """Give ``owner`` an attribute in front of its class's inside the ``with`` block."""
-    vars(owner)[name] = value
+    """Give ``owner`` an attribute in front of its own, or its class's, inside the ``with`` block."""
+    attributes = vars(owner)
+    before = {name: attributes[name]} if name in attributes else {}
+    attributes[name] = value
     try:
         yield
     finally:
-        vars(owner).pop(name, None)
+        attributes.pop(name, None)
+        attributes.update(before)
 
 
 @contextmanager
