@@ -17,7 +17,7 @@ from torchq_compat import ops
 from torchq_compat.annotate.annotation import WrappingQuantizer
 from torchq_compat.capture.training import batch_counters, drop_batch_counters, has_fixed_mode, training_flag
 from torchq_compat.read.qdq import FOLDED_SCALE
-from torchq_compat.support.graph_nodes import attribute_of, constant_of, source_of
+from torchq_compat.support.graph_nodes import attribute_of, constant_of, replace_node, source_of
 from torchq_compat.support.process_state import convert_pt2e, prepare_pt2e, prepare_qat_pt2e, without_code
 from torchq_compat.support.upstream import BatchNormBase, is_activation_post_process
 
@@ -187,8 +187,7 @@ def fold_constants(graph_module: GraphModule, may_fold: MayFold) -> None:
             new_bias = graph_module.graph.get_attr(biases[name])
         new_bias.meta["val"] = attribute_of(graph_module, new_bias)
         op.args = (*op.args[:2], new_bias, *op.args[3:])
-        node.replace_all_uses_with(op)
-        graph_module.graph.erase_node(node)
+        replace_node(node, op)
     if pairs:
         graph_module.graph.eliminate_dead_code()
         graph_module.recompile()
@@ -372,8 +371,7 @@ def _fold_fused(prepared: GraphModule, batch_norm: Node, fused: _Fused) -> None:
     scaled.meta["val"] = fused.weight.meta["val"]
     fused.weight_observer.args = (scaled,)
     fused.op.args = (*fused.op.args[:2], nodes[1], *fused.op.args[3:])
-    batch_norm.replace_all_uses_with(fused.op)
-    prepared.graph.erase_node(batch_norm)
+    replace_node(batch_norm, fused.op)
 
 
 def _calls(node: object, target: object) -> bool:

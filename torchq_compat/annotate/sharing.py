@@ -27,6 +27,7 @@ from torchq_compat.read.qspecs import with_torchao_observer
 from torchq_compat.support import torch_ao
 from torchq_compat.support.argument_checks import INDEX, check_arguments, instance_of
 from torchq_compat.support.dtypes import dtype_name, dtype_range, is_integer
+from torchq_compat.support.graph_nodes import replace_node
 
 # Points of a graph that can be observed, including outputs that do not have a node yet.
 #
@@ -156,8 +157,7 @@ def node_at(source: Source) -> Node:
         return getitem
     first, *duplicates = result
     for duplicate in duplicates:
-        duplicate.replace_all_uses_with(first)
-        duplicate.graph.erase_node(duplicate)
+        replace_node(duplicate, first)
     return first
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from torchq_compat.support.graph_nodes import replace_node, replace_results
 from torchq_compat.support.upstream import FakeTensor
 
 HIGHER_ORDER = torch.ops.higher_order
@@ -55,7 +56,6 @@ def inline_blocks(graph_module: GraphModule) -> tuple[Block, ...]:
         inlined.extend(nodes)
         if nodes:
             blocks.append(_describe(call, nodes))
-        graph_module.graph.erase_node(call)
         if not body.users:
             graph_module.graph.erase_node(body)
     for name in [name for name, _ in graph_module.named_children() if not _is_read(graph_module.graph, name)]:
@@ -70,8 +70,8 @@ def inline_blocks(graph_module: GraphModule) -> tuple[Block, ...]:
 
 
 def _inline(graph_module: GraphModule, call: Node) -> tuple[Node, list[Node]]:
-    """Copy the nodes of the submodule in front of ``call``; return the node that read the submodule, and the
-    copied ops."""
+    """Put copies of the nodes of the submodule in the place of ``call``; return the node that read the
+    submodule, and the copied ops."""
     body_node, *operands = call.args[SETTINGS[call.target] :]  # type: ignore[index]
     assert isinstance(body_node, Node)
     body = graph_module.get_submodule(str(body_node.target))
@@ -91,7 +91,10 @@ def _inline(graph_module: GraphModule, call: Node) -> tuple[Node, list[Node]]:
         for node in result:
             _write_without_gradient(node)
     results = torch.fx.node.map_arg(body.graph.output_node().args[0], lambda inner: copies[inner])
-    _replace_results(call, results)
+    if isinstance(results, (tuple, list)):
+        replace_results(call, results)
+    else:
+        replace_node(call, results)
     return body_node, [node for node in result if node.op == "call_function"]
 
 
@@ -130,17 +133,6 @@ def _home(node: Node) -> Node:
     is_view = schema is not None and any(result.alias_info is not None for result in schema.returns)
     source = node.args[0] if is_view and node.args else None
     return _home(source) if isinstance(source, Node) else node
-
-
-def _replace_results(call: Node, results: Any) -> None:
-    if not isinstance(results, (tuple, list)):
-        call.replace_all_uses_with(results)
-        return
-    for user in list(call.users):
-        assert user.target is operator.getitem
-        index: Any = user.args[1]
-        user.replace_all_uses_with(results[index])
-        call.graph.erase_node(user)
 
 
 def _describe(call: Node, nodes: list[Node]) -> Block:

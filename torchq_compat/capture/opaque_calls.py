@@ -22,7 +22,14 @@ from torchq_compat.ops import those
 from torchq_compat.read.qdq import DEQUANTIZE, QUANTIZE, constants_in, insert_dequantize
 from torchq_compat.read.qparams import PerTensorQParams, QParams
 from torchq_compat.support import metadata
-from torchq_compat.support.graph_nodes import called_modules, copied_values, position_of, source_of
+from torchq_compat.support.graph_nodes import (
+    called_modules,
+    copied_values,
+    position_of,
+    replace_node,
+    replace_results,
+    source_of,
+)
 from torchq_compat.support.torch_ao import EAGER_ENGINE, QuantType
 from torchq_compat.support.upstream import pytree
 
@@ -175,7 +182,7 @@ def insert_calls(
             write = writers.get(handle)
             results = None if write is None else write(graph_module, node, handle, args, kwargs)
             if results is not None:
-                _use(node, results)
+                replace_results(node, results)
                 continue
             _call_nested(graph_module, node, handle, args, kwargs, layouts[index].outputs)
     graph_module.graph.eliminate_dead_code()
@@ -271,17 +278,8 @@ def _call_flat(graph_module: GraphModule, node: Node, path: str, flat: tuple[Any
     with graph_module.graph.inserting_before(node):
         call = graph_module.graph.call_module(path, flat, {"opaque_layout": index})
     call.meta = {**node.meta, metadata.OPAQUE_CALL.name: path}
-    node.replace_all_uses_with(call)
-    graph_module.graph.erase_node(node)
+    replace_node(node, call)
     call._rename(path.replace(".", "_"))
-
-
-def _use(node: Node, results: Sequence[Node]) -> None:
-    """Replace the results of the opaque op ``node`` by ``results``."""
-    for getitem in list(node.users):
-        getitem.replace_all_uses_with(results[position_of(getitem)])
-        node.graph.erase_node(getitem)
-    node.graph.erase_node(node)
 
 
 def _call_nested(
@@ -310,8 +308,7 @@ def _call_nested(
                     lookup = getattr if isinstance(key, Field) else operator.getitem
                     result = graph.call_function(lookup, (result, key))
                 result.meta = dict(getitem.meta)
-                getitem.replace_all_uses_with(result)
-                graph.erase_node(getitem)
+                replace_node(getitem, result)
     graph.erase_node(node)
 
 

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from torchq_compat.errors import InputError
 from torchq_compat.support import upstream
+from torchq_compat.support.graph_nodes import replace_node
 from torchq_compat.support.process_state import held
 
 # Packing and unpacking as two operators with data-dependent sizes.
@@ -223,8 +224,7 @@ def _count_steps(graph_module: GraphModule, pack: Node) -> None:
         with graph_module.graph.inserting_after(getitem):
             longest = graph_module.graph.call_function(_longest, (getitem,))
         for size in sizes:
-            size.replace_all_uses_with(longest)
-            graph_module.graph.erase_node(size)
+            replace_node(size, longest)
 
 
 def _longest(batch_sizes: Tensor) -> Any:

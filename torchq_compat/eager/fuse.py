@@ -13,13 +13,13 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import nn
-from torch.fx import Graph, GraphModule, Node, Tracer
+from torch.fx import GraphModule, Node, Tracer
 
 from torchq_compat.capture.origins import is_fx_leaf
 from torchq_compat.codes import error_line
 from torchq_compat.errors import ConfigError, InputError
 from torchq_compat.read.backend_configs import BackendTable, Pattern
-from torchq_compat.support.graph_nodes import copied_model
+from torchq_compat.support.graph_nodes import copied_model, replace_node
 from torchq_compat.support.upstream import USER_PRESERVED_ATTRIBUTES_KEY
 from torchq_compat.support.user_warnings import warn_user
 
@@ -134,10 +134,8 @@ def _fuse_chain(fused: GraphModule, chain: list[Node], fusion: _Fusion) -> None:
         if isinstance(module, nn.Module):
             module.training = modules[0].training
     fused.set_submodule(str(first.target), _fused_by(fusion, modules, str(first.target)))
-    graph: Graph = fused.graph
     for node in reversed(others):
-        node.replace_all_uses_with(first)
-        graph.erase_node(node)
+        replace_node(node, first)
 
 
 def _module_of(fused: GraphModule, node: Node) -> Any:

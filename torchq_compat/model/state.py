@@ -19,7 +19,7 @@ from torchq_compat.errors import CheckpointError
 from torchq_compat.read.qdq import CHOOSE_QPARAMS, DEQUANTIZE, DEQUANTIZE_PER_CHANNEL, QUANTIZE, is_qdq
 from torchq_compat.read.qparams import SCALE, ZERO_POINT, adopt_loaded_qparams
 from torchq_compat.support.argument_checks import shown
-from torchq_compat.support.graph_nodes import attribute_of
+from torchq_compat.support.graph_nodes import attribute_of, replace_node
 from torchq_compat.support.quantized_tensors import is_quantized
 from torchq_compat.support.torch_ao import FakeQuantizeBase as LegacyFakeQuantizeBase
 from torchq_compat.support.torch_ao import ObserverBase as LegacyObserverBase
@@ -395,8 +395,7 @@ def look_up_rows(graph: Graph, embedding: Node) -> None:
         shifted = graph.call_function(ATEN.sub.Tensor, (rows_of(integers), column_of(zero_points)))
         result = _in_out_dtype(graph, table, (shifted, column_of(scales)))
     result.meta = dict(embedding.meta)
-    embedding.replace_all_uses_with(result)
-    graph.erase_node(embedding)
+    replace_node(embedding, result)
 
 
 def _dequantizes(graph: Graph) -> list[Node]:
@@ -422,8 +421,7 @@ def _dequantize_whole(graph: Graph, table: Node) -> None:
         result = _in_out_dtype(graph, table, (shifted, scales))
         result = graph.call_function(ATEN.movedim.int, (result, -1, axis))
     result.meta = dict(table.meta)
-    table.replace_all_uses_with(result)
-    graph.erase_node(table)
+    replace_node(table, result)
 
 
 def _in_out_dtype(graph: Graph, table: Node, factors: tuple[Node, Argument]) -> Node:

@@ -17,7 +17,7 @@ from torchq_compat.errors import ConfigError
 from torchq_compat.read import observer_classes, qparams, torch_ao_classes
 from torchq_compat.read.qdq import CONVERT_DTYPE, insert_dynamic_q_dq
 from torchq_compat.support.dtypes import KERNEL_DTYPES, PACKED_DTYPES, dtype_range, is_integer, plain_dtype
-from torchq_compat.support.graph_nodes import attribute_at, source_of
+from torchq_compat.support.graph_nodes import attribute_at, replace_node, source_of
 from torchq_compat.support.process_state import Kept
 from torchq_compat.support.torch_ao import PlaceholderObserver, QConfig
 from torchq_compat.support.torch_ao import fake_quantize as legacy_fake_quantize
@@ -462,8 +462,7 @@ class DynamicQuantization(pt2e_observer.ObserverBase):  # type: ignore[misc]
         graph = model.graph
         with graph.inserting_before(observer_node):
             insert = _to_half_and_back if self.dtype is torch.float16 else self._insert_quantization
-            observer_node.replace_all_uses_with(insert(graph, source))
-        graph.erase_node(observer_node)
+            replace_node(observer_node, insert(graph, source))
 
     def _insert_quantization(self, graph: Graph, source: Node) -> Node:
         low, high = dtype_range(self.dtype)

@@ -16,7 +16,7 @@ from torchq_compat.read import qdq
 from torchq_compat.read.qdq import DEQUANTIZE_PER_CHANNEL
 from torchq_compat.read.torch_ao_classes import recognised_by_torch_ao
 from torchq_compat.support.dtypes import as_dtype
-from torchq_compat.support.graph_nodes import constant_of, source_of
+from torchq_compat.support.graph_nodes import constant_of, replace_node, source_of
 from torchq_compat.support.process_state import is_exporting
 
 # QParams: the affine quantization parameters of a tensor, as frozen values.
@@ -330,5 +330,4 @@ def fold_weight(
             DEQUANTIZE_PER_CHANNEL,
             (*nodes, axis, low, high, settings.dtype),
         )
-    observer_node.replace_all_uses_with(dequantize)
-    graph.erase_node(observer_node)
+    replace_node(observer_node, dequantize)

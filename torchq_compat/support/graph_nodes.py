@@ -10,7 +10,7 @@ import os
 import re
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -64,6 +64,19 @@ def position_of(getitem: Node) -> int:
     position = getitem.args[1]
     assert isinstance(position, int)
     return position
+
+
+def replace_node(node: Node, result: Any) -> None:
+    """Let what reads ``node`` read ``result``, and erase ``node``."""
+    node.replace_all_uses_with(result)
+    node.graph.erase_node(node)
+
+
+def replace_results(node: Node, results: Sequence[Any]) -> None:
+    """Replace the results that are picked of ``node`` by ``results``, and erase ``node``."""
+    for getitem in list(node.users):
+        replace_node(getitem, results[position_of(getitem)])
+    node.graph.erase_node(node)
 
 
 def called_modules(graph_module: GraphModule) -> Iterator[tuple[Node, nn.Module]]:

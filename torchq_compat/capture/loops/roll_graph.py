@@ -27,7 +27,7 @@ from torchq_compat.capture.loops.step_flow import (
 from torchq_compat.capture.opaque_stub import OPAQUE_OP, StubRegistry
 from torchq_compat.capture.writes import scatter_of, scatters
 from torchq_compat.ops import those
-from torchq_compat.support.graph_nodes import SLICE_END
+from torchq_compat.support.graph_nodes import SLICE_END, replace_node
 from torchq_compat.support.upstream import pytree
 
 ATEN = torch.ops.aten
@@ -507,8 +507,7 @@ class _ListUse(_Use):
             pieces.append(piece)
         result = pieces[0] if len(pieces) == 1 else roller.call(ATEN.cat.default, pieces, self.dim)
         result.meta = {**_origin(self.user), "val": result.meta["val"]}
-        self.user.replace_all_uses_with(result)
-        self.user.graph.erase_node(self.user)
+        replace_node(self.user, result)
 
 
 def _bounds(taken: Taken, count: int) -> tuple[int, int]:

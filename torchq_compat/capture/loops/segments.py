@@ -14,7 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 from torchq_compat.capture.opaque_stub import OPAQUE_OP, StubRegistry
 from torchq_compat.capture.sizes.shape_program import ShapeProgram
 from torchq_compat.ops import facts, those
-from torchq_compat.support.graph_nodes import SLICE_END, attribute_of, module_path_of
+from torchq_compat.support.graph_nodes import SLICE_END, attribute_of, module_path_of, replace_node
 from torchq_compat.support.upstream import OpOverload, pytree
 
 ATEN = torch.ops.aten
@@ -53,8 +53,7 @@ def tidy_graph(graph_module: GraphModule, stubs: StubRegistry, lengths: Collecti
     parts: list[Node] = []
     for node in list(graph.nodes):
         if node.target is ATEN.slice.Tensor and _is_whole(node):
-            node.replace_all_uses_with(node.args[0])
-            graph.erase_node(node)
+            replace_node(node, node.args[0])
         elif node.target in those("check"):
             graph.erase_node(node)
         elif node.target in those("takes apart"):
@@ -110,8 +109,7 @@ def _read_one_by_one(node: Node) -> Iterator[Node]:
             else:
                 result = node.graph.call_function(ATEN.slice.Tensor, (source, dim, index, index + 1))
         result.meta = dict(user.meta)
-        user.replace_all_uses_with(result)
-        node.graph.erase_node(user)
+        replace_node(user, result)
         yield result
 
 
@@ -292,8 +290,7 @@ def _share_lifted_constants(graph_module: GraphModule) -> None:
             node.target = str(node.target).replace(".", "_")
             setattr(graph_module, node.target, value)
         else:
-            node.replace_all_uses_with(other)
-            graph_module.graph.erase_node(node)
+            replace_node(node, other)
 
 
 def _make_constants_once(graph_module: GraphModule) -> None:
@@ -327,8 +324,7 @@ def _make_constants_once(graph_module: GraphModule) -> None:
             with graph.inserting_after(after):
                 known[key] = graph.call_function(node.target, args, kwargs)
             known[key].meta = dict(node.meta)
-        node.replace_all_uses_with(known[key])
-        graph.erase_node(node)
+        replace_node(node, known[key])
 
 
 def leaves_of(node: Node) -> list[Leaf]:

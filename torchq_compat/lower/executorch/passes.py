@@ -17,6 +17,7 @@ from torch.fx.passes.infra.pass_base import PassResult
 from torchq_compat.errors import ExportError, install_extra
 from torchq_compat.read import qdq
 from torchq_compat.read.qparams import PerTensorQParams
+from torchq_compat.support.graph_nodes import replace_node
 from torchq_compat.support.upstream import OpOverloadPacket
 from torchq_compat.support.user_warnings import silenced
 
@@ -77,8 +78,7 @@ def _look_up_integers(graph: Graph, embedding: Node) -> None:
             qdq.embedding_byte(), (integers, scales, zero_points, low, high, embedding.args[1])
         )
     lookup.meta = dict(embedding.meta)
-    embedding.replace_all_uses_with(lookup)
-    graph.erase_node(embedding)
+    replace_node(embedding, lookup)
 
 
 def _cast(graph: Graph, node: Node, dtype: torch.dtype) -> Node:

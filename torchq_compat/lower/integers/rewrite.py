@@ -26,7 +26,7 @@ from torchq_compat.read.qparams import PerTensorQParams
 from torchq_compat.support import metadata
 from torchq_compat.support.decisions import FUSED, Action, Decision
 from torchq_compat.support.dtypes import KERNEL_DTYPES
-from torchq_compat.support.graph_nodes import module_path_of
+from torchq_compat.support.graph_nodes import module_path_of, replace_node
 from torchq_compat.support.upstream import OpOverload
 
 ATEN = torch.ops.aten
@@ -282,8 +282,7 @@ class Rewriter:
                 written = convert(node.args[0], qparams)
             written.meta = dict(node.meta)
             self.stands_for[written] = self.stands_for[node]
-            node.replace_all_uses_with(written)
-            graph.erase_node(node)
+            replace_node(node, written)
         for node in graph.nodes:
             node.name = self.names.get(node, node.name)
             if node in self.stands_for:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import nn
@@ -13,7 +13,6 @@ from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e.quantizer import Quantizer
 
 from torchq_compat.annotate.observed_graph import observer_nodes
-from torchq_compat.annotate.sharing import Output, canonical
 from torchq_compat.capture.checked import capture_by_structure
 from torchq_compat.errors import AnnotationError
 from torchq_compat.recurrent.cell_graph import CellGraphModule
@@ -30,6 +29,7 @@ from torchq_compat.recurrent.exported_lstm.aten_recurrent import (
 from torchq_compat.recurrent.over_time import LoopShape
 from torchq_compat.support import metadata
 from torchq_compat.support.argument_checks import checked_arguments, instance_of
+from torchq_compat.support.graph_nodes import replace_results
 from torchq_compat.support.process_state import convert_pt2e, prepare_pt2e
 
 # Decomposes the recurrent operators of an exported program.
@@ -124,7 +124,7 @@ def _decompose(
         raise _nothing_to_decompose(graph_module, operators)
     for item in result:
         cells = {direction.path: _cell(graph_module, item, direction) for direction in item.directions}
-        _replace(item.node, WRITE[LoopShape(shape)](NodeWriter(graph_module, item.node), item, cells))
+        replace_results(item.node, WRITE[LoopShape(shape)](NodeWriter(graph_module, item.node), item, cells))
     _drop_guards(graph_module)
     graph_module.graph.eliminate_dead_code()
     graph_module.graph.lint()
@@ -167,15 +167,6 @@ def _cell(graph_module: GraphModule, recurrent: AtenRecurrent, direction: Direct
     weights = direction.values(graph_module)
     cell = recurrent.kind.float_cell(weights, split_gates=False)
     return capture_by_structure(cell, cell.example_inputs())
-
-
-def _replace(node: Node, results: Sequence[Node]) -> None:
-    for user in list(node.users):
-        picked = canonical(user)
-        assert isinstance(picked, Output)  # torch.export returns and passes on getitems only
-        user.replace_all_uses_with(results[picked.index])
-        node.graph.erase_node(user)
-    node.graph.erase_node(node)
 
 
 def _drop_guards(graph_module: GraphModule) -> None:

@@ -33,7 +33,7 @@ from torchq_compat.recurrent.exported_lstm.aten_recurrent import (
 from torchq_compat.recurrent.over_time import RecurrentDirection, RecurrentLayer, State
 from torchq_compat.recurrent.runners import PythonRunner, Sequences
 from torchq_compat.support import metadata
-from torchq_compat.support.graph_nodes import free_name
+from torchq_compat.support.graph_nodes import free_name, replace_node
 from torchq_compat.support.user_warnings import warn_user
 
 # The opaque shape: one ``call_module`` that runs each cell's own graph in a Python loop over time.
@@ -258,8 +258,7 @@ def _take_out(graph_module: GraphModule, path: str) -> dict[str, Tensor]:
     for node in owned:
         argument = arguments[str(node.target)]
         argument.meta = dict(node.meta)
-        node.replace_all_uses_with(argument)
-        body.graph.erase_node(node)
+        replace_node(node, argument)
     setattr(graph_module, path, GraphModule(nn.Module(), body.graph))
     return values
 
