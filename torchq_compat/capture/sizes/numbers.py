@@ -40,24 +40,26 @@ class Operation:
     Attributes:
         function: the function, which takes plain numbers and runs in a graph.
         words: its call as Python code, with ``{}`` for each operand.
+        keeps_integers: whether integers make integers.
     """
 
     function: Callable[..., Any]
     words: str
+    keeps_integers: bool = False
 
 
 #: The methods that torch calls on the node of a number -> what they compute.
 OPERATIONS = {
-    "add": Operation(operator.add, "({} + {})"),
-    "sub": Operation(operator.sub, "({} - {})"),
-    "mul": Operation(operator.mul, "({} * {})"),
-    **{name: Operation(operator.floordiv, "({} // {})") for name in ("floordiv", "int_floordiv")},
+    "add": Operation(operator.add, "({} + {})", True),
+    "sub": Operation(operator.sub, "({} - {})", True),
+    "mul": Operation(operator.mul, "({} * {})", True),
+    **{name: Operation(operator.floordiv, "({} // {})", True) for name in ("floordiv", "int_floordiv")},
     **{
         name: Operation(operator.truediv, "({} / {})") for name in ("truediv", "int_truediv", "float_truediv")
     },
     **{name: Operation(operator.pow, "({} ** {})") for name in ("pow", "pow_by_natural", "float_pow")},
-    "mod": Operation(operator.mod, "({} % {})"),
-    "neg": Operation(operator.neg, "(-{})"),
+    "mod": Operation(operator.mod, "({} % {})", True),
+    "neg": Operation(operator.neg, "(-{})", True),
     "pos": Operation(operator.pos, "{}"),
     "lshift": Operation(operator.lshift, "({} << {})"),
     "rshift": Operation(operator.rshift, "({} >> {})"),
@@ -70,11 +72,11 @@ OPERATIONS = {
     "le": Operation(operator.le, "({} <= {})"),
     "gt": Operation(operator.gt, "({} > {})"),
     "ge": Operation(operator.ge, "({} >= {})"),
-    "sym_min": Operation(torch.sym_min, "min({}, {})"),
-    "sym_max": Operation(torch.sym_max, "max({}, {})"),
-    "ceil": Operation(math.ceil, "math.ceil({})"),
-    "floor": Operation(math.floor, "math.floor({})"),
-    "trunc": Operation(math.trunc, "math.trunc({})"),
+    "sym_min": Operation(torch.sym_min, "min({}, {})", True),
+    "sym_max": Operation(torch.sym_max, "max({}, {})", True),
+    "ceil": Operation(math.ceil, "math.ceil({})", True),
+    "floor": Operation(math.floor, "math.floor({})", True),
+    "trunc": Operation(math.trunc, "math.trunc({})", True),
     "round": Operation(round, "round({}, {})"),
     "abs": Operation(abs, "abs({})"),
     "sym_float": Operation(torch.sym_float, "float({})"),
@@ -256,27 +258,8 @@ class Followed:
         return compute
 
 
-#: The operations of which integers make integers.
-OF_INTEGERS = {
-    OPERATIONS[name]
-    for name in (
-        "add",
-        "sub",
-        "mul",
-        "floordiv",
-        "mod",
-        "neg",
-        "ceil",
-        "floor",
-        "trunc",
-        "sym_min",
-        "sym_max",
-    )
-}
-
-
 def _in_integers(computed: Computed) -> Computed:
-    """Return ``made``, a rounded quotient of integers in integers: torch cannot save ``math.ceil``."""
+    """Return ``computed``, a rounded quotient of integers in integers: torch cannot save ``math.ceil``."""
     quotient = computed.operands[0]
     rounds = computed.operation in (OPERATIONS["ceil"], OPERATIONS["floor"])
     if not rounds or not isinstance(quotient, Computed) or quotient.operation != OPERATIONS["truediv"]:
@@ -293,7 +276,7 @@ def _in_integers(computed: Computed) -> Computed:
 def _is_integer(expression: Any) -> bool:
     if not isinstance(expression, Computed):
         return isinstance(expression, (int, Size))
-    return expression.operation in OF_INTEGERS and all(map(_is_integer, expression.operands))
+    return expression.operation.keeps_integers and all(map(_is_integer, expression.operands))
 
 
 #: Is told each expression, with its value, that Python asks for.
