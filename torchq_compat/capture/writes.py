@@ -102,24 +102,6 @@ def _without_out(target: Any) -> OpOverload | None:
 # Computes the new value of a tensor from the new value of a view of it.
 
 
-#: Ops that return the elements of their input, in its order, in the same or another shape.
-RESHAPES = (
-    "_reshape_alias",
-    "_unsafe_view",
-    "alias",
-    "contiguous",
-    "detach",
-    "flatten",
-    "ravel",
-    "reshape",
-    "reshape_as",
-    "squeeze",
-    "to",
-    "unflatten",
-    "unsqueeze",
-    "view",
-    "view_as",
-)
 #: Ops that return their input when applied twice.
 EXCHANGES = ("adjoint", "mH", "mT", "matrix_H", "numpy_T", "swapaxes", "swapdims", "t", "transpose")
 #: An op that returns a part of a tensor -> the op that returns the tensor with that part replaced.
@@ -150,7 +132,7 @@ def is_same_view(node: Node, other: Node) -> bool:
 def is_whole(view: Node) -> bool:
     """Return whether ``view`` is its base under another name, as the result of an Identity is."""
     return (
-        _name_of(view) in RESHAPES
+        view.target in those("reshapes")
         and view.target is not ATEN.detach.default
         and are_alike(view.args[0], view)
     )
@@ -191,7 +173,7 @@ def whole_of_view(view: Node, parent: Node, value: Node, meta: dict[str, Any]) -
         are_known = isinstance(start, int) and isinstance(length, int)
         end = start + length if are_known else graph.call_function(operator.add, (start, length))
         result = graph.call_function(ATEN.slice_scatter.default, (base, value, dim, start, end))
-    elif name in RESHAPES and _dtype_of(view) == _dtype_of(base):
+    elif view.target in those("reshapes") and _dtype_of(view) == _dtype_of(base):
         result = graph.call_function(ATEN.reshape_as.default, (value, base))
     elif name in EXCHANGES:
         result = graph.call_function(view.target, (value, *remaining), view.kwargs)  # type: ignore[arg-type]
