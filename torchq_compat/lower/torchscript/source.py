@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from torchq_compat.capture.sizes.numbers import OPERATIONS
 from torchq_compat.errors import ExportError
 from torchq_compat.read import qdq
 from torchq_compat.support.graph_nodes import module_path_of
@@ -27,31 +28,13 @@ ATEN = torch.ops.aten
 
 #: Function of the graph -> an expression of its arguments.
 TEMPLATES: Mapping[Any, str] = {
-    operator.add: "({0} + {1})",
-    operator.sub: "({0} - {1})",
-    operator.mul: "({0} * {1})",
-    operator.truediv: "({0} / {1})",
-    operator.floordiv: "({0} // {1})",
-    operator.mod: "({0} % {1})",
-    operator.pow: "({0} ** {1})",
-    operator.neg: "(-{0})",
-    operator.eq: "({0} == {1})",
-    operator.ne: "({0} != {1})",
-    operator.lt: "({0} < {1})",
-    operator.le: "({0} <= {1})",
-    operator.gt: "({0} > {1})",
-    operator.ge: "({0} >= {1})",
+    **{operation.function: operation.words for operation in OPERATIONS.values()},
     operator.and_: "({0} and {1})",
     operator.or_: "({0} or {1})",
     operator.getitem: "{0}[{1}]",
-    torch.sym_float: "float({0})",
     torch.sym_int: "int({0})",
     torch.sym_not: "(not {0})",
-    torch.sym_max: "max({0}, {1})",
-    torch.sym_min: "min({0}, {1})",
     torch.sym_ite: "({1} if {0} else {2})",
-    math.ceil: "math.ceil({0})",
-    math.floor: "math.floor({0})",
     math.trunc: "int({0})",
     round: "round({0})",
     ATEN.sym_size.int: "{0}.size({1})",
