@@ -155,17 +155,11 @@ class SequenceContract(RecurrentContract):
         return {name: getattr(self.structure, name) for name in (*names, "bidirectional", "proj_size")}
 
     def float_module(self, float_class: type[nn.Module]) -> nn.Module:
-        of = self.structure
-        options: dict[str, Any] = {
-            "num_layers": of.num_layers,
-            "bias": of.bias,
-            "batch_first": of.batch_first,
-            "dropout": of.dropout,
-            "bidirectional": of.bidirectional,
-            **({"proj_size": of.proj_size} if of.proj_size else {}),
-            **dict(of.kind.options),
-        }
-        return float_class(of.input_size, of.hidden_size, **options)
+        options = self.attributes() | dict(self.structure.kind.options)
+        sizes = options.pop("input_size"), options.pop("hidden_size")
+        if not options["proj_size"]:
+            del options["proj_size"]
+        return float_class(*sizes, **options)
 
     def suffixes(self) -> Sequence[Sequence[str]]:
         directions = ("", "_reverse")[: self.structure.num_directions]

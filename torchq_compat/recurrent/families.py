@@ -166,11 +166,6 @@ def family_of(module: object) -> RecurrentFamily | None:
 # quantized as a whole, and the hidden state is quantized step by step. Only the linears are quantized.
 
 
-#: Arguments of the float modules' constructors.
-ARGUMENTS = (
-    *("input_size", "hidden_size", "num_layers", "bias", "batch_first", "dropout", "bidirectional"),
-    *("proj_size", "nonlinearity"),
-)
 #: Defaults of the arguments that ``repr`` shows only if they differ.
 SHOWN = {
     "num_layers": 1,
@@ -181,6 +176,8 @@ SHOWN = {
     "proj_size": 0,
     "nonlinearity": "tanh",
 }
+#: Arguments of the float modules' constructors.
+ARGUMENTS = ("input_size", "hidden_size", *SHOWN)
 
 
 class InputProjection(nn.Module):
