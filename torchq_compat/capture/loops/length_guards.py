@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +13,7 @@ from torch.fx import Graph, Node
 from torchq_compat.capture.loops.step_flow import NotALoopError
 from torchq_compat.capture.sizes.numbers import (
     OPERATIONS,
+    CodePlace,
     Computed,
     Size,
     condition_of,
@@ -53,15 +54,37 @@ class Length:
         return Size(inputs[index], dim)
 
 
-def keep_guards(
-    short: ReadSizes, long: ReadSizes, lengths: Sequence[Length]
-) -> tuple[ReadSizes, tuple[Mapping[int, Sequence[Guard]], ...]]:
-    """Return what two captures of a model decided alike.
+@dataclass(frozen=True)
+class KeptGuards:
+    """What two captures of a model decided alike.
 
-    Returns:
-        The guards; and for each length, the guards that do not hold at a size up to those of the captures, by
-        that size: mostly they are about a step's number, and a trial shows whether they matter. A decision
-        about what a custom module computes by itself is in neither.
+    Attributes:
+        read: the guards, in terms of the inputs of the rolled model.
+        lengths: the lengths that the captures differ in.
+        doubtful: for each length, the guards that do not hold at a size up to those of the captures, by that
+            size: mostly they are about a step's number, and a trial shows whether they matter.
+    """
+
+    read: ReadSizes
+    lengths: Sequence[Length]
+    doubtful: Sequence[Mapping[int, Sequence[Guard]]]
+
+    def broken_at(self, sizes: Sequence[int]) -> list[Guard]:
+        """Return the doubtful guards that do not hold where the lengths are ``sizes``."""
+        known = zip(self.doubtful, sizes, strict=True)
+        return [guard for of_length, size in known for guard in of_length.get(size, ())]
+
+    def with_guards(self, guards: Iterable[Guard], least: Mapping[int, int], line: str | None) -> ReadSizes:
+        """Return what was read, with more ``guards``, and that lengths have the ``least`` sizes, by index."""
+        place = CodePlace(line, by_user=True)
+        lengths = {self.lengths[index].size_in(self.read.inputs): size for index, size in least.items()}
+        bounds = (Guard(Computed(OPERATIONS["ge"], item), True, place) for item in lengths.items())
+        return replace(self.read, guards=(*self.read.guards, *guards, *bounds))
+
+
+def keep_guards(short: ReadSizes, long: ReadSizes, lengths: Sequence[Length]) -> KeptGuards:
+    """Return what ``short`` and ``long``, two captures of a model, decided alike; not what they decided about
+    the results of a custom module, which computes its sizes by itself.
 
     Raises:
         NotALoopError: a decision is about a size that does not grow evenly with a length.
@@ -87,7 +110,7 @@ def keep_guards(
         for of_length, sizes in zip(doubtful, broken, strict=True):
             for size in sizes:
                 of_length.setdefault(size, []).append(kept)
-    return replace(read, guards=tuple(guards)), doubtful
+    return KeptGuards(replace(read, guards=tuple(guards)), lengths, doubtful)
 
 
 def _named(guards: Sequence[Guard]) -> Iterator[tuple[Any, Guard]]:

@@ -7,9 +7,9 @@ import functools
 import inspect
 import itertools
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from torchq_compat.capture.inlined_blocks import inline_blocks
-from torchq_compat.capture.loops.length_guards import Length, keep_guards
+from torchq_compat.capture.loops.length_guards import KeptGuards, Length, keep_guards
 from torchq_compat.capture.loops.loop_module import LONGER, GraphModel, Loop, LoopedSizes
 from torchq_compat.capture.loops.roll_graph import RolledGraph, roll_graph
 from torchq_compat.capture.loops.segments import LIFTED, leaves_of
@@ -188,12 +188,11 @@ def roll_loops(
     Raises:
         NotALoopError: no loop can be rolled that computes the same at every length.
     """
-    rolled, captured, doubtful = _rolled_at_two_lengths(working, args, inputs, looped, put_stubs)
+    rolled, captured, guards = _rolled_at_two_lengths(working, args, inputs, looped, put_stubs)
     result = _build(working, rolled, captured)
     if is_trained:
         _refuse_parted_parameters(result)
-    guards = _check(result, runs, args, inputs, looped, doubtful)
-    result.read = replace(result.read, guards=(*result.read.guards, *guards))
+    result.read = _check(result, runs, args, inputs, looped, guards)
     _keep_examples(result, args, inputs, looped)
     return result
 
@@ -204,8 +203,8 @@ def _rolled_at_two_lengths(
     inputs: Mapping[str, Any],
     looped: LoopedSizes,
     put_stubs: PutStubs,
-) -> tuple[RolledGraph, _Captured, Sequence[Mapping[int, Sequence[Guard]]]]:
-    """Return the rolled graph, what was captured, and for each length guards that a trial decides about."""
+) -> tuple[RolledGraph, _Captured, KeptGuards]:
+    """Return the rolled graph, what was captured, and what Python decided by sizes in both captures."""
     names = _free_names(working)
     for least in SHORT:
         lengths = _choose_lengths(inputs, looped, least)
@@ -222,8 +221,7 @@ def _rolled_at_two_lengths(
     longs = [length.short + length.grown for length in lengths]
     other, of_long = capture(with_sizes(args, inputs, looped.sizes(longs)))
     follow_lengths(rolled, other, lengths)
-    read, doubtful = keep_guards(captured.read, of_long.read, lengths)
-    return rolled, replace(captured, read=read), doubtful
+    return rolled, captured, keep_guards(captured.read, of_long.read, lengths)
 
 
 def _choose_lengths(inputs: Mapping[str, Any], looped: LoopedSizes, least: int) -> list[Length]:
@@ -235,7 +233,7 @@ def _choose_lengths(inputs: Mapping[str, Any], looped: LoopedSizes, least: int) 
     for group in looped.groups:
         short = next(size for size in itertools.count(least) if size not in known)
         taken = [length.grown for length in lengths]
-        grown = next(g for g in itertools.count(1) if g not in taken and short + g not in known)
+        grown = next(g for g in itertools.count(4) if g not in taken and short + g not in known)
         known |= {short, short + grown}
         label, dim = group[0]
         places = tuple((labels.index(label), dim) for label, dim in group)
@@ -299,7 +297,7 @@ def _build(working: nn.Module, rolled: RolledGraph, captured: _Captured) -> Roll
     for name, loop in loops.items():
         model.add_module(name, loop)
     decided = metadata.VALUES_DECIDED.of(rolled.graph_module) or ()
-    return RolledModel(model, loops, decided, captured.read)
+    return RolledModel(model, loops, decided)
 
 
 def _with_float_calls(root: nn.Module, graph: Graph, captured: _Captured) -> Graph:
@@ -398,50 +396,58 @@ def _check(
     args: tuple[Any, ...],
     inputs: Mapping[str, Any],
     looped: LoopedSizes,
-    doubtful: Sequence[Mapping[int, Sequence[Guard]]],
-) -> list[Guard]:
+    guards: KeptGuards,
+) -> ReadSizes:
     """Run the rolled model beside the user's model: on the example, and with each length changed alone.
 
     Args:
-        doubtful: for each length, the guards that do not hold at a size.
+        guards: what Python decided by sizes.
 
     Returns:
-        Those without which the results differ.
+        The same, with the doubtful guards that the results differ without, and, where they differ at short
+        lengths all the same, as those do that are shorter than the steps before a loop, with bounds.
 
     Raises:
         NotALoopError: the results differ, or the float model runs at fewer than two lengths.
     """
-    example = [int(inputs[group[0][0]].shape[group[0][1]]) for group in looped.groups]
-    idle, differing = set[int](), list[tuple[list[int], str, list[Guard]]]()
-    ran = 0
-    for sizes in reversed(list(_lengths_tried(example, doubtful))):
-        run = runs.of_float_model(with_sizes(args, inputs, looped.sizes(sizes)))
-        if run.error is not None:
-            continue
-        ran += 1
-        guards = [guard for known, size in zip(doubtful, sizes, strict=True) for guard in known.get(size, ())]
-        problem = _compare(rolled_model, run)
-        if problem is None:
-            idle.update(map(id, guards))
-        else:
-            differing.append((sizes, problem, guards))
-    if ran < 2:
+    example = [length.example for length in guards.lengths]
+
+    def problems(tried: Iterable[list[int]]) -> list[tuple[list[int], str | None]]:
+        changed = ((sizes, with_sizes(args, inputs, looped.sizes(sizes))) for sizes in tried)
+        results = ((sizes, runs.of_float_model(at_sizes)) for sizes, at_sizes in changed)
+        return [(sizes, _compare(rolled_model, run)) for sizes, run in results if run.error is None]
+
+    results = problems(_lengths_tried(guards))
+    if len(results) < 2:
         raise NotALoopError("the float model does not run at other lengths")
-    needed: dict[int, Guard] = {}
-    for sizes, problem, guards in differing:
-        broken = {id(guard): guard for guard in guards if id(guard) not in idle}
-        if not broken or sizes == example:
-            raise NotALoopError(f"the rolled loop computes something else at lengths {sizes}: {problem}")
+    idle = {id(guard) for sizes, problem in results if problem is None for guard in guards.broken_at(sizes)}
+    needed, least = dict[int, Guard](), dict[int, int]()
+    for sizes, problem in results:
+        if problem is None:
+            continue
+        broken = {id(guard): guard for guard in guards.broken_at(sizes) if id(guard) not in idle}
         needed |= broken
-    return list(needed.values())
+        changed = [index for index, size in enumerate(sizes) if size != example[index]]
+        lengths = {} if broken else {index: guards.lengths[index] for index in changed}
+        for index, length in lengths.items():
+            tried = problems(_changed(example, index, range(1, length.short + length.grown + 1)))
+            least[index] = 1 + max(other[index] for other, found in tried if found is not None)
+        if not changed or any(least[i] > min(known.short, known.example) for i, known in lengths.items()):
+            raise NotALoopError(f"the rolled loop computes something else at lengths {sizes}: {problem}")
+    return guards.with_guards(needed.values(), least, next(iter(looped.lines), None))
 
 
-def _lengths_tried(example: list[int], doubtful: Sequence[Collection[int]]) -> Iterator[list[int]]:
-    """Yield the lengths of the example, and those with one changed, also to each ``doubtful`` size."""
+def _lengths_tried(guards: KeptGuards) -> Iterator[list[int]]:
+    """Yield the lengths of the example, and those with one changed, also to each doubtful size."""
+    example = [length.example for length in guards.lengths]
     yield example
-    for index, sizes in enumerate(doubtful):
-        for size in sorted({SHORT[1], 3, 1, *sizes} - {example[index]}, reverse=True):
-            yield [size if other == index else known for other, known in enumerate(example)]
+    for index, sizes in enumerate(guards.doubtful):
+        yield from _changed(example, index, sorted({SHORT[1], 3, 1, *sizes} - {example[index]}))
+
+
+def _changed(example: Sequence[int], index: int, sizes: Iterable[int]) -> Iterator[list[int]]:
+    """Yield the lengths of the example with each of ``sizes`` in place of the one at ``index``."""
+    yield from ([size if other == index else known for other, known in enumerate(example)] for size in sizes)
 
 
 def _compare(rolled_model: RolledModel, run: FloatRun) -> str | None:
