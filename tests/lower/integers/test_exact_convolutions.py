@@ -97,3 +97,33 @@ def test_bits_of_older_instructions(own: str, onednn: str, written: Path) -> Non
     # oneDNN rounds in the same order, but in the kernels of a few shapes.
     assert apart <= total * 1e-4
     assert total > 50_000
+
+
+@pytest.mark.parametrize("dim", range(3))
+def test_windows_that_read_nothing_but_padding(dim: int) -> None:
+    """Along one dimension they lie before and behind the input: there oneDNN's kernel ends the process."""
+    sizes, kernel, padding = [7, 7, 7], [2, 2, 2], [0, 0, 0]
+    sizes[dim] = kernel[dim] = padding[dim] = 1
+    x = torch.randint(-128, 128, (2, 18, *sizes), dtype=torch.int8)
+    weight, scales = torch.randint(-128, 128, (6, 3, *kernel), dtype=torch.int8), torch.rand(6) * 0.01 + 0.001
+    args = (
+        x,
+        0.02,
+        127,
+        weight,
+        scales,
+        torch.randn(6),
+        [2] * 3,
+        padding,
+        [2] * 3,
+        6,
+        0.03,
+        100,
+        0,
+        255,
+        "uint8",
+    )
+    found, expected = operators.CONVOLUTION(*args), operators.convolution(*args)
+    assert found.shape == expected.shape
+    assert int((found.int() - expected.int()).abs().max()) <= 1
+    assert len(found.unique()) > 1

@@ -962,6 +962,22 @@ Tensor onednn_convolution(const Tensor& given, double x_scale, int64_t x_zero_po
   return within(Tensor(made), ends);
 }
 
+// Whether all windows lie in the padding, before and behind the input along a dimension.
+bool reads_nothing(const Tensor& x, const Tensor& weight, const Window& window, const Sizes& sizes) {
+  for (size_t dim = 0; dim < window.stride.size(); ++dim) {
+    const auto at = static_cast<int64_t>(dim) + 2;
+    bool reads = false;
+    for (int64_t o = 0; o < sizes[at] && !reads; ++o) {
+      for (int64_t tap = 0; tap < weight.size(at) && !reads; ++tap) {
+        const int64_t place = o * window.stride[dim] - window.padding[dim] + tap * window.dilation[dim];
+        reads = place >= 0 && place < x.size(at);
+      }
+    }
+    if (!reads) return true;
+  }
+  return false;
+}
+
 Tensor convolution(const Tensor& given, double x_scale, int64_t x_zero_point, const Tensor& weight,
                    const Tensor& scales, const std::optional<Tensor>& bias, const Sizes& stride,
                    const Sizes& padding, const Sizes& dilation, int64_t groups, double scale,
@@ -988,7 +1004,9 @@ Tensor convolution(const Tensor& given, double x_scale, int64_t x_zero_point, co
   };
   // Of one input channel oneDNN's kernel for AVX-512 reads what is not there, if the result has one column (2.13).
   const bool is_depthwise = weight.size(1) == 1 && weight.size(0) == groups;
-  const bool is_misread = weight.size(1) == 1 && !is_depthwise && sizes.back() == 1;
+  // Of windows that read nothing it calls one that it never made.
+  const bool is_misread = (weight.size(1) == 1 && !is_depthwise && sizes.back() == 1) ||
+                          reads_nothing(given, weight, window, sizes);
   const bool is_pointwise = weight.numel() == weight.size(0) * weight.size(1);
   const bool is_image = groups == 1 && weight.size(1) <= 4 && weight.numel() >= 128 * weight.size(0);
   const bool is_own = (exact::is_fastest() && (is_depthwise || is_pointwise || is_image)) || is_misread;
