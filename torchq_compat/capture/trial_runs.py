@@ -69,7 +69,8 @@ def _first(size: int, *, is_batch: bool) -> list[int]:
         return [*([3] if size > SMALL else []), size + 1, 2 * size, size - 1]
     if size <= SMALL:
         return [2 * size, size + 1, 3 * size, size - 1]
-    return [*([-(-size // 4)] if size > LARGE else []), -(-size // 2), size - size // 4, 2 * size, size + 1]
+    eighths = (2, 4, 5, 6) if size > LARGE else (4, 6)
+    return [*(-(-size * eighth // 8) for eighth in eighths), 2 * size, size + 1]
 
 
 def _second(size: int, *, is_batch: bool) -> list[int]:
@@ -77,7 +78,7 @@ def _second(size: int, *, is_batch: bool) -> list[int]:
         return [1, size - 1] if size > 1 else [3]
     if size <= SMALL:
         return [size + 1, size + 2, size - 1]
-    return [*([size // 2 + 1] if size > LARGE else []), size - size // 4, size + 1, size - 1]
+    return [*([size // 2 + 1, 5 * size // 8] if size > LARGE else []), size - size // 4, size + 1, size - 1]
 
 
 def _choose(sizes: InputSizes, candidates: Mapping[Group, Iterable[int]]) -> SizeGroups:
