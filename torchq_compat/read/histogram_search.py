@@ -91,8 +91,10 @@ def _errors(observer: HistogramObserver, ranges: Sequence[Bins]) -> list[float]:
     step = torch.tensor(steps, dtype=torch.float32).unsqueeze(1)
     begin = (torch.arange(observer.bins) - torch.tensor(ranges)[:, :1]) * width
     end = begin + width
+    # As by a floored division of float32, in half the time: two doubles of so few bits have no quotient that
+    # rounds up to an integer.
     level_of_begin, level_of_end = (
-        side.div(step, rounding_mode="floor").clamp_(0, levels - 1) for side in (begin, end)
+        (side.double() / step.double()).floor_().clamp_(0, levels - 1).float() for side in (begin, end)
     )
     half, density = step / 2, histogram / width
     cube = half * half * half
