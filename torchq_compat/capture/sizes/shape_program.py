@@ -117,7 +117,8 @@ class _OnShapes(Interpreter):
     def __init__(self, graph_module: GraphModule) -> None:
         super().__init__(graph_module, garbage_collect_values=False)
         nodes = list(graph_module.graph.nodes)
-        self._steps = [(node, node.all_input_nodes) for node in nodes]
+        numbers = {node: number for number, node in enumerate(nodes)}
+        self._steps = [(node, [numbers[source] for source in node.all_input_nodes]) for node in nodes]
         # By the number of a node and the identities of its inputs: these are results too, so they are kept,
         # and no other object has their identity.
         self._kept: dict[Any, Any] = {}
@@ -136,7 +137,7 @@ class _OnShapes(Interpreter):
         first operator that refuses its arguments."""
         if len(self._kept) > MOST_RESULTS:
             self._kept = {}
-        values: dict[Node, Any] = {}
+        values: list[Any] = []
         stopping = suppress(Exception) if partly else nullcontext()
         with torch.no_grad(), disable_proxy_modes_tracing(), torch._C.DisableTorchFunction(), stopping:
             # What a trace computes belongs to it alone, symbols for sizes too.
@@ -159,8 +160,8 @@ class _OnShapes(Interpreter):
                         value = form if rank < 0 else torch.empty(shape, dtype=form, device="meta")
                     if kept is not None:
                         kept[key] = value
-                values[node] = value
-        return values
+                values.append(value)
+        return {node: value for (node, _), value in zip(self._steps, values, strict=False)}
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         value = super().get_attr(target, args, kwargs)
