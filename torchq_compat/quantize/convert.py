@@ -39,7 +39,7 @@ from torchq_compat.support import metadata
 from torchq_compat.support.argument_checks import listed
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.graph_nodes import give_back_freed, position_of, source_of, tensors_in
-from torchq_compat.support.process_state import draws_kept
+from torchq_compat.support.process_state import TURNS, draws_kept, without_code
 from torchq_compat.support.sharded import converting_together, is_sharded, make_whole, whole_inside
 from torchq_compat.support.torch_ao import QuantType
 from torchq_compat.support.upstream import (
@@ -332,7 +332,8 @@ def _working_copy(prepared: GraphModule, settings: ConvertSettings, parts: dict[
         if not name.startswith(tuple(f"{path}." for path in sharing))
     }
     parameters = [item for opaque in sharing.values() for item in opaque.parameters() if id(item) not in tied]
-    return copy.deepcopy(prepared, {id(parameter): parameter for parameter in parameters} | parts)
+    with TURNS, without_code(prepared._graph):
+        return copy.deepcopy(prepared, {id(parameter): parameter for parameter in parameters} | parts)
 
 
 def _quantized_class(
