@@ -41,6 +41,11 @@ def calls() -> Iterator[tuple[Any, ...]]:
             [draw.randint(low, high) for _ in range(rank)] for low, high in ((1, 3), (1, 3), (0, 3), (1, 2))
         )
         sizes = [draw.randint(1 + d * (k - 1), 9) for k, d in zip(kernel, dilation, strict=True)]
+        # Where windows read nothing but padding, torch's own convolution may end the process (2.13).
+        padding = [
+            p if p <= d * (k - 1) or size > 2 else 0
+            for p, d, k, size in zip(padding, dilation, kernel, sizes, strict=True)
+        ]
         x, zero_point = integers(2, groups * inputs, *sizes).to(torch.uint8), draw.choice((0, 3, 128, 255))
         if draw.random() < 0.5:  # a few integers above 127: oneDNN computes the rest
             x = torch.where(torch.rand(x.shape, generator=generator) < 0.01, x, x // 2)
@@ -102,28 +107,16 @@ def test_bits_of_older_instructions(own: str, onednn: str, written: Path) -> Non
 @pytest.mark.parametrize("dim", range(3))
 def test_windows_that_read_nothing_but_padding(dim: int) -> None:
     """Along one dimension they lie before and behind the input: there oneDNN's kernel ends the process."""
-    sizes, kernel, padding = [7, 7, 7], [2, 2, 2], [0, 0, 0]
+    sizes, kernel, padding = [7, 7, 7], [1, 2, 1], [0, 0, 0]
     sizes[dim] = kernel[dim] = padding[dim] = 1
     x = torch.randint(-128, 128, (2, 18, *sizes), dtype=torch.int8)
-    weight, scales = torch.randint(-128, 128, (6, 3, *kernel), dtype=torch.int8), torch.rand(6) * 0.01 + 0.001
-    args = (
-        x,
-        0.02,
-        127,
-        weight,
-        scales,
-        torch.randn(6),
-        [2] * 3,
-        padding,
-        [2] * 3,
-        6,
-        0.03,
-        100,
-        0,
-        255,
-        "uint8",
+    weight, bias = (
+        torch.randint(-128, 128, (6, 3, *kernel), dtype=torch.int8),
+        torch.tensor([-9, -2, -1, 0, 1, 2.0]),
     )
-    found, expected = operators.CONVOLUTION(*args), operators.convolution(*args)
-    assert found.shape == expected.shape
-    assert int((found.int() - expected.int()).abs().max()) <= 1
-    assert len(found.unique()) > 1
+    windows = [2] * 3, padding, [2] * 3, 6
+    found = operators.CONVOLUTION(
+        x, 0.02, 127, weight, torch.ones(6), bias, *windows, 0.5, 10, 0, 255, "uint8"
+    )
+    assert found[0, :, 0, 0, 0].tolist() == [0, 6, 8, 10, 12, 14]
+    assert torch.equal(found, found[:1, :, :1, :1, :1].expand(found.shape))
