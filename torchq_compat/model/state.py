@@ -267,8 +267,11 @@ def is_no_range(low: Tensor, high: Tensor) -> bool:
 
 def _as_held(value: Tensor, expected: Any) -> Tensor:
     """Return ``value`` as the model will hold it: 1e300 is infinite in float32."""
-    is_known = isinstance(expected, Tensor) and not is_quantized(value)
-    return value.to(expected.dtype) if is_known else value
+    if not isinstance(expected, Tensor) or is_quantized(value):
+        return value
+    held = value.to(expected.dtype)
+    # Observers read the shape of one number.
+    return held.reshape((1,) * expected.dim()) if held.numel() == 1 else held
 
 
 def _can_hold(dtype: torch.dtype, value: Tensor) -> bool:
