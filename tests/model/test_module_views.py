@@ -73,7 +73,12 @@ def test_modules_that_the_script_fused_are_read_as_those_fused_in_prepare(
 ) -> None:
     torch.manual_seed(0)
     model, x = Net().eval(), both[2]
+    by_type = QConfigMapping()
+    for kind in (nn.Conv2d, nn.BatchNorm2d, nn.ReLU):
+        by_type.set_object_type(kind, MAPPING.global_qconfig)
     for fused in (tc.fuse_fx(model), fuse_modules(model, [["conv1", "bn1", "relu"], ["block.0", "block.1"]])):
+        decisions = tc.explain(tc.prepare_fx(fused, by_type, (x,))).find("conv1")
+        assert next(iter(decisions)).action == "quantized"
         prepared = tc.prepare_fx(fused, MAPPING, (x,))
         prepared(x)
         converted = tc.convert_fx(prepared)

@@ -17,6 +17,7 @@ from torchq_compat.capture.unseen_python import wrapped_call_of
 from torchq_compat.codes import said
 from torchq_compat.read.qconfig_mappings import ObjectType
 from torchq_compat.support.decisions import Action, Decision
+from torchq_compat.support.torch_ao import fused_module
 
 # The origin of a node of an exported graph, in terms of the graph that FX would have traced.
 #
@@ -77,6 +78,8 @@ def find_origin(node: Node, model: nn.Module | None) -> Origin:
         path, module_type = fqn, result
         if fqn and is_fx_leaf_class(result) and wrapped_call_of(node) is None:
             return Origin(key, fqn, module_type, (module_type,), is_module_call=True)
+    if isinstance(module, fused_module):
+        module_type = type(module[0])  # FX selects the QConfig of a fused module by the first one in it.
     if (wrapped := wrapped_call_of(node)) is not None:
         name, index = wrapped
         return Origin(f"{name}#{index}", path, module_type, (), is_module_call=False, wrapped=name)
