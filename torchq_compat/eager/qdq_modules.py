@@ -21,19 +21,9 @@ from torchq_compat.model.state import Numbers, numbers_of_qparams
 from torchq_compat.read import qdq
 from torchq_compat.read.qparams import PerTensorQParams
 from torchq_compat.read.qparams import qparams_of as observed
+from torchq_compat.support import quantized_tensors
 from torchq_compat.support.dtypes import dtype_range, is_integer, plain_dtype
 from torchq_compat.support.process_state import is_compiling
-from torchq_compat.support.quantized_tensors import (
-    as_float,
-    channel_qparams,
-    has_float_qparams,
-    integers_of,
-    is_per_channel,
-    is_quantized,
-    of_integers,
-    of_integers_per_channel,
-    qparams_of,
-)
 from torchq_compat.support.user_warnings import warn_user
 
 #: Types of a float module's attributes that are settings.
@@ -88,7 +78,7 @@ class OnGrid(nn.Module):
 
     def _rounded(self, compute: Callable[..., Tensor], *args: Any) -> Tensor:
         with paused():
-            return put_on(compute(*map(as_float, args)), self.output)
+            return put_on(compute(*map(quantized_tensors.as_float, args)), self.output)
 
     def numbers_in_state(self) -> dict[str, Numbers]:
         return numbers_of_qparams(*QPARAMS, (self.output.quant_min, self.output.quant_max), (1,))
@@ -138,7 +128,7 @@ class DeQuantize(nn.Module):
     def forward(self, x: Any) -> Any:
         """Return ``x`` as floats."""
         with paused():
-            return as_float(x) if is_quantized(x) else x.clone()
+            return quantized_tensors.as_float(x) if quantized_tensors.is_quantized(x) else x.clone()
 
 
 class QFunctional(OnGrid):
@@ -179,7 +169,7 @@ class QFunctional(OnGrid):
         with paused():
             grid = grid_of(x)
             if grid is None:
-                return torch.add(as_float(x), y)
+                return torch.add(quantized_tensors.as_float(x), y)
             zero_point = grid.zero_point - round(y / grid.scale)
             end = min(max(zero_point, grid.quant_min), grid.quant_max)
             if end == zero_point:
@@ -195,7 +185,7 @@ class QFunctional(OnGrid):
         with paused():
             grid = grid_of(x)
             if grid is None:
-                return torch.mul(as_float(x), y)
+                return torch.mul(quantized_tensors.as_float(x), y)
             if y == 0:
                 return put_on(torch.zeros_like(x), replace(grid, scale=1.0, zero_point=0))
             mirrored = grid.zero_point if y > 0 else grid.quant_max + grid.quant_min - grid.zero_point
@@ -264,8 +254,10 @@ class IntegerWeight(nn.Module):
         """Return the weight as a quantized tensor, as torch.ao's module does."""
         if self.is_per_channel:
             scales, zero_points = self.weight_scales.double(), self.weight_zero_points
-            return of_integers_per_channel(self.integers, scales, zero_points, self.axis)
-        return of_integers(self.integers, float(self.weight_scales[0]), int(self.weight_zero_points[0]))
+            return quantized_tensors.of_integers_per_channel(self.integers, scales, zero_points, self.axis)
+        return quantized_tensors.of_integers(
+            self.integers, float(self.weight_scales[0]), int(self.weight_zero_points[0])
+        )
 
     def _get_name(self) -> str:
         return f"Quantized{type(self).__name__}"
@@ -310,17 +302,23 @@ def unpack(state_dict: dict[str, Any], prefix: str) -> None:
         elif value is not None and not isinstance(value, torch.dtype):
             given["weight"] = value
     weight: Any = given.get("weight", state_dict.get(f"{prefix}weight"))
-    if is_quantized(weight):
-        if is_per_channel(weight) or has_float_qparams(weight):
-            scale, zero_point = channel_qparams(weight)
+    if quantized_tensors.is_quantized(weight):
+        if quantized_tensors.is_per_channel(weight) or quantized_tensors.has_float_qparams(weight):
+            scale, zero_point = quantized_tensors.channel_qparams(weight)
         else:
-            scale, zero_point = (torch.full(weight.shape[:1], value) for value in qparams_of(weight))
-        given |= {"weight": integers_of(weight), "weight_scale": scale, "weight_zero_point": zero_point}
+            scale, zero_point = (
+                torch.full(weight.shape[:1], value) for value in quantized_tensors.qparams_of(weight)
+            )
+        given |= {
+            "weight": quantized_tensors.integers_of(weight),
+            "weight_scale": scale,
+            "weight_zero_point": zero_point,
+        }
     state_dict.update((f"{prefix}{name}", value) for name, value in given.items())
 
 
 def _is_off_grid(value: Any) -> bool:
-    if is_quantized(value) or grid_of(value) is not None:
+    if quantized_tensors.is_quantized(value) or grid_of(value) is not None:
         return False
     # Zeros, the first state of an LSTM, are on every grid.
     return is_compiling() or torch._C._is_tracing() or bool(value.any())

@@ -18,18 +18,10 @@ from torchq_compat.read.observers import SMALLEST_SCALE, asks_for_whole_range, w
 from torchq_compat.recurrent.families import family_of, quantize_recurrent
 from torchq_compat.recurrent.kernel.direct_calls import LINEAR_OPERATOR, LinearCall, LinearWeight, linear_call
 from torchq_compat.recurrent.kernel.program import DynamicQParams
-from torchq_compat.support import torch_ao
+from torchq_compat.support import quantized_tensors, torch_ao
 from torchq_compat.support.argument_checks import FLAG, checked_arguments, instance_of, optional, shown
 from torchq_compat.support.graph_nodes import copied_model
 from torchq_compat.support.process_state import is_exporting
-from torchq_compat.support.quantized_tensors import (
-    channel_qparams,
-    integers_of,
-    is_per_channel,
-    of_integers,
-    of_integers_per_channel,
-    qparams_of,
-)
 from torchq_compat.support.torch_ao import QConfig, quantized
 from torchq_compat.support.user_warnings import warn_user
 
@@ -130,14 +122,16 @@ class _PlainWeight(quantized.modules.linear.LinearPackedParams):
 
     def set_weight_bias(self, weight: Tensor, bias: Tensor | None) -> None:
         """Take a quantized ``weight``."""
-        values, bias = integers_of(weight), None if bias is None else bias.detach()
-        if is_per_channel(weight):
-            scales, zero_points = (channel_qparam.clone() for channel_qparam in channel_qparams(weight))
+        values, bias = quantized_tensors.integers_of(weight), None if bias is None else bias.detach()
+        if quantized_tensors.is_per_channel(weight):
+            scales, zero_points = (
+                channel_qparam.clone() for channel_qparam in quantized_tensors.channel_qparams(weight)
+            )
             self.qparams: tuple[Any, ...] = scales, zero_points, 0
             self.linear = LinearWeight(values, scales.float(), zero_points, bias)
         else:
-            self.qparams = qparams_of(weight)
-            self.linear = LinearWeight(values, None, None, bias, qparams_of(weight))
+            self.qparams = quantized_tensors.qparams_of(weight)
+            self.linear = LinearWeight(values, None, None, bias, quantized_tensors.qparams_of(weight))
         self.call = self._call()
 
     def _call(self) -> LinearCall:
@@ -145,7 +139,11 @@ class _PlainWeight(quantized.modules.linear.LinearPackedParams):
         return linear_call(self.linear, ((width, None),), dynamic=WHOLE_RANGE)
 
     def _weight_bias(self) -> tuple[Tensor, Tensor | None]:
-        make = of_integers if self.linear.scales is None else of_integers_per_channel
+        make = (
+            quantized_tensors.of_integers
+            if self.linear.scales is None
+            else quantized_tensors.of_integers_per_channel
+        )
         return make(self.linear.values, *self.qparams), self.linear.bias
 
     def float_weight(self) -> Any:
