@@ -233,6 +233,16 @@ def test_an_observer_that_a_user_wrote_merges_itself_or_is_refused_by_name() -> 
         merged_of(linear_with(Doubling), parts)
 
 
+def test_an_observer_with_an_autograd_graph_is_merged() -> None:
+    prepared = linear_with(Counting)
+    whole = calibrated(prepared, [torch.randn(2, 4)])
+    own = next(module for module in prepared.modules() if isinstance(module, Counting))
+    own.calls = own.calls + torch.zeros((), requires_grad=True)
+    with torch.no_grad():
+        tc.merge_observers(prepared, states=[get_observer_state_dict(whole)])
+    assert same_state(prepared, whole)
+
+
 class ObservedCustom(nn.Module):
     def __init__(self, linear: nn.Module) -> None:
         super().__init__()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import pickle
 import zlib
@@ -23,6 +22,7 @@ from torchq_compat.quantize.distributed import merge_rules
 from torchq_compat.quantize.distributed.wrappers import unwrapped
 from torchq_compat.read.torch_ao_classes import is_of_torch_ao
 from torchq_compat.support.argument_checks import shown
+from torchq_compat.support.graph_nodes import copied_model
 from torchq_compat.support.sharded import is_sharded
 from torchq_compat.support.upstream import BatchNormBase, is_activation_post_process
 from torchq_compat.support.user_warnings import warn_user
@@ -241,7 +241,7 @@ def _send_from_first(
 def _merge(units: Mapping[str, nn.Module], states: Mapping[str, Sequence[merge_rules.State]]) -> None:
     """Merge on copies first: an observer that fails leaves all of them as they were."""
     for path, unit in units.items():
-        merge_rules.merge_states(copy.deepcopy(unit), states[path], path)
+        merge_rules.merge_states(copied_model(unit), states[path], path)
     for path, unit in units.items():
         merge_rules.merge_states(unit, states[path], path)
 
