@@ -238,8 +238,9 @@ def find_looped_sizes(
             sites.counts, size = counted.counts, smaller
     groups: list[tuple[Place, ...]] = []
     lines: dict[str, None] = {}
+    unlooped = _unlooped(runs, args, inputs, sites, size)
     for place in size:
-        if any(place in group for group in groups):
+        if size[place] in unlooped or any(place in group for group in groups):
             continue
         alike = tuple(other for other in size if size[other] == size[place])
         pairs = [(place, other) for other in alike if other != place]
@@ -256,6 +257,21 @@ def find_looped_sizes(
             break
     paths = frozenset(site[-1] for site in sites.repeated)
     return LoopedSizes(tuple(groups), paths, tuple(lines)) if groups else None, example
+
+
+def _unlooped(
+    runs: Runs, args: tuple[Any, ...], inputs: Mapping[str, Any], sites: _CallSites, size: Mapping[Place, int]
+) -> set[int]:
+    """Return sizes that do not determine how often a line runs, as a run shows in which all of them change,
+    each by another number: all sizes of the model, or all but one that it may need as it is."""
+    known = dict.fromkeys(size.values())
+    for kept in (None, *(known if len(known) > 1 else ())):
+        more = {other: other + 2 + number for number, other in enumerate(known) if other != kept}
+        changed = {place: more.get(other, other) for place, other in size.items()}
+        others, run = _count_calls(runs, with_sizes(args, inputs, changed))
+        if run.error is None:
+            return set() if sites.differing(others) else {*more}
+    return set()
 
 
 def _count_calls(runs: Runs, args: tuple[Any, ...]) -> tuple[_CallSites, FloatRun]:
