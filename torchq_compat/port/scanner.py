@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import multiprocessing
+import os
 import re
 import signal
 import threading
@@ -387,10 +388,13 @@ def in_processes(
     # The syntax tree is large, and only this process needs it.
     sent = [replace(document, syntax=ast.Module([], [])) for document in documents]
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, context, initializer=_start, initargs=(work,)) as pool:
+    pool = ProcessPoolExecutor(jobs, context, initializer=_start, initargs=(work,))
+    try:
         results = pool.map(_do, sent, chunksize=max(1, min(8, len(sent) // (4 * jobs))))
         for _ in progress(description, documents):
             yield next(results)
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 _WORK: list[Callable[[Document], Any]] = []
@@ -399,7 +403,16 @@ _WORK: list[Callable[[Document], Any]] = []
 def _start(work: Callable[[Document], Any]) -> None:
     """Keep ``work``, which has the whole tree, for all documents of this process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent ends its processes.
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     _WORK[:] = [work]
+
+
+def _end_with_parent() -> None:
+    """End this process when its parent is gone: one that is killed leaves it waiting for more work."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _do(document: Document) -> Any:

@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -232,3 +233,31 @@ def test_names_without_uses_mean_what_they_meant() -> None:
         if scope is not None and mine is not None:
             names = {each.name for each in scope.assignments}
             assert {each.name for each in mine.assignments} == names
+
+
+def children_of(process: int) -> list[Path]:
+    children = []
+    for status in Path("/proc").glob("[0-9]*/status"):
+        with suppress(OSError):  # It has ended.
+            if f"\nPPid:\t{process}\n" in status.read_text():
+                children.append(status.parent)
+    return children
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="processes are listed in /proc")
+def test_a_scan_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
+    for number in range(60):
+        (tmp_path / f"m{number}.py").write_text(GOOD * 2_000)
+    code = [sys.executable, "-m", "torchq_compat", "scan", str(tmp_path), "--jobs", "2"]
+    running = subprocess.Popen(code, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    until = time.monotonic() + 60
+    # Two that scan, and the one that cleans up behind them.
+    while len(started := children_of(running.pid)) < 3 and time.monotonic() < until:
+        time.sleep(0.1)
+    running.kill()
+    running.wait()
+    while any(folder.exists() for folder in started) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert len(started) == 3
+    assert not [folder.name for folder in started if folder.exists()]
