@@ -37,6 +37,9 @@ from torchq_compat.support.decisions import Decision
 
 torch.set_num_threads(int(os.environ.get("TORCHQ_THREADS", "1")))
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the scripts that tests start
+# Rewriting the assertions takes each worker a third of its start, and each script that a test starts imports.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 with warnings.catch_warnings():
     # A pair of torch and torchao that nobody tested is told at the import, once: its tests run all the same.
