@@ -107,7 +107,12 @@ def refuse_numeric_suite(frame: FrameType | None) -> None:
     while frame is not None and _name(frame).startswith(SUITE):
         called, frame = frame.f_code.co_name, frame.f_back
     if called:
-        raise ScriptError.of("TQ972.numeric_suite", function=called)
+        raise suite_error(called)
+
+
+def suite_error(function: str) -> ScriptError:
+    """Return the error for a ``function`` of the suite that was given a model of this package."""
+    return ScriptError.of("TQ972.numeric_suite", function=function)
 
 
 # Keep other engines from preparing, converting or tracing the models of this package.

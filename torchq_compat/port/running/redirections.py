@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import re
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
@@ -15,6 +17,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from torchq_compat import pt2e, quantize_fx
+from torchq_compat.model.other_tools import suite_error
 from torchq_compat.port.legacy_api import names
 from torchq_compat.port.running.removed_imports import legacy_module, put_stand_in
 from torchq_compat.port.source.moved_tables import MOVED_FUNCTIONS, Moved, unchanged
@@ -180,6 +183,38 @@ def training_as_fx(function: Function) -> Function:
         return prepared
 
     return preparing
+
+
+# Make the Numeric Suite raise an error with advice if a legacy script gives it a plain state of our models,
+# as from a file, in which it would silently find nothing. Models, and the states they return, refuse it too.
+
+
+MODULES = ("torch.ao.ns._numeric_suite", "torch.ao.ns._numeric_suite_fx")
+#: Keys that only the state of a captured, converted model has.
+OUR_KEY = re.compile(r"(.*\.)?(_frozen_param\d+|_scale_\d+)")
+
+
+def refuse_numeric_suite() -> None:
+    """Let the functions of the suite raise a ScriptError if they are given a state of a model of ours."""
+    replacements: dict[int, Callable[..., Any]] = {}
+    for name in MODULES:
+        # The FX suite is missing if torch has no FX engine.
+        module = legacy_module(name)
+        for function in vars(module).values() if module else ():
+            if inspect.isfunction(function) and function.__module__ == name:
+                replacements[id(function)] = _refusing(function)
+    replace_everywhere(replacements)
+
+
+def _refusing(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        states = (value for value in (*args, *kwargs.values()) if type(value) in (dict, OrderedDict))
+        if any(isinstance(key, str) and OUR_KEY.fullmatch(key) for state in states for key in state):
+            raise suite_error(function.__name__)
+        return function(*args, **kwargs)
+
+    return checked
 
 
 # Private functions of FX that scripts call, with their signatures, on the functions of this package.

@@ -87,6 +87,7 @@ def _redirect(options: RunOptions) -> Callable[[str], str]:
 
         redirections.redirect(wrapped, options.replacements)
         redirections.redirect_pt2e(recorder.note)
+        redirections.refuse_numeric_suite()
         tell_graph_readers()
         removed_imports.redirect_removed_imports()
         removed_imports.restore_removed_captures()
