@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.helpers.warm_python import warm_python
 
 SCRIPT = """
 import sys
@@ -39,16 +38,9 @@ sys.exit(int(sys.argv[1]))
 @pytest.mark.parametrize(("code", "ranks"), [(0, 1), (3, 2)])
 def test_one_report_and_the_exit_code(code: int, ranks: int, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     ours = ["-m", "torchq_compat", "run", "--explain", "explained.json", "script.py", str(code)]
-    done = subprocess.run(
-        [*torchrun, *ours],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        encoding="utf-8",
-        timeout=120,
-    )
+    done = warm_python(*torchrun, *ours, cwd=tmp_path)
     assert done.stdout.count("equal") == ranks, done.stderr
     assert done.stderr.count("torchq-compat: script.py") == 1, done.stderr
     assert (done.returncode == 0) == (code == 0)
