@@ -163,15 +163,15 @@ ACCEPTED: dict[tuple[str, str], str] = {
     ("*", "float16"): "is computed in float32, as torchao's quantize and our cells do",
     ("*", "meta device"): "as torch: shapes without values",
 }
-#: A prepared recurrent or attention module computes in float32 and returns the dtype of its input;
-#: the operator of lowered recurrent modules does, too.
+#: A prepared recurrent or attention module computes in float32 and returns the dtype of its input.
 CASTS = ("LSTM", "LSTM in two layers", "GRU", "RNN", "LSTMCell", "GRUCell", "RNNCell", "MultiheadAttention")
 
 
 def accepted(stage: str, name: str, what: str) -> str:
-    casts = stage == "prepared" or (stage == "lowered" and name != "MultiheadAttention")
-    if what == "float64" and casts and name in CASTS:
+    if what == "float64" and stage == "prepared" and name in CASTS:
         return "computed in float32 and given back as it came"
+    if what == "float64" and stage == "lowered":
+        return "quantized to the integers of the same values in float32"
     return ACCEPTED.get((name, what), ACCEPTED.get(("*", what), ""))
 
 
