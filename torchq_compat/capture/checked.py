@@ -21,7 +21,7 @@ from torchq_compat.capture.packed_sequences import PackingMode
 from torchq_compat.capture.row_order import check_row_order
 from torchq_compat.capture.sizes.find_sizes import Group, admit_ones, find_sizes, group_of, sizes_of_symbols
 from torchq_compat.capture.sizes.input_sizes import Dimension, InputSizes, Place, SizeRule, sizes_of
-from torchq_compat.capture.sizes.shape_program import ShapeProgram
+from torchq_compat.capture.sizes.shape_program import ShapeProgram, depends_on_values
 from torchq_compat.capture.sizes.size_reads import ReadSizes, SizeReads
 from torchq_compat.capture.torch_export import EVERY_SIZE, capture, capture_flat, clean_captured
 from torchq_compat.capture.trial_runs import (
@@ -137,15 +137,6 @@ class DependsOnValuesError(Exception):
     the sizes of inputs together."""
 
 
-def _depends_on_values(graph_module: GraphModule) -> bool:
-    values = (leaf for node in graph_module.graph.nodes for leaf in pytree.tree_leaves(node.meta.get("val")))
-    return any(
-        isinstance(value, torch.SymInt)
-        or (isinstance(value, Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape))
-        for value in values
-    )
-
-
 def attempt(case: CaptureCase, way: Way) -> Attempt:
     """Capture ``case`` in one ``way``, and try the graph.
 
@@ -158,7 +149,7 @@ def attempt(case: CaptureCase, way: Way) -> Attempt:
     with stubs.capturing(case.model), marked_functions(), case.packing.during(case.model):
         graph_module, conditions = reads.captured(case.model, export) if is_static else export()
         blocks = inline_blocks(graph_module)
-    if way is Way.FOLLOWED and (case.packing.packs or _depends_on_values(graph_module)):
+    if way is Way.FOLLOWED and (case.packing.packs or depends_on_values(graph_module.graph)):
         raise DependsOnValuesError
     if is_static:
         reads.write_results(graph_module)

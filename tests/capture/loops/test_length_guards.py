@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.ao.quantization import QConfigMapping
+from torch.ao.quantization.fx.custom_config import PrepareCustomConfig
 
 import torchq_compat as tc
 from torchq_compat.errors import InputError, QuantizationWarning
@@ -109,3 +110,30 @@ def test_a_decision_that_always_holds_is_not_warned_about() -> None:
         prepared = tc.prepare_fx(model, QConfigMapping(), (torch.randn(3, 7, 6),))
     x = torch.randn(2, 20, 6)
     torch.testing.assert_close(prepared(x), model(x), rtol=1e-5, atol=1e-5)
+
+
+class Own(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, ::2] * 2
+
+
+class DecidesByOwn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.own = nn.Linear(6, 6), Own()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.own(_loop(self.linear, x))
+        return y * 2 if y.size(0) > 4 else y - 1
+
+
+def test_a_size_that_a_custom_module_computes_is_not_free() -> None:
+    model = DecidesByOwn().eval()
+    config = PrepareCustomConfig().set_non_traceable_module_classes([Own])
+    with pytest.warns(QuantizationWarning, match=r"decides|fixed"):
+        prepared = tc.prepare_fx(model, QConfigMapping(), (torch.randn(3, 7, 6),), config)
+    x = torch.randn(3, 7, 6)
+    torch.testing.assert_close(prepared(x), model(x), rtol=1e-5, atol=1e-5)
+    for size in [(5, 7), (3, 12)]:
+        with pytest.raises(InputError):
+            prepared(torch.randn(*size, 6))

@@ -21,7 +21,7 @@ from torchq_compat.capture.sizes.numbers import (
     simplified,
     sizes_in,
 )
-from torchq_compat.capture.sizes.shape_program import is_computable
+from torchq_compat.capture.sizes.shape_program import depends_on_values, is_computable
 from torchq_compat.capture.sizes.size_reads import Guard, ReadSizes
 
 # What both captures decided alike is a guard of the rolled model too, in terms of its inputs: each trace
@@ -84,10 +84,11 @@ class KeptGuards:
 
 def keep_guards(short: ReadSizes, long: ReadSizes, lengths: Sequence[Length]) -> KeptGuards:
     """Return what ``short`` and ``long``, two captures of a model, decided alike; not what they decided about
-    the results of a custom module, which computes its sizes by itself.
+    sizes that depend on values.
 
     Raises:
-        NotALoopError: a decision is about a size that does not grow evenly with a length.
+        NotALoopError: a decision is about a size that does not grow evenly with a length, or that a custom
+            module computes by itself.
     """
     graph = Graph()
     inputs = tuple(None if node is None else graph.node_copy(node) for node in short.inputs)
@@ -98,11 +99,14 @@ def keep_guards(short: ReadSizes, long: ReadSizes, lengths: Sequence[Length]) ->
     twins = dict(_named(long.guards))
     guards, doubtful = list[Guard](), tuple(dict[int, list[Guard]]() for _ in lengths)
     for name, guard in _named(short.guards):
-        if name not in twins:
+        if name not in twins or not _has_numbers(guard) or not _has_numbers(twins[name]):
             continue
         expression = _in_lengths(guard, twins[name], short.inputs, inputs, lengths)
-        if not all(is_computable(size.node, read, computable) for size in sizes_in(expression)):
-            continue
+        of_modules = [item for item in sizes_in(expression) if not is_computable(item.node, read, computable)]
+        if not all(depends_on_values(item.node.graph) for item in of_modules):
+            raise NotALoopError(f"{guard.place.line} decides by a size that a custom module computes")
+        if of_modules:
+            continue  # As of what an encoder of packed sequences returns: trials have to do.
         kept = replace(guard, expression=expression)
         broken = [_broken_at(kept, length, length.size_in(inputs)) for length in lengths]
         if not any(broken):
@@ -148,6 +152,12 @@ def _in_lengths(
     sizes = zip(sizes_in(guard.expression), sizes_in(twin.expression), strict=True)
     terms = {size: in_lengths(size, other) for size, other in sizes}
     return simplified(map_sizes(guard.expression, terms.__getitem__))
+
+
+def _has_numbers(guard: Guard) -> bool:
+    """Return whether the sizes of ``guard`` are known, and none depends on values."""
+    sizes = list(sizes_in(guard.expression))
+    return all(size.node is not None and type(size.node.meta["val"].shape[size.dim]) is int for size in sizes)
 
 
 def _value(size: Size) -> int:

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import SymInt, Tensor, nn
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.fx.node import map_aggregate, map_arg
@@ -17,7 +17,7 @@ from torch.fx.node import map_aggregate, map_arg
 from torchq_compat.capture.sizes.numbers import Computed, Size, sizes_in
 from torchq_compat.capture.sizes.size_reads import ReadSizes
 from torchq_compat.support.process_state import Kept
-from torchq_compat.support.upstream import LazyGraphModule, OpOverload
+from torchq_compat.support.upstream import LazyGraphModule, OpOverload, pytree
 
 #: The operator that stands for a custom module in a trace.
 OPAQUE = "torchq_compat.custom_module.default"
@@ -214,6 +214,16 @@ def _form(value: Any) -> Any:
     if isinstance(value, dict):
         return tuple((name, _form(item)) for name, item in value.items())
     return tuple(map(_form, value)) if isinstance(value, (tuple, list)) else (type(value), value)
+
+
+def depends_on_values(graph: Graph) -> bool:
+    """Return whether sizes in ``graph`` depend on values."""
+    values = (leaf for node in graph.nodes for leaf in pytree.tree_leaves(node.meta.get("val")))
+    return any(
+        isinstance(value, SymInt)
+        or (isinstance(value, Tensor) and any(isinstance(size, SymInt) for size in value.shape))
+        for value in values
+    )
 
 
 def is_computable(node: Node | None, read: ReadSizes, known: set[Node]) -> bool:
