@@ -22,7 +22,7 @@ import torchq_compat as tc
 from tests.helpers.oracle import sqnr
 from torchq_compat.capture.checked import compare_runs
 from torchq_compat.capture.opaque_stub import StubRegistry
-from torchq_compat.capture.trial_runs import FloatRun, Runs, difference
+from torchq_compat.capture.trial_runs import FloatRun, Runs, difference, with_sizes
 from torchq_compat.errors import CaptureError, InputError, QuantizationWarning
 from torchq_compat.support.decisions import Action
 
@@ -573,3 +573,18 @@ def test_rounding_excuses_no_other_computation() -> None:
     # Values above rounding: 20 dB and less are another computation, and float64 is not tried.
     run = runs.of_float_model((torch.randn(4, 1, 9, 9),))
     assert "dB" in str(compare_runs(runs, run, lambda double: run.value * (1.5 if not double else 1.0), 60))
+
+
+@pytest.mark.parametrize("shape", [(), (2,), (2, 1)])
+def test_squares_of_a_length_grow_along_the_diagonal(shape: tuple[int, ...]) -> None:
+    def squares(length: int) -> list[Tensor]:
+        at = torch.arange(length)
+        away = at - at[:, None]
+        tables = [away > 0, torch.where(away > 0, -torch.inf, 0.0), away.abs() > 1, away.clamp(-2, 2)]
+        return [table.expand(*shape, length, length) for table in tables]
+
+    for length in (4, 7, 2):
+        labels = [f"mask{index}" for index in range(4)]
+        sizes = {(label, len(shape) + index): length for label in labels for index in (0, 1)}
+        grown = with_sizes(tuple(squares(3)), dict(zip(labels, squares(3), strict=True)), sizes)
+        assert all(torch.equal(*pair) for pair in zip(grown, squares(length), strict=True))

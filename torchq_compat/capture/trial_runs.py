@@ -119,15 +119,26 @@ def with_sizes(
         label = next(labels)
         if not isinstance(leaf, Tensor):
             return leaf
-        for index, size in enumerate(leaf.shape):
-            new = expected.get((label, index), size)
-            if new != size and size > 0:
-                leaf = leaf.index_select(index, torch.arange(new, device=leaf.device) % size)
+        leaf = _repeated(leaf, [expected.get((label, index), size) for index, size in enumerate(leaf.shape)])
         leaf = _as_offsets(leaf, inputs[label], label, inputs, expected)
         return _as_lengths(leaf, inputs[label], label, inputs, expected)
 
     changed: tuple[Any, ...] = pytree.tree_map(other, args)
     return changed
+
+
+def _repeated(leaf: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return ``leaf`` in ``shape``, its values repeated; squares along the diagonal, so that what may be a
+    mask of a length by that length stays causal, a band or a table of distances."""
+    *_, rows, columns = (0, 0, *leaf.shape)
+    if 0 < rows == columns < shape[-1] == shape[-2]:
+        places = torch.arange(shape[-1], device=leaf.device)
+        over = (torch.maximum(places[:, None], places) - rows + 1).clamp(min=0)
+        leaf = leaf[..., (places[:, None] - over).clamp(min=0), (places - over).clamp(min=0)]
+    for index, (size, new) in enumerate(zip(leaf.shape, shape, strict=True)):
+        if new != size and size > 0:
+            leaf = leaf.index_select(index, torch.arange(new, device=leaf.device) % size)
+    return leaf
 
 
 def _as_offsets(
