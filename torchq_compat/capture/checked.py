@@ -196,8 +196,11 @@ def _agrees(case: CaptureCase, result: Attempt, sizes: Mapping[Place, int]) -> b
     return run.error is None and _compare(case, result, run) is None
 
 
-def _from_more(case: CaptureCase, result: Attempt) -> tuple[CaptureCase, Attempt]:
-    """Return ``found``, or, where Python fixed sizes of 1, a capture at more that is right at 1 too."""
+def _from_more(case: CaptureCase, result: Attempt, way: Way) -> tuple[CaptureCase, Attempt]:
+    """Return ``result``, or, where Python or a symbol fixed sizes of 1, a capture at more in the same ``way``
+    that is right at 1 too."""
+    if way is Way.FIXED or case.dynamic_shapes is not None:
+        return case, result
     sizes, example = result.sizes, sizes_of(case.inputs)
     # Sizes of their own for each index, as equal ones change together.
     others = [size for size in range(2, 32) if size not in example.values()]
@@ -216,7 +219,7 @@ def _from_more(case: CaptureCase, result: Attempt) -> tuple[CaptureCase, Attempt
         inputs = dict(zip(case.inputs, pytree.tree_leaves(args), strict=True))
         wider = replace(case, args=args, inputs=inputs, example=run)
         with suppress(Exception):  # An error inside an attempt is a failed attempt.
-            other = attempt(wider, Way.FOLLOWED)
+            other = attempt(wider, way)
             accepts = other.is_right and other.sizes.broken_rule(example) is None
             if accepts and _compare(case, other, case.example) is None:
                 return wider, other
@@ -344,7 +347,7 @@ def capture_checked(case: CaptureCase) -> tuple[CaptureCase, Attempt]:
             errors.append(cause)
             continue
         if result.is_right:
-            return _from_more(changed, result) if way is Way.FOLLOWED else (changed, result)
+            return _from_more(changed, result, way)
         built.append((changed, result))
     for changed, result in built:
         if result.problem is None:

@@ -7,7 +7,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
+from contextlib import contextmanager, redirect_stderr
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -154,17 +154,14 @@ def export_with(model: nn.Module, args: tuple[Any, ...], dynamic_shapes: Any) ->
         dynamic_shapes: as in torch.export, where None is static; or ``EVERY_SIZE`` or ``NO_SIZE``.
     """
     args = _distinct(args)
-    oblivious: AbstractContextManager[None] = nullcontext()
     if dynamic_shapes is EVERY_SIZE:
         dynamic_shapes = _every_dimension(model, args)
-        # Without this an example of batch 1 fixes the batch to 1 (0/1 specialization).
-        oblivious = upstream.symbolic_shapes_config.patch(backed_size_oblivious=True)
     elif dynamic_shapes is NO_SIZE:
         dynamic_shapes = None
     export = partial(torch.export.export, model, args, strict=False, dynamic_shapes=dynamic_shapes)
     quiet = silenced(_is_of_computed_weight, UserWarning)
     # The passes of torch.export each generate code that nobody runs.
-    with alone(), upstream.lazy_graph_modules(True), partial_graphs_held_back(), oblivious, quiet:
+    with alone(), upstream.lazy_graph_modules(True), partial_graphs_held_back(), quiet:
         return with_seen_python(model, export)
 
 
@@ -252,8 +249,13 @@ def _distinct(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _every_dimension(model: nn.Module, args: tuple[Any, ...]) -> Any:
+    # Without this setting torch makes no symbol of a size of 1, and warns about each.
+    least = 0 if upstream.symbolic_shapes_config.backed_size_oblivious else 2
+
     def dimensions(leaf: Any) -> Any:
-        return dict.fromkeys(range(leaf.dim()), torch.export.Dim.AUTO) if isinstance(leaf, Tensor) else None
+        if not isinstance(leaf, Tensor):
+            return None
+        return {index: torch.export.Dim.AUTO for index, size in enumerate(leaf.shape) if size >= least}
 
     shapes = _map_as_export_wants(dimensions, args)
     kinds = [parameter.kind for parameter in inspect.signature(model.forward).parameters.values()]

@@ -29,7 +29,7 @@ from torchq_compat.recurrent.over_time import LoopShape, exporting_loops_as
 from torchq_compat.support import metadata
 from torchq_compat.support.decisions import Action
 from torchq_compat.support.graph_nodes import position_of
-from torchq_compat.support.upstream import guards_of, pytree
+from torchq_compat.support.upstream import guards_of, pytree, symbolic_shapes_config
 from torchq_compat.support.user_warnings import is_of_treespec, silenced, warn_user
 
 # Drop pairs of operators that cancel from an exported program, so that a backend finds its patterns.
@@ -330,7 +330,9 @@ def exported(
     model = _reference(converted.model if isinstance(converted, StreamingModel) else converted)
     args = model.record.signature.bind(read_example_inputs(example_inputs), {})
     args = take_integers(args, model.input_qparams())
-    with exporting_loops_as(shape):
+    # Without this an example of batch 1 fixes the batch to 1 (0/1 specialization).
+    ones_free = symbolic_shapes_config.patch(backed_size_oblivious=dynamic_shapes is None)
+    with exporting_loops_as(shape), ones_free:
         try:
             checked: torch.nn.Module = around(with_size_rules(model, args))
             if streams is not None:

@@ -299,7 +299,7 @@ def sizes_of_symbols(
             known = int(example.shape[index])
             if not isinstance(size, SymInt) or size.node.maybe_as_int() is not None:
                 dimensions.append(Dimension(label, index, known, is_fixed=True))
-                if isinstance(size, SymInt):
+                if isinstance(size, SymInt) or known == 1:  # torch.export makes no symbol of a size of 1.
                     specialized.add((label, index))
                 continue
             root = roots.setdefault(str(size), (label, index))
