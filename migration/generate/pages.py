@@ -41,7 +41,8 @@ def made_pages(checkout: Path) -> Iterator[tuple[Path, str]]:
     source = checkout / "migration" / "known_differences.toml"
     differences = tuple(DIFFERENCES.values())
     blocks = {
-        "constructs": _constructs("TQ1"),
+        "constructs": _constructs("TQ10"),
+        "later": _constructs("TQ11") + "\n" + _constructs("TQ12"),
         "reviews": _constructs("TQ2"),
         "gallery": gallery_table(checkout / "migration" / "zoo.json"),
         "known differences": guide_table(differences[:AT_FIRST]),
@@ -81,7 +82,8 @@ def _codes() -> str:
 
 
 def _page_of(construct: Construct) -> str:
-    return "findings.md" if construct.code < "TQ2" else "findings-2xx.md"
+    pages = {"TQ10": "findings.md", "TQ11": "findings-11x.md", "TQ12": "findings-11x.md"}
+    return pages.get(construct.code[:4], "findings-2xx.md")
 
 
 def _constructs(of_range: str) -> str:
