@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter
+from torch.nn.utils.rnn import PackedSequence
 
 from torchq_compat.capture.call_layouts import Structure
 from torchq_compat.capture.opaque_stub import OPAQUE_OP, RecordedCalls, StubRegistry
@@ -249,9 +250,11 @@ class Runs:
         """Run a copy of the float model on ``args``, inside of ``watching`` the copy; ``calls`` keeps the
         calls of the modules at ``recorded``."""
         model = trial_copy(self.model)
-        error = None if _shapes(args) == _shapes(self.example) else _error_on_cpu(model, args)
-        if error is not None:
-            return FloatRun(args, error=error)
+        if _shapes(args) != _shapes(self.example):
+            _check_packed_widths(model)
+            error = _error_on_cpu(model, args)
+            if error is not None:
+                return FloatRun(args, error=error)
         recording = self.calls.recording({path: model.get_submodule(path) for path in recorded})
         if double:
             model, args = copied_model(model).double(), in_double(args)
@@ -292,6 +295,19 @@ class Runs:
 
 def _shapes(args: tuple[Any, ...]) -> list[torch.Size]:
     return [tensor.shape for tensor in tensors_in(args)]
+
+
+def _check_packed_widths(model: nn.Module) -> None:
+    """Let recurrent modules of ``model`` refuse packed sequences of another width than theirs: torch does not
+    where their lengths are equal, and reads beyond the input."""
+
+    def check(module: nn.Module, args: tuple[Any, ...]) -> None:
+        if args and isinstance(args[0], PackedSequence) and args[0].data.size(-1) != module.input_size:
+            raise RuntimeError(f"packed sequences are {args[0].data.size(-1)} wide, not {module.input_size}")
+
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            module.register_forward_pre_hook(check)
 
 
 def _error_on_cpu(model: nn.Module, args: tuple[Any, ...]) -> Exception | None:

@@ -245,6 +245,22 @@ def test_a_size_that_only_the_kernel_of_torch_takes_is_no_size() -> None:
             prepared(torch.randn(batch, 8, 5, 1), torch.full((batch,), 8))
 
 
+def tagged(model: Any, x: Tensor, lengths: Tensor) -> Any:
+    return unpacked(model.rnn(pack_padded_sequence(x, lengths, batch_first=True))[0])
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_widths_that_torch_fails_to_check_are_not_tried(kind: Any) -> None:
+    """With one sequence torch runs at any width, and the model seemed to fix its own."""
+    torch.manual_seed(0)
+    model = Tagger(tagged)
+    model.rnn = kind(6, 8, batch_first=True)
+    example = torch.randn(1, 7, 6), torch.tensor([7])
+    prepared = tc.prepare_fx(model.eval(), MAPPING, example, map_all())
+    given = torch.randn(3, 9, 6), torch.tensor([9, 4, 2])
+    torch.testing.assert_close(prepared(*given), model(*given))
+
+
 def rows_averaged(model: Any, x: Tensor, lengths: Tensor) -> Any:
     packed = pack_padded_sequence(x, lengths, batch_first=True)
     return model.rnn(packed)[0].data.mean(0)
