@@ -43,12 +43,13 @@ def batches(rank: int, count: int) -> list[torch.Tensor]:
 
 
 def train(model: Any, data: list[torch.Tensor]) -> list[float]:
-    """Train with a step after each two batches; a sharded model exchanges gradients with the second only."""
+    """Train with a step after each two batches; several ranks exchange gradients with the second only."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for position, x in enumerate(data):
         if hasattr(model, "set_requires_gradient_sync"):
             model.set_requires_gradient_sync(bool(position % 2))
+        model.require_backward_grad_sync = bool(position % 2)  # of DistributedDataParallel
         loss = model(x).float().square().mean()
         loss.backward()
         losses.append(float(loss))
@@ -111,12 +112,61 @@ class Normed(nn.Sequential):
         super().__init__(nn.Conv1d(4, 4, 1), nn.BatchNorm1d(4))
 
 
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms, self.lstm = Normed(), nn.LSTM(4, 4)
+        self.encoder = nn.TransformerEncoderLayer(4, 2, 4, dropout=0.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.lstm(self.encoder(self.norms(x.mT).mT))[0]
+        return result
+
+
+def train_beside_ddp(rank: int, ranks: int, kind: type[nn.Module], parts: list[list[str]]) -> dict[str, Any]:
+    """Train, evaluate, train and convert what ``fully_shard`` shards, ``parts`` first, and what DDP holds."""
+    torch.manual_seed(0)
+    x = torch.randn(5, 4, 4, device=device(rank)) * (rank + 1)
+    mapping, custom = get_default_qat_qconfig_mapping("x86"), tc.get_default_prepare_custom_config()
+    prepared = tc.prepare_qat_fx(kind().train().to(device(rank)), mapping, (x,), custom)
+    ddp = DistributedDataParallel(copy.deepcopy(prepared), broadcast_buffers=False)
+    for paths in parts:
+        modules = [prepared.get_submodule(path) for path in paths]
+        fully_shard(modules if len(modules) > 1 else modules[0])
+    result: dict[str, Any] = {}
+    for name, model in (("ours", fully_shard(prepared)), ("ddp", ddp)):
+        losses = train(model.train(), [x, x])
+        with torch.no_grad():
+            output = model.eval()(x).cpu()
+        tc.merge_observers(model)
+        converted = converted_state(model)  # with what the call in evaluation left gathered
+        result[name] = (losses + train(model.train(), [x, x]), output, converted)
+    return result
+
+
+def check_beside_ddp(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        (losses, output, converted), (ddp_losses, ddp_output, ddp_converted) = result["ours"], result["ddp"]
+        assert losses == ddp_losses
+        assert losses[-1] != losses[1]
+        assert torch.equal(output, ddp_output)
+        assert same(converted, ddp_converted)
+
+
+def test_batch_norms_change_their_mode_in_a_sharded_model(tmp_path: Path) -> None:
+    check_beside_ddp(in_processes(train_beside_ddp, 2, tmp_path, Normed, []))
+
+
+def test_parts_may_be_sharded_before_the_whole(tmp_path: Path) -> None:
+    parts = [["norms.0"], ["encoder.linear1"], ["norms"], ["encoder", "lstm"]]
+    check_beside_ddp(in_processes(train_beside_ddp, 2, tmp_path, Blocks, parts))
+
+
 def refusals(rank: int, ranks: int) -> list[str]:
     x = batches(rank, 1)
     mapping = get_default_qat_qconfig_mapping("x86")
     in_parts = prepared_for_training(Net, rank)
-    for module in (in_parts.get_submodule("fc"), in_parts):
-        fully_shard(module)
+    fully_shard(in_parts.get_submodule("fc"))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     half = fully_shard(prepared_for_training(Normed, rank), mp_policy=policy)
     calls: list[Callable[[], Any]] = [
@@ -140,7 +190,7 @@ def test_what_holds_or_shards_a_model_in_a_way_that_cannot_work_is_refused(tmp_p
     for old, part, half, sharded, wrapped in in_processes(refusals, 2, tmp_path):
         assert "convert_fx: FullyShardedDataParallel holds the model" in old
         assert "Hint: train with torch.distributed.fsdp.fully_shard(prepared)" in old
-        assert "Hint: shard the whole model, fully_shard(prepared)" in part
+        assert "Hint: shard the whole model too, fully_shard(prepared)" in part
         assert "for bfloat16 use torch.autocast, no MixedPrecisionPolicy(param_dtype=...)" in half
         assert "the model to prepare is sharded" in sharded
         assert "the model to prepare is a DistributedDataParallel" in wrapped
@@ -187,6 +237,8 @@ def convert_in_parts(rank: int, ranks: int, is_qat: bool) -> dict[str, Any]:
     prepared = prepare(Deep().train(is_qat).to(device(rank)), mapping, (x,), custom)
     prepared(x)
     alone = copy.deepcopy(prepared)
+    for path in ("layers.2", "standalone.1", "standalone", "norms") if is_qat else ():
+        fully_shard(prepared.get_submodule(path))
     model: Any = fully_shard(prepared)
     seen: list[int] = []
     with gathered(seen):

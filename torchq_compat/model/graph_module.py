@@ -35,6 +35,7 @@ from torchq_compat.support.argument_checks import listed
 from torchq_compat.support.decisions import Decision
 from torchq_compat.support.graph_nodes import copied_weights, follow_devices
 from torchq_compat.support.process_state import TURNS, is_compiling, is_exporting, own_attribute
+from torchq_compat.support.sharded import call_hooks_of_parts, of_class_before
 from torchq_compat.support.torch_ao import freeze_bn_stats, update_bn_stats
 from torchq_compat.support.upstream import USER_PRESERVED_ATTRIBUTES_KEY, pytree
 from torchq_compat.support.user_warnings import is_of_treespec, silenced
@@ -170,6 +171,11 @@ class QuantizationGraphModule(GraphModule):
         record: ModelRecord = metadata.RECORD.required(self)
         return record
 
+    def recompile(self) -> PythonCode:
+        """See ``torch.fx.GraphModule``; in the class of ``fully_shard`` its call would call itself."""
+        with of_class_before(self):
+            return super().recompile()
+
     def add_decisions(self, decisions: tuple[Decision, ...]) -> None:
         """Add ``decisions`` about the finished model to its record."""
         record = replace(self.record, decisions=(*self.record.decisions, *decisions))
@@ -178,6 +184,8 @@ class QuantizationGraphModule(GraphModule):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         record, is_compiled = self.record, is_compiling()
         is_traced = not is_compiled and torch._C._is_tracing()
+        if not is_compiled:
+            call_hooks_of_parts(self)
         if is_traced and torch.onnx.is_in_onnx_export():
             raise errors.ExportError.of("TQ933.old_exporter", stage=record.stage.value)
         bound = args

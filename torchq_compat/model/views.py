@@ -25,6 +25,7 @@ from torchq_compat.read.qdq import DEQUANTIZE_DYNAMIC, DEQUANTIZE_PER_CHANNEL, D
 from torchq_compat.support.dtypes import LEGACY_DTYPES
 from torchq_compat.support.graph_nodes import attribute_of, called_modules, module_path_of, source_of
 from torchq_compat.support.quantized_tensors import of_integers, of_integers_per_channel
+from torchq_compat.support.sharded import is_of_fsdp
 from torchq_compat.support.torch_ao import fake_quantize as legacy_fake_quantize
 from torchq_compat.support.torch_ao import fused_module
 
@@ -193,7 +194,7 @@ class ModuleView(nn.Module):
         Raises:
             ModuleAttributeError: the module has no result of its own in the graph.
         """
-        self._take_hooks()
+        self._take(hook)
         return super().register_forward_hook(hook, **kwargs)
 
     def register_forward_pre_hook(self, hook: Any, **kwargs: Any) -> RemovableHandle:
@@ -202,10 +203,12 @@ class ModuleView(nn.Module):
         Raises:
             ModuleAttributeError: the module has no result of its own in the graph.
         """
-        self._take_hooks()
+        self._take(hook)
         return super().register_forward_pre_hook(hook, **kwargs)
 
-    def _take_hooks(self) -> None:
+    def _take(self, hook: Any) -> None:
+        if is_of_fsdp(hook):
+            return  # The model itself calls it.
         owner, path, _ = vars(self)["_view"]
         if owner() is not None:
             check_hookable(owner(), path)

@@ -6,6 +6,7 @@ rank holds at a time are those of one weight of the graph, or of one custom modu
 
 from __future__ import annotations
 
+import sys
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 from torchq_compat.errors import ConvertError
 
@@ -131,16 +133,15 @@ def _without_fsdp(model: nn.Module) -> Iterator[None]:
     before: list[tuple[Any, type, dict[str, Any]]] = []
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()
             before.append((module, type(module), dict(vars(module))))
     try:
         for module, cls, attributes in before:
-            module.__class__ = cls.__mro__[2]  # After FSDP's own class and FSDPModule.
+            module.__class__ = _class_before(cls)
             for name, value in attributes.items():
                 if name.startswith("__composable_api"):
                     del vars(module)[name]
                 elif name.endswith("_hooks") and isinstance(value, dict):
-                    own = ((key, hook) for key, hook in value.items() if not _is_fsdp(hook))
+                    own = ((key, hook) for key, hook in value.items() if not is_of_fsdp(hook))
                     vars(module)[name] = type(value)(own)
         yield
     finally:
@@ -149,7 +150,55 @@ def _without_fsdp(model: nn.Module) -> Iterator[None]:
             vars(module).update(attributes)
 
 
-def _is_fsdp(hook: Any) -> bool:
+def _class_before(cls: type) -> type:
+    """Return the class that a module had before ``fully_shard`` gave it ``cls``; else ``cls``."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    is_sharded_class = fsdp is not None and issubclass(cls, fsdp.FSDPModule)
+    return cls.__mro__[2] if is_sharded_class else cls  # After FSDP's own class and FSDPModule.
+
+
+@contextmanager
+def of_class_before(module: nn.Module) -> Iterator[None]:
+    """Give ``module`` the class from before ``fully_shard`` in the ``with`` block."""
+    cls = type(module)
+    module.__class__ = _class_before(cls)
+    try:
+        yield
+    finally:
+        module.__class__ = cls
+
+
+def is_of_fsdp(hook: Any) -> bool:
     """Return whether ``hook``, which torch may have wrapped, is a function of torch.distributed."""
     function = getattr(hook, "hook", hook)
     return str(getattr(function, "__module__", "")).startswith("torch.distributed.")
+
+
+def call_hooks_of_parts(model: GraphModule) -> None:
+    """Let a sharded ``model`` call what ``fully_shard`` hooked to parts of it that its graph does not call:
+    their weights are gathered with those of the model."""
+    if not any(map(is_of_fsdp, model._forward_pre_hooks.values())):
+        return
+    for part in _not_called(model):
+        for key, hook in list(part._forward_pre_hooks.items()):
+            if is_of_fsdp(hook):
+                del part._forward_pre_hooks[key]
+                model.register_forward_pre_hook(hook, with_kwargs=True)
+        for key, hook in list(part._forward_hooks.items()):
+            if is_of_fsdp(hook):
+                del part._forward_hooks[key]
+                always = key in part._forward_hooks_always_called
+                model.register_forward_hook(hook, prepend=True, always_call=always)
+
+
+def _not_called(model: GraphModule) -> Iterator[nn.Module]:
+    """Yield the modules in ``model`` that neither its graph nor one in it calls, outer ones first."""
+    called = {model.get_submodule(str(node.target)) for node in model._graph.find_nodes(op="call_module")}
+    waiting = list(model.children())
+    while waiting:
+        module = waiting.pop()
+        if module not in called:
+            yield module
+            waiting += module.children()
+        elif isinstance(module, GraphModule):
+            yield from _not_called(module)

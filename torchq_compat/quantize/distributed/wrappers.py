@@ -36,7 +36,8 @@ def check_not_sharded(model: nn.Module) -> None:
 
 
 def unwrapped(model: Any, function: str) -> Any:
-    """Return ``model`` without the wrappers of DistributedDataParallel, DataParallel and torch.compile.
+    """Return ``model`` without the wrappers of DistributedDataParallel, DataParallel and torch.compile, and
+    without the weights that ``fully_shard`` left gathered after a call.
 
     Raises:
         ConvertError: FullyShardedDataParallel holds it, which has only parts of its weights.
@@ -45,8 +46,11 @@ def unwrapped(model: Any, function: str) -> Any:
         model = inner
     if not dist.is_available():
         return model
-    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-    if isinstance(model, nn.Module) and any(isinstance(m, FullyShardedDataParallel) for m in model.modules()):
-        raise ConvertError.of("TQ950.fsdp1", function=function)
+    for module in model.modules() if isinstance(model, nn.Module) else ():
+        if isinstance(module, FullyShardedDataParallel):
+            raise ConvertError.of("TQ950.fsdp1", function=function)
+        if isinstance(module, FSDPModule):
+            module.reshard()
     return model
