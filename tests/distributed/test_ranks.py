@@ -167,6 +167,23 @@ class Unmergeable(MinMaxObserver):
         return super().forward(x + 0)
 
 
+class MergedOnRankZero(MinMaxObserver):
+    def merge_observer_states(self, states: list[dict[str, Tensor]]) -> None:
+        self.min_val.copy_(states[1]["min_val"])
+        if dist.get_rank():
+            raise LookupError("no disk here")
+
+
+class Resized(nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.ones(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = x * self.table.sum()
+        return result
+
+
 def refusals(rank: int, ranks: int) -> dict[str, Any]:
     caught: dict[str, Any] = {}
 
@@ -183,6 +200,11 @@ def refusals(rank: int, ranks: int) -> dict[str, Any]:
     attempt("other model", prepared if rank else prepared_net(rank, HistogramObserver))
     attempt("one is none", prepared if rank else nn.Linear(2, 2))
     attempt("user's", prepared_net(rank, Unmergeable))
+    half_merged = prepared_net(rank, MergedOnRankZero)
+    half_merged(shard(rank)[0])
+    attempt("on rank 1", half_merged)
+    mapping = QConfigMapping().set_global(QConfig(MinMaxObserver, default_weight_observer))
+    attempt("buffer", tc.prepare_fx(Resized(3 + rank).eval(), mapping, (torch.randn(2, 3),)))
     attempt("settings", prepared_net(rank, MinMaxObserver.with_args(quant_min=0, quant_max=127 * (1 + rank))))
     attempt("not a group", prepared, "all")
     unsent = prepared_net(rank, MinMaxObserver)
@@ -203,6 +225,9 @@ def test_what_cannot_be_merged_is_refused_on_every_rank(tmp_path: Path) -> None:
         assert "rank 0: merge_observers: this Linear is not a prepared model" in caught["one is none"]
         assert "Unmergeable" in caught["user's"]
         assert "def merge_observer_states" in caught["user's"]
+        assert "rank 1: merge_observers: the observer at 'activation_post_process_" in caught["on rank 1"]
+        assert "cannot be merged: LookupError: no disk here" in caught["on rank 1"]
+        assert "have different models: table ((3,), torch.float32)" in caught["buffer"]
         assert "the parameters of the ranks differ" in caught["weights"]
         assert "quant_max=127" in caught["settings"]
         assert "group must be a process group, got str 'all'" in caught["not a group"]

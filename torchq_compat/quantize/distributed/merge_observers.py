@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import pickle
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -149,45 +150,11 @@ def _check_group(group: dist.ProcessGroup | None) -> None:
 
 
 def _merge_ranks(prepared: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Gather, and merge on each rank by itself. A rank that fails says so in the gathered value, or the other
-    ranks would wait for it."""
+    """Gather, merge copies on each rank by itself, and the observers only once all ranks could."""
     ranks = dist.get_world_size(group)
-    sent: Any
-    try:
-        model = _prepared_model(prepared)
-        units = observers_of(model)
-        tensors = _tensors_outside(model, units)
-        report = (
-            {path: _settings_of(unit) for path, unit in units.items()},
-            {
-                path: (merge_rules.state_of(unit), is_merged(unit, ranks), vars(unit).get(MERGED))
-                for path, unit in units.items()
-            },
-            {name: digest({name: tensor}) for name, tensor in tensors.items()},
-        )
-        sent = pickle.dumps(report)
-    except TorchQCompatError as error:
-        sent = error
-    except Exception as error:  # A user's observer may fail, or keep what cannot be sent.
-        sent = ConvertError.of("TQ950.unsendable_state", error=error, method=merge_rules.METHOD)
-    received: list[Any] = [None] * ranks
-    dist.all_gather_object(received, sent, group=group)
-    for rank, other in enumerate(received):
-        if isinstance(other, TorchQCompatError):
-            raise ConvertError.of("TQ950.on_rank", rank=rank, message=other.message, hint=other.hint)
-    reports = [pickle.loads(item) for item in received]
-    _check_same_model(reports)
-    differing = [name for name in tensors if len({digests[name] for _, _, digests in reports}) > 1]
-    _check_may_differ(model, differing)
-
-    first = reports[0][1]
-    unchanged = {
-        path
-        for path in units
-        if all(report[1][path][1] and report[1][path][2] == first[path][2] for report in reports)
-    }
-    again = [path for path in units if path not in unchanged and any(r[1][path][2] for r in reports)]
-    states = {path: [report[1][path][0] for report in reports] for path in units if path not in unchanged}
+    (units, tensors), received = _on_all_ranks(partial(_report, prepared, ranks), group)
+    planned = partial(_planned, prepared, units, received)
+    (states, differing, again), _ = _on_all_ranks(planned, group)
     _merge({path: units[path] for path in states}, states)
     for path in states:
         vars(units[path])[MERGED] = (digest(merge_rules.state_of(units[path])), ranks)
@@ -195,6 +162,66 @@ def _merge_ranks(prepared: nn.Module, group: dist.ProcessGroup | None) -> None:
         _send_from_first(tensors, differing, group)
     if again:
         warn_user("TQ421", count=len(again), observer=again[0])
+
+
+def _on_all_ranks(
+    make: Callable[[], tuple[Any, Any]], group: dist.ProcessGroup | None
+) -> tuple[Any, list[Any]]:
+    """Return the first result of ``make``, and the second one of each rank. A rank that fails says so in the
+    gathered value, or the other ranks would wait for it.
+
+    Raises:
+        ConvertError: a rank failed.
+    """
+    own, sent = None, None
+    try:
+        own, sent = make()
+    except TorchQCompatError as error:
+        sent = error
+    except Exception as error:  # A user's observer may fail, or keep what cannot be sent.
+        sent = ConvertError.of("TQ950.unsendable_state", error=error, method=merge_rules.METHOD)
+    received: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(received, sent, group=group)
+    for rank, other in enumerate(received):
+        if isinstance(other, TorchQCompatError):
+            raise ConvertError.of("TQ950.on_rank", rank=rank, message=other.message, hint=other.hint)
+    return own, received
+
+
+def _report(prepared: nn.Module, ranks: int) -> tuple[Any, bytes]:
+    """Return the observers and the tensors outside of them, and what the other ranks need to know of both."""
+    model = _prepared_model(prepared)
+    units = observers_of(model)
+    tensors = _tensors_outside(model, units)
+    report = (
+        {path: _settings_of(unit) for path, unit in units.items()}
+        | {name: f"{tuple(tensor.shape)}, {tensor.dtype}" for name, tensor in tensors.items()},
+        {
+            path: (merge_rules.state_of(unit), is_merged(unit, ranks), vars(unit).get(MERGED))
+            for path, unit in units.items()
+        },
+        {name: digest({name: tensor}) for name, tensor in tensors.items()},
+    )
+    return (units, tensors), pickle.dumps(report)
+
+
+def _planned(prepared: nn.Module, units: Mapping[str, nn.Module], received: Sequence[bytes]) -> Any:
+    """Return the states to merge, the tensors that differ and the observers merged before, which this rank
+    has found to be mergeable, and nothing to send."""
+    reports = [pickle.loads(item) for item in received]
+    _check_same_model(reports)
+    _, first, digests = reports[0]
+    differing = [name for name in digests if len({other[name] for _, _, other in reports}) > 1]
+    _check_may_differ(_prepared_model(prepared), differing)
+    unchanged = {
+        path
+        for path in units
+        if all(report[1][path][1] and report[1][path][2] == first[path][2] for report in reports)
+    }
+    again = [path for path in units if path not in unchanged and any(r[1][path][2] for r in reports)]
+    states = {path: [report[1][path][0] for report in reports] for path in units if path not in unchanged}
+    _check_mergeable(units, states)
+    return (states, differing, again), None
 
 
 def _check_same_model(reports: Sequence[Any]) -> None:
@@ -238,10 +265,20 @@ def _send_from_first(
             tensors[name].copy_(value)
 
 
+def _check_mergeable(
+    units: Mapping[str, nn.Module], states: Mapping[str, Sequence[merge_rules.State]]
+) -> None:
+    """Merge copies: an observer that fails leaves all of them as they were."""
+    for path, own in states.items():
+        try:
+            merge_rules.merge_states(copied_model(units[path]), own, path)
+        except TorchQCompatError:
+            raise
+        except Exception as cause:
+            raise ConvertError.of("TQ950.failed_merge", path=path, cause=cause) from cause
+
+
 def _merge(units: Mapping[str, nn.Module], states: Mapping[str, Sequence[merge_rules.State]]) -> None:
-    """Merge on copies first: an observer that fails leaves all of them as they were."""
-    for path, unit in units.items():
-        merge_rules.merge_states(copied_model(unit), states[path], path)
     for path, unit in units.items():
         merge_rules.merge_states(unit, states[path], path)
 
@@ -265,6 +302,7 @@ def _merge_given(model: nn.Module, given: Any) -> None:
         and digest(state) not in {digest(other) for other in states[path]}
         and not _is_of_weight(model, path)
     ]
+    _check_mergeable(units, states)
     _merge(units, states)
     for unit in units.values():
         vars(unit).pop(MERGED, None)
