@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -219,6 +220,11 @@ class PowerOfTwo(MinMaxObserver):
         return 2 ** scale.log2().ceil(), zero_point
 
 
+def linear_for_training() -> nn.Module:
+    mapping = get_default_qat_qconfig_mapping("x86")
+    return tc.prepare_qat_fx(nn.Sequential(nn.Linear(4, 3)).train(), mapping, (torch.randn(2, 4),))
+
+
 def linear_with(observer: Any) -> nn.Module:
     torch.manual_seed(0)
     return tc.prepare_fx(nn.Sequential(nn.Linear(4, 3)).eval(), mapping_of(observer), (torch.randn(2, 4),))
@@ -290,13 +296,52 @@ def test_models_of_eager_mode() -> None:
     assert torch.equal(ours, theirs)
 
 
-def test_what_no_single_process_could_convert_is_refused_there_too() -> None:
+def test_states_that_no_observer_has_are_refused_by_name() -> None:
+    """Each is refused with the state and the entry, and changes nothing."""
     prepared = linear_with(HistogramObserver)
-    states = [get_observer_state_dict(calibrated(prepared, [torch.randn(2, 4)])) for _ in range(2)]
-    states[1]["activation_post_process_0.max_val"].fill_(torch.nan)
-    tc.merge_observers(prepared, states=states)
-    with pytest.raises(ConvertError, match="have seen NaN or infinity"):
-        tc.convert_fx(prepared)
+    good, other = (get_observer_state_dict(calibrated(prepared, [torch.randn(2, 4)])) for _ in range(2))
+    before, observer = copy.deepcopy(prepared.state_dict()), "activation_post_process_0"
+    for name, value, problem in (
+        ("min_val", torch.tensor(torch.nan), "holds NaN"),
+        ("histogram", torch.full((2048,), torch.nan), "NaN or infinite"),
+        ("min_val", torch.tensor(torch.inf), "is larger than"),
+        ("max_val", torch.tensor(1j), "is torch.complex64"),
+        ("loaded_scale", torch.tensor([1j]), "is torch.complex64"),
+        ("max_val", torch.ones(2), "holds 2 numbers"),
+        ("histogram", torch.ones(7), r"has the shape \(7,\), where the model has \(2048,\)"),
+        ("histogram", torch.ones(2, 2048), r"has the shape \(2, 2048\)"),
+        ("eps", torch.ones(3), r"has the shape \(3,\)"),
+        ("min_val", 1.0, "must be a tensor, got float 1.0"),
+    ):
+        bad = {f"{observer}.loaded_zero_point": torch.tensor([0])} if name == "loaded_scale" else {}
+        bad = {**other, **bad, f"{observer}.{name}": value}
+        with pytest.raises(InputError, match=rf"(?s)states\[1\].*{observer}\.{name}.*{problem}.*Hint: "):
+            tc.merge_observers(prepared, states=[good, bad])
+        assert all(torch.equal(v, before[key]) for key, v in prepared.state_dict().items()), name
+    with pytest.raises(InputError, match=rf"states\[0\] has no {observer}.loaded_zero_point"):
+        tc.merge_observers(prepared, states=[{**good, f"{observer}.loaded_scale": torch.ones(1)}])
+
+
+def test_moving_averages_that_lie_far_apart_are_told() -> None:
+    narrow = torch.linspace(-1, 1, 8).reshape(2, 4)
+    for make in (partial(linear_with, MovingAverageMinMaxObserver), linear_for_training):
+        prepared = make()
+        for shift, factor, is_told in (
+            (0, 1, False),
+            (0, 2, False),
+            (0.5, 1, False),
+            (0, 9, True),
+            (9, 1, True),
+        ):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                merged_of(prepared, [[narrow], [narrow * factor + shift]])
+            told = [str(each.message) for each in caught if "TQ430" in str(each.message)]
+            assert len(told) == is_told, (shift, factor)
+            assert all("activation_post_process_0" in text and "Hint: " in text for text in told)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", QuantizationWarning)
+        merged_of(linear_with(MinMaxObserver), [[narrow], [narrow * 9]])
 
 
 def test_files_of_states(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.ao.quantization import (
     HistogramObserver,
     MinMaxObserver,
+    MovingAverageMinMaxObserver,
     QConfig,
     QConfigMapping,
     default_weight_observer,
@@ -233,6 +234,32 @@ def test_what_cannot_be_merged_is_refused_on_every_rank(tmp_path: Path) -> None:
         assert "group must be a process group, got str 'all'" in caught["not a group"]
         assert "rank 1: merge_observers: the state of the observers cannot be read" in caught["state"]
         assert "is not a member" in caught.get("group", "is not a member")
+
+
+def far_apart(rank: int, ranks: int) -> tuple[list[str], str]:
+    """Merge moving averages of data that differ ninefold, and histograms of which one has too few bins."""
+    averages, histograms = (
+        prepared_net(rank, each) for each in (MovingAverageMinMaxObserver, HistogramObserver)
+    )
+    for prepared in (averages, histograms):
+        prepared(shard(0)[0] * (1 + 8 * rank))
+    if rank:
+        histograms.get_buffer("activation_post_process_0.histogram").resize_(7)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        tc.merge_observers(averages)
+    before = copy.deepcopy(histograms.state_dict())
+    with pytest.raises(ConvertError) as raised:
+        tc.merge_observers(histograms)
+    assert all(torch.equal(value, before[name]) for name, value in histograms.state_dict().items())
+    return [str(told.message) for told in caught if "TQ430" in str(told.message)], str(raised.value)
+
+
+def test_averages_that_lie_far_apart_are_told_and_states_of_other_shapes_refused(tmp_path: Path) -> None:
+    for told, refused in in_processes(far_apart, 2, tmp_path):
+        assert len(told) == 1
+        assert "their mean is not what one process would have" in told[0]
+        assert "observer at 'activation_post_process_0' cannot be merged: RuntimeError" in refused
 
 
 def rank_zero_converts_alone(rank: int, ranks: int) -> list[str]:

@@ -236,7 +236,7 @@ def _problem(name: str, value: Any, expected: Any, *, is_renamed: bool = False) 
 
 def _problem_of_numbers(name: str, numbers: Numbers, state: Mapping[str, Any]) -> str | None:
     held, other = state[name], state.get(numbers.other)
-    if is_quantized(held):
+    if is_quantized(held) or held.is_complex():
         return f"is {held.dtype}, which is no dtype of a range or scale"
     values = held.float()  # What most kernels compute in.
     if numbers.kind == "range" and bool(values.isnan().any()):

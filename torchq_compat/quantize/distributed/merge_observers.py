@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from torchq_compat.annotate.observed_graph import observed_places
-from torchq_compat.errors import ArgumentError, ConvertError, InputError, TorchQCompatError
+from torchq_compat.errors import ArgumentError, CheckpointError, ConvertError, InputError, TorchQCompatError
 from torchq_compat.model.graph_module import Stage, record_of
+from torchq_compat.model.state import check_state
 from torchq_compat.modules.user_modules import OpaqueUserModule
 from torchq_compat.quantize.distributed import merge_rules
 from torchq_compat.quantize.distributed.wrappers import unwrapped
@@ -62,7 +63,7 @@ def merge_observers(
 
     Raises:
         ArgumentError: there is no process group, this rank is not in it, or both it and ``states`` are given.
-        InputError: a state is not one of this model, or empty.
+        InputError: a state is not one of this model, is empty, or has values that no observer has, as NaN.
         ConvertError: the ranks prepared different models or have other parameters, the model is not a
             prepared one, or an observer has no rule. No rank is changed then.
 
@@ -281,6 +282,9 @@ def _check_mergeable(
 def _merge(units: Mapping[str, nn.Module], states: Mapping[str, Sequence[merge_rules.State]]) -> None:
     for path, unit in units.items():
         merge_rules.merge_states(unit, states[path], path)
+    far = [path for path, unit in units.items() if merge_rules.lie_far_apart(unit, states[path])]
+    if far:
+        warn_user("TQ430", count=len(far), observer=far[0])
 
 
 def _merge_given(model: nn.Module, given: Any) -> None:
@@ -289,10 +293,10 @@ def _merge_given(model: nn.Module, given: Any) -> None:
     units = observers_of(model)
     own = {path: merge_rules.state_of(unit) for path, unit in units.items()}
     names = {*model.state_dict(), *(f"{path}.{name}" for path in units for name in merge_rules.LOADED)}
-    read = [_read(state, position, names) for position, state in enumerate(given)]
+    read = [_read(state, position, names, model) for position, state in enumerate(given)]
     states = {
-        path: [_state_at(path, state, own[path], position) for position, state in enumerate(read)]
-        for path in units
+        path: [_state_at(path, unit, state, position) for position, state in enumerate(read)]
+        for path, unit in units.items()
     }
     before = [
         path
@@ -319,7 +323,7 @@ def _is_of_weight(model: nn.Module, path: str) -> bool:
     )
 
 
-def _read(given: Any, position: int, names: set[str]) -> Mapping[str, Any]:
+def _read(given: Any, position: int, names: set[str], model: nn.Module) -> Mapping[str, Any]:
     if isinstance(given, (str, os.PathLike)):
         try:
             given = torch.load(Path(given), map_location="cpu", weights_only=True)
@@ -330,21 +334,26 @@ def _read(given: Any, position: int, names: set[str]) -> Mapping[str, Any]:
     unknown = [str(name) for name in given if name not in names]
     if unknown:
         raise InputError.of("TQ901.other_state", position=position, unknown=unknown)
-    return given
+    try:
+        return check_state({n: value for n, value in given.items() if not is_sharded(value)}, model)
+    except CheckpointError as cause:
+        raise InputError.of("TQ901.bad_state", position=position, message=cause.message) from cause
 
 
-def _state_at(
-    path: str, state: Mapping[str, Any], own: merge_rules.State, position: int
-) -> merge_rules.State:
+def _state_at(path: str, unit: nn.Module, state: Mapping[str, Any], position: int) -> merge_rules.State:
     result = {
         name.removeprefix(f"{path}."): value.detach().cpu() if isinstance(value, Tensor) else value
         for name, value in state.items()
         if name.startswith(f"{path}.")
     }
-    for name in own:
-        if name not in result and name.rpartition(".")[2] not in {
-            *merge_rules.LOADED,
-            *merge_rules.ATTRIBUTES,
-        }:
+    own = {n: v for n, v in unit.state_dict().items() if n.rpartition(".")[2] not in merge_rules.LOADED}
+    loaded = () if result.keys().isdisjoint(merge_rules.LOADED) else merge_rules.LOADED
+    for name in (*own, *loaded):
+        if name not in result:
             raise InputError.of("TQ901.state_lacks", position=position, path=path, name=name)
+    for name, value in result.items():
+        if merge_rules.has_other_shape(unit, name, value, own.get(name)):
+            shapes = f"{tuple(value.shape)}, where the model has {tuple(own[name].shape)}"
+            message = f"{path}.{name} has the shape {shapes}"
+            raise InputError.of("TQ901.bad_state", position=position, message=message)
     return result

@@ -40,6 +40,10 @@ COUNTS = ("seen", "saturated")
 SWITCHES = ("fake_quant_enabled", "observer_enabled", "static_enabled", "learning_enabled")
 CONSTANTS = ("eps", "quant_min", "quant_max")
 BUFFERS = {*RANGE, *LOADED, *QPARAMS, *COUNTS, *SWITCHES, *CONSTANTS, "histogram"}
+#: Those whose shape no observer changes.
+FIXED = BUFFERS - {*RANGE, *LOADED, *QPARAMS}
+#: From here on ranges lie far apart: those of all processes together, in the mean width of one.
+FAR = 1.5
 #: What observers keep outside their buffers, and how it is merged.
 ATTRIBUTES: dict[str, Callable[[list[Any]], Any]] = {
     "left_out_infinity": any,
@@ -90,6 +94,12 @@ def has_seen(state: State) -> bool:
     return bool(low.numel()) and not bool((low == torch.inf).all() and (high == -torch.inf).all())
 
 
+def has_other_shape(unit: nn.Module, name: str, value: Any, held: Any) -> bool:
+    """Return whether ``value``, given for ``name`` of ``unit``, has another shape than ``held`` can take."""
+    is_fixed = name.rpartition(".")[2] in FIXED and not hasattr(type(unit), METHOD)
+    return is_fixed and value.shape != held.shape
+
+
 def _check_has_rule(module: nn.Module, path: str) -> None:
     if type(module).forward.__module__.partition(".")[0] in LIBRARIES and {*module._buffers} <= BUFFERS:
         return
@@ -121,7 +131,7 @@ def _merge_ranges(module: Any, states: Sequence[State], path: str) -> None:
         shapes = sorted({tuple(state["min_val"].shape) for state in states})
         raise ConvertError.of("TQ950.channels", path=path, shapes=shapes)
     lows, highs = (torch.stack([state[name] for state in states]) for name in RANGE)
-    if getattr(module, "averaging_constant", 1) != 1:
+    if _averages(module):
         # Sums of few float32 numbers are exact in float64: equal states keep their bits.
         low, high = (bounds.double().mean(0).to(bounds.dtype) for bounds in (lows, highs))
     else:
@@ -134,6 +144,25 @@ def _merge_ranges(module: Any, states: Sequence[State], path: str) -> None:
         _write(module, "histogram", histogram)
     _write(module, "min_val", low)
     _write(module, "max_val", high)
+
+
+def _averages(module: nn.Module) -> bool:
+    return getattr(module, "averaging_constant", 1) != 1
+
+
+def lie_far_apart(merged: nn.Module, states: Sequence[State]) -> bool:
+    """Return whether moving averages in ``states`` have ranges that the mean, in ``merged``, leaves out."""
+    for name, part in merged.named_modules():
+        own = [_below(state, f"{name}.") for state in states] if name else list(states)
+        if hasattr(type(part), METHOD):
+            return False
+        if _averages(part) and isinstance(part._buffers.get("min_val"), Tensor):
+            seen = [state for state in own if has_seen(state)]
+            low, high = (torch.stack([state[key] for state in seen or own]) for key in RANGE)
+            width = (high - low).mean(0).sum()
+            if bool((high.amax(0) - low.amin(0)).sum() > FAR * width):
+                return True
+    return False
 
 
 def _rebinned(module: Any, state: State, added_to: Tensor, low: Tensor, high: Tensor) -> Tensor:
