@@ -177,7 +177,7 @@ def is_of_fsdp(hook: Any) -> bool:
 def call_hooks_of_parts(model: GraphModule) -> None:
     """Let a sharded ``model`` call what ``fully_shard`` hooked to parts of it that its graph does not call:
     their weights are gathered with those of the model."""
-    if not any(map(is_of_fsdp, model._forward_pre_hooks.values())):
+    if not any(map(is_of_fsdp, list(model._forward_pre_hooks.values()))):
         return
     for part in _not_called(model):
         for key, hook in list(part._forward_pre_hooks.items()):
