@@ -23,6 +23,7 @@ from tests.helpers.oracle import (
     sqnr,
 )
 from torchq_compat.errors import CaptureError, QuantizationWarning
+from torchq_compat.nn import quantizable
 from torchq_compat.support.decisions import Action
 
 MAPPING = get_default_qconfig_mapping("x86")
@@ -93,6 +94,13 @@ def test_composite_modules_are_calls_as_in_fx(make: type[Masked], capfd: pytest.
     middle = next(d for d in op_decisions(ours) if d.path == "middle")
     assert middle.action is Action.FLOAT
     assert "one float call, as in FX, because traced it fails" in middle.reason
+
+
+def test_a_mapping_for_what_is_inside_is_told() -> None:
+    custom = tc.get_default_prepare_custom_config()
+    custom.set_float_to_observed_mapping(nn.MultiheadAttention, quantizable.MultiheadAttention)
+    with pytest.warns(QuantizationWarning, match=r"'middle' stays float.*mapped, .*MultiheadAttention"):
+        tc.prepare_fx(Masked().eval(), MAPPING, (torch.randn(2, 6, 8), causal(6)), custom)
 
 
 def test_lowered_and_trained() -> None:

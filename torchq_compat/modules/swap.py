@@ -6,7 +6,7 @@ One function decides, another changes the model, which is the package's own copy
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -66,7 +66,11 @@ def decide_swaps(
             continue
         swap, decision = _decide(module, paths, rules, settings, backend)
         if swap is None and untraced_because and is_untraced_in_fx(module, backend):
-            swap, decision = _left_whole(module, paths, untraced_because)
+            mapped = {kind for mapping in settings.float_to_observed.values() for kind in mapping}
+            ignored = sorted({type(each).__name__ for each in module.modules() if type(each) in mapped})
+            reason = f"{untraced_because.rstrip('.')}; mapped, and float all the same: {', '.join(ignored)}"
+            swap, decision = _left_whole(module, paths, reason if ignored else untraced_because)
+            decision = replace(decision, warn=bool(ignored))
         swaps.extend(filter(None, [swap]))
         decisions.extend(filter(None, [decision]))
     return swaps, decisions
