@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -227,17 +227,28 @@ class ConvertedCellGraphModule(parts.ConvertedPartGraphModule, CellGraphModule):
     another order when it has more rows.
     """
 
+    _made: CellFunctions | None = None
+
     def recompile(self) -> Any:
         """Recompile ``forward``, and derive the qparams, functions and program from the graph again."""
         self._state_qparams = parts.converted_qparams(self)
-        self.__dict__.pop("_functions", None)
+        self._made = None
         self._program = program_or_problem(("", self))
         return super().recompile()
 
-    # Not in recompile, which copies and passes call again and again: six functions are compiled.
-    @cached_property
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return a copy with the functions, which a strict export of it could not make."""
+        copied: Any = super().__deepcopy__(memo)
+        copied._made = self._made
+        return copied
+
+    # Not in recompile, which copies and passes call again and again: six functions are compiled. Not a cached
+    # property, whose lock Dynamo does not enter.
+    @property
     def _functions(self) -> CellFunctions:
-        return CellFunctions.of(self, self.graph)
+        if self._made is None:
+            self._made = CellFunctions.of(self, self.graph)
+        return self._made
 
     def program(self) -> CellProgram | None:
         """Return the program, see ``CellGraphModule``; None also if the cell has hooks."""

@@ -356,7 +356,7 @@ def test_checks_of_dtypes_hinder_nothing() -> None:
     [
         pytest.param("blocks", [(8,)], [7, 7], id="standalone", marks=pytest.mark.slow),
         pytest.param("blocks of integers", [(8,)], [7, 7], id="integers between", marks=pytest.mark.slow),
-        pytest.param("one block", [(8,)], [5, 5], id="one", marks=pytest.mark.slow),
+        pytest.param("one block", [(8,)], [7, 7], id="one", marks=pytest.mark.slow),
         pytest.param("only a block", [(8,)], [2, 2], id="no kernels outside"),
         pytest.param("loop", [(3, 8), (5, 8)], [7, 11], id="loop"),
     ],
