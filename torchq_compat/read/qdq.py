@@ -348,9 +348,9 @@ class WeightByWeight(Interpreter):
         return run_in_blocks(weight, arguments)
 
 
-def weight_by_weight(graph_module: GraphModule, graph: Graph) -> Callable[..., Any] | None:
-    """Return how to run ``graph``, on the state of ``graph_module``, if the call is one by ``WeightByWeight``
-    and a weight is large."""
+def weight_by_weight(graph_module: GraphModule, graph: Graph | None = None) -> Callable[..., Any] | None:
+    """Return how to run ``graph``, or its own one, on the state of ``graph_module``, if the call is one by
+    ``WeightByWeight`` and a weight is large."""
     if is_compiling() or not _IS_WEIGHT_BY_WEIGHT.get():
         return None
     is_large = any(buffer.numel() > LARGE for buffer in graph_module.buffers())

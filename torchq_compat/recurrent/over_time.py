@@ -220,7 +220,7 @@ class RecurrentDirection(nn.Module):
         """Return the input projection of ``x``, all steps at once; ``x`` itself if there is none."""
         if self.input_projection is None:
             return x
-        project = weight_by_weight(self.input_projection, self.input_projection.graph)
+        project = weight_by_weight(self.input_projection)
         (projected,) = (project or self.input_projection)(x)
         assert isinstance(projected, Tensor)
         return projected
