@@ -123,9 +123,11 @@ assert all(map(torch.equal, found, leaves(model.reference(x)))), "other bits"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["lstm", "embedding"])
-@pytest.mark.parametrize("captured", ["reference", "lowered"])
+@pytest.mark.parametrize(
+    ("model", "captured"), [("lstm", "reference"), ("embedding", "reference"), ("embedding", "lowered")]
+)
 def test_what_torch_export_makes_does_not_stop_the_process(model: str, captured: str) -> None:
     """The quantize of two directions is per channel, and its kernel requires float64 scales; the dequantize
-    of a table has float zero points, which its kernel does not accept."""
+    of a table has float zero points, which its kernel does not accept. A lowered LSTM is our operator, which
+    ExecuTorch by itself has no kernel for: ``to_executorch`` brings one."""
     subprocess.run([sys.executable, "-c", PLAIN, model, captured], check=True, cwd=ROOT)
