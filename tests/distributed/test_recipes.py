@@ -1,4 +1,4 @@
-"""The recipes of the guide's page run, in two and in four processes, and make one model."""
+"""The recipes of the guide's pages run, in two and in four processes, and make one model."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from tests.distributed.test_ranks import same
 from tests.helpers.oracle import sqnr
 from tests.helpers.processes import in_processes
 
-PAGE = Path(torchq_compat.__file__).parents[1] / "migration" / "guide" / "processes.md"
-RECIPES = dict(re.findall(r"^```py (\w+)\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL))
+GUIDE = Path(torchq_compat.__file__).parents[1] / "migration" / "guide"
+PAGES = "".join((GUIDE / name).read_text() for name in ("processes.md", "train-processes.md"))
+RECIPES = dict(re.findall(r"^```py (\w+)\n(.*?)^```", PAGES, re.MULTILINE | re.DOTALL))
 
 
 def run_recipe(rank: int, ranks: int, name: str) -> dict[str, Any]:
@@ -51,5 +52,5 @@ def test_a_recipe_makes_one_model(name: str, ranks: int, tmp_path: Path) -> None
         assert 25 < sqnr(results[0]["float"], results[0]["output"]) < 60
 
 
-def test_the_page_has_the_three_recipes() -> None:
+def test_the_pages_have_the_three_recipes() -> None:
     assert [*RECIPES] == ["setup", "calibrate", "ddp", "fsdp"]
