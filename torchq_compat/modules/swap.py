@@ -6,7 +6,7 @@ One function decides, another changes the model, which is the package's own copy
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -68,9 +68,11 @@ def decide_swaps(
         if swap is None and untraced_because and is_untraced_in_fx(module, backend):
             mapped = {kind for mapping in settings.float_to_observed.values() for kind in mapping}
             ignored = sorted({type(each).__name__ for each in module.modules() if type(each) in mapped})
-            reason = f"{untraced_because.rstrip('.')}; mapped, and float all the same: {', '.join(ignored)}"
-            swap, decision = _left_whole(module, paths, reason if ignored else untraced_because)
-            decision = replace(decision, warn=bool(ignored))
+            reason, code = untraced_because, ""
+            if ignored:
+                reason = f"{reason.rstrip('.')}; mapped, and float all the same: {', '.join(ignored)}"
+                code = "TQ401"
+            swap, decision = _left_whole(module, paths, reason, code)
         swaps.extend(filter(None, [swap]))
         decisions.extend(filter(None, [decision]))
     return swaps, decisions
@@ -90,7 +92,7 @@ def _decide(
         reason = "non_traceable: never quantized inside" if record_of(module) is None else CONVERTED
         return _left_whole(module, paths, reason)
     if isinstance(module, torch.jit.ScriptModule):
-        return _left_whole(module, paths, SCRIPTED, warn=True)
+        return _left_whole(module, paths, SCRIPTED, "TQ402")
     handler, request, reason = _find(module, path, rules, settings, backend)
     if handler is not None:
         return Swap(module, paths, handler, request), Decision(path, kind, Action.QUANTIZED, reason)
@@ -113,11 +115,10 @@ def is_untraced_in_fx(module: nn.Module, backend: BackendTable) -> bool:
 
 
 def _left_whole(
-    module: nn.Module, paths: tuple[str, ...], reason: str, *, warn: bool = False
+    module: nn.Module, paths: tuple[str, ...], reason: str, code: str = ""
 ) -> tuple[Swap, Decision]:
-    decision = Decision(
-        paths[0], type(module).__name__, Action.FLOAT, reason, warn=warn, code="TQ402" if warn else ""
-    )
+    """Leave ``module`` float as one call; with a ``code``, that is warned about."""
+    decision = Decision(paths[0], type(module).__name__, Action.FLOAT, reason, warn=bool(code), code=code)
     return Swap(module, paths, _fallback(), None), decision
 
 

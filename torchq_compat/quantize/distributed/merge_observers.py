@@ -156,7 +156,7 @@ def _merge_ranks(prepared: nn.Module, group: dist.ProcessGroup | None) -> None:
     (units, tensors), received = _on_all_ranks(partial(_report, prepared, ranks), group)
     planned = partial(_planned, prepared, units, received)
     (states, differing, again), _ = _on_all_ranks(planned, group)
-    _merge({path: units[path] for path in states}, states)
+    _merge(units, states)
     for path in states:
         vars(units[path])[MERGED] = (digest(merge_rules.state_of(units[path])), ranks)
     if differing:
@@ -280,9 +280,9 @@ def _check_mergeable(
 
 
 def _merge(units: Mapping[str, nn.Module], states: Mapping[str, Sequence[merge_rules.State]]) -> None:
-    for path, unit in units.items():
-        merge_rules.merge_states(unit, states[path], path)
-    far = [path for path, unit in units.items() if merge_rules.lie_far_apart(unit, states[path])]
+    for path, own in states.items():
+        merge_rules.merge_states(units[path], own, path)
+    far = [path for path, own in states.items() if merge_rules.lie_far_apart(units[path], own)]
     if far:
         warn_user("TQ430", count=len(far), observer=far[0])
 
