@@ -227,21 +227,21 @@ def _merge_masks(
             raise CustomModuleError.call_failed(path, "attn_mask must have 2 or 3 dimensions")
         leading = () if attn_mask.dim() == 2 else (batch * heads,)
         _check_shape(path, "attn_mask", attn_mask, (*leading, length, source))
-        merged = _additive(attn_mask, query.dtype)
+        merged = _additive(attn_mask)
         if attn_mask.dim() == 3:
             merged = merged.reshape(batch, heads, length, source)
     if key_padding_mask is not None:
         padding = key_padding_mask if batched else key_padding_mask.unsqueeze(0)
         _check_shape(path, "key_padding_mask", padding, (batch, source))
-        padding = _additive(padding, query.dtype)[:, None, None]
+        padding = _additive(padding)[:, None, None]
         merged = padding if merged is None else merged + padding
     return merged
 
 
-def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+def _additive(mask: Tensor) -> Tensor:
     if mask.is_floating_point():
-        return mask.to(dtype)
-    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, float("-inf"))
+        return mask.float()
+    return torch.zeros_like(mask, dtype=torch.float32).masked_fill(mask, float("-inf"))
 
 
 def _check_shape(path: str, name: str, mask: Tensor, expected: tuple[Any, ...]) -> None:
@@ -268,6 +268,7 @@ class AttentionModule(parts.PartOwner):
     """
 
     inputs_named_as = nn.MultiheadAttention
+    graphs_of_results = ("project_out", "returned_weights")
 
     def __init__(
         self,
@@ -301,29 +302,45 @@ class AttentionModule(parts.PartOwner):
         Raises:
             CustomModuleError: if the float module would refuse the arguments.
         """
+        output, weights = self.opaque_call_from_graph(None, args, kwargs)
+        return self.in_floats(0, output), None if weights is None else self.in_floats(1, weights)
+
+    def opaque_call_from_graph(
+        self, layout: CallLayout | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run a call; a lowered module takes and returns integers."""
         call = AttentionCall.read(self.structure, self.module_path, args, kwargs)
-        dtype = call.query.dtype
-        q, k, v = self.project_in(*(as_dtype(x, torch.float32) for x in (call.query, call.key, call.value)))
-        attended, weights = self._attend(q, k, v, call.mask)
+        dtype = call.query.dtype if call.query.is_floating_point() else torch.float32
+        inputs = zip(QUANTIZED_INPUTS, (call.query, call.key, call.value), strict=True)
+        q, k, v = self.project_in(*(self.as_graphs_take(*item) for item in inputs))
+        attended, weights = self._attend(q, k, v, call.mask, need_weights=call.need_weights)
         (output,) = self.project_out(attended)
         returned: Tensor | None = None
         if call.need_weights:
+            assert weights is not None
             expected = weights.mean(1) if call.average else weights
             (flat,) = self.returned_weights(expected.flatten())
-            returned = as_dtype(flat.view_as(expected), dtype)
-        return call.results(self.structure, as_dtype(output, dtype), returned)
+            returned = _in_dtype(flat.view_as(expected), dtype)
+        return call.results(self.structure, _in_dtype(output, dtype), returned)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return attended values (L, N, E) and weights (N, H, L, S), computed in floats."""
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, need_weights: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return attended values (L, N, E) and weights (N, H, L, S), computed in floats; a lowered module
+        computes no weights that nobody needs."""
         if self.bias_k is not None and self.bias_v is not None:
             k = torch.cat([k, self.bias_k.expand(1, k.shape[1], -1)])
             v = torch.cat([v, self.bias_v.expand(1, v.shape[1], -1)])
         queries, keys, values = (self._heads(tensor) for tensor in (q, k, v))
         if self.structure.add_zero_attn:
             keys, values = (F.pad(tensor, (0, 0, 0, 1)) for tensor in (keys, values))
-        scores = (queries * self.structure.head_dim**-0.5) @ keys.transpose(-2, -1)
         if mask is not None:
-            scores = scores + F.pad(mask.float(), (0, keys.shape[2] - mask.shape[-1]))
+            mask = F.pad(mask, (0, keys.shape[2] - mask.shape[-1]))
+        if self.is_lowered and not need_weights:
+            attended = F.scaled_dot_product_attention(queries, keys, values, mask)
+            return attended.permute(2, 0, 1, 3).flatten(2), None
+        scores = (queries * self.structure.head_dim**-0.5) @ keys.transpose(-2, -1)
+        scores = scores if mask is None else scores + mask
         weights = F.dropout(scores.softmax(-1), self.structure.dropout, self.training)
         attended = (weights @ values).permute(2, 0, 1, 3).flatten(2)
         return attended, weights
@@ -403,6 +420,10 @@ class ConvertedMultiheadAttention(AttentionModule, quantized.MultiheadAttention)
             *parts.converted_qparams(self.returned_weights),
         )
         return all_qparams[: len(results)]
+
+
+def _in_dtype(result: Tensor, dtype: torch.dtype) -> Tensor:
+    return as_dtype(result, dtype) if result.is_floating_point() else result
 
 
 def _prepare(

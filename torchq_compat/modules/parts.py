@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
 import torch
@@ -26,7 +27,7 @@ from torchq_compat.read.qdq import DEQUANTIZE
 from torchq_compat.read.qparams import PerTensorQParams, QParams
 from torchq_compat.read.qspecs import OpSpecs, make_spec
 from torchq_compat.support import metadata
-from torchq_compat.support.dtypes import dtype_name, dtype_range, is_integer, plain_dtype
+from torchq_compat.support.dtypes import as_dtype, dtype_name, dtype_range, is_integer, plain_dtype
 from torchq_compat.support.graph_nodes import copied_values, module_path_of, source_of
 from torchq_compat.support.quantized_tensors import as_float
 from torchq_compat.support.upstream import pytree
@@ -420,6 +421,13 @@ class PartOwner(OpaqueModule, ABC):
 
     #: A float class, if the arguments of its ``forward`` are the graphs' inputs, by name.
     inputs_named_as: ClassVar[type[nn.Module] | None] = None
+    #: The paths of the graphs that compute the results of a call, in their order.
+    graphs_of_results: ClassVar[tuple[str, ...]] = ()
+    #: Whether the graphs run on integers: they take them for the inputs in ``integer_inputs``, by name, and
+    #: return them for the results that have qparams in ``integer_results``.
+    is_lowered = False
+    integer_inputs: Mapping[str, PerTensorQParams] = MappingProxyType({})
+    integer_results: tuple[QParams | None, ...] = ()
     specs: PartSpecs
     qconfig: Any
     module_path: str
@@ -445,6 +453,17 @@ class PartOwner(OpaqueModule, ABC):
     def result_dtypes(self, count: int) -> tuple[torch.dtype | None, ...]:
         """Return the quantized dtype of each of the ``count`` flat results of a call; None for floats."""
 
+    def layouts_of_integers(self, names: Collection[str]) -> list[CallLayout]:
+        """Return the layouts of the calls if the inputs ``names`` are not dequantized in front of a call."""
+        assert self.inputs_named_as is not None
+        result = []
+        for layout in self.opaque_layouts:
+            labels = input_labels(self.inputs_named_as, layout.inputs)
+            pairs = zip(labels, layout.input_qparams, strict=bool(layout.input_qparams))
+            inputs = tuple(None if label in names else qparams for label, qparams in pairs)
+            result.append(layout.with_qparams(inputs, layout.output_qparams))
+        return result
+
     def named_input_qparams(self) -> dict[str, PerTensorQParams]:
         """Return the qparams of the graphs' inputs, by name, for inputs that have the same known qparams in
         every call."""
@@ -457,6 +476,21 @@ class PartOwner(OpaqueModule, ABC):
                 matches.setdefault(label, set()).add(qparams)
         single = {label: all_qparams.pop() for label, all_qparams in matches.items() if len(all_qparams) == 1}
         return {label: qparams for label, qparams in single.items() if isinstance(qparams, PerTensorQParams)}
+
+    def opaque_hand_out(self, result: Tensor, qparams: QParams | None) -> Tensor:
+        return super().opaque_hand_out(result, qparams) if result.is_floating_point() else result
+
+    def as_graphs_take(self, name: str, value: Tensor) -> Tensor:
+        """Return the argument ``name``, floats or integers, as the graphs take it."""
+        if not value.is_floating_point():
+            return value
+        qparams = self.integer_inputs.get(name)
+        return as_dtype(value, torch.float32) if qparams is None else qparams.quantize(value)
+
+    def in_floats(self, index: int, result: Tensor) -> Tensor:
+        """Return the result ``index`` of the graphs in floats."""
+        qparams = None if result.is_floating_point() else self.integer_results[index]
+        return result if qparams is None else qparams.dequantize(result)
 
     def observed_by(self, specs: PartSpecs, *, training: bool) -> Self:
         """Return this module, whose parts are observed by ``specs``, in the mode of the float module."""

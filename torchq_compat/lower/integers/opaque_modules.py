@@ -20,6 +20,7 @@ from torchq_compat.read import qdq
 from torchq_compat.read.qparams import PerTensorQParams, QParams
 from torchq_compat.recurrent.python_loops import OpaqueLoop
 from torchq_compat.support.decisions import Action, Decision
+from torchq_compat.support.dtypes import KERNEL_DTYPES
 from torchq_compat.support.graph_nodes import position_of
 
 # Lower the opaque modules that a graph calls, each by the handler of its kind.
@@ -92,9 +93,15 @@ def _with_lowered_graphs(opaque: PartOwner, path: str) -> tuple[PartOwner, tuple
     called its q-dq graphs, and shares its state."""
     decisions: list[Decision] = []
     result: dict[str, nn.Module] = {}
+    all_qparams = opaque.named_input_qparams().items()
+    taken = {name: qparams for name, qparams in all_qparams if qparams.dtype in KERNEL_DTYPES}
+    results = max((layout.output_qparams for layout in opaque.opaque_layouts), key=len, default=())
+    returned = {
+        name for name, qparams in zip(opaque.graphs_of_results, results, strict=False) if qparams is not None
+    }
     for name, graph in opaque.graphs():
-        rewriter = Rewriter(graph, opaque.named_input_qparams(), {}, {})
-        rewriter.run()
+        rewriter = Rewriter(graph, taken, {}, {}, takes_integers=True)
+        rewriter.run(returns_integers=name in returned)
         decisions += [
             replace(decision, path=f"{path}.{name}/{decision.node}", node="")
             for decision in rewriter.decisions()
@@ -110,6 +117,8 @@ def _with_lowered_graphs(opaque: PartOwner, path: str) -> tuple[PartOwner, tuple
     lowered = type(opaque).__new__(type(opaque))
     vars(lowered).update(vars(opaque))
     vars(lowered)["_modules"] = lowered_graph.with_modules(opaque, result)
+    lowered.is_lowered, lowered.integer_inputs, lowered.integer_results = True, taken, results
+    lowered.opaque_layouts = opaque.layouts_of_integers(taken)
     return lowered, tuple(decisions)
 
 

@@ -46,6 +46,7 @@ class Rewriter:
 
     Args:
         input_qparams: name of an input -> the qparams on which its floats lie.
+        takes_integers: whether the lowered graph takes the integers in place of these floats.
         left_float: name of an op -> why the configuration leaves it float.
         refused: name of an op -> why it must not run on integers.
 
@@ -60,6 +61,8 @@ class Rewriter:
         input_qparams: Mapping[str, PerTensorQParams],
         left_float: Mapping[str, str],
         refused: Mapping[str, str],
+        *,
+        takes_integers: bool = False,
     ) -> None:
         self.reference = reference
         self.left_float = left_float
@@ -72,10 +75,10 @@ class Rewriter:
         self.answers: dict[Node, tuple[Action, str, bool]] = {}
         self.names: dict[Node, str] = {}
         self._covered: set[Node] = set()
-        self._on_their_steps(input_qparams)
+        self._on_their_steps(input_qparams, takes_integers=takes_integers)
 
-    def run(self) -> None:
-        """Rewrite the graph."""
+    def run(self, *, returns_integers: bool = False) -> None:
+        """Rewrite the graph, which returns integers in place of their floats if that is asked for."""
         for node in list(self.lowered.graph.nodes):
             if node in self._covered or node.op != "call_function" or not node.users:
                 continue
@@ -84,17 +87,23 @@ class Rewriter:
                     self._quantize_again(node)
                 elif not (is_qdq(node) or node.target in those("size")):
                     self._rewrite(node)
+        if returns_integers:
+            output = self.lowered.graph.output_node()
+            for result in output.all_input_nodes:
+                if (source := qdq_graph.integers_at(result)) is not None:
+                    output.replace_input_with(result, source.node)
         self._finish()
 
-    def _on_their_steps(self, all_qparams: Mapping[str, PerTensorQParams]) -> None:
-        """Quantize inputs whose floats lie on the steps of qparams."""
+    def _on_their_steps(self, all_qparams: Mapping[str, PerTensorQParams], *, takes_integers: bool) -> None:
+        """Quantize inputs whose floats lie on the steps of qparams, or let them be integers."""
         for node in self.lowered.graph.find_nodes(op="placeholder"):
             qparams = all_qparams.get(str(node.target))
             if qparams is None or qparams.dtype not in KERNEL_DTYPES:
                 continue
-            readers = list(node.users)
-            with self.lowered.graph.inserting_after(node):
-                integers = self.lowered.quantize(node, qparams)
+            readers, integers = list(node.users), node
+            if not takes_integers:
+                with self.lowered.graph.inserting_after(node):
+                    integers = self.lowered.quantize(node, qparams)
             with self.lowered.graph.inserting_after(integers):
                 floats = self._dequantize(integers, qparams, node)
             for reader in readers:
