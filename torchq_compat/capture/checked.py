@@ -19,7 +19,14 @@ from torchq_compat.capture.inlined_blocks import Block, inline_blocks
 from torchq_compat.capture.loops.loop_module import LONGER, Loop
 from torchq_compat.capture.packed_sequences import PackingMode
 from torchq_compat.capture.row_order import check_row_order
-from torchq_compat.capture.sizes.find_sizes import Group, admit_ones, find_sizes, group_of, sizes_of_symbols
+from torchq_compat.capture.sizes.find_sizes import (
+    Group,
+    admit_equal,
+    admit_ones,
+    find_sizes,
+    group_of,
+    sizes_of_symbols,
+)
 from torchq_compat.capture.sizes.input_sizes import Dimension, InputSizes, Place, SizeRule, sizes_of
 from torchq_compat.capture.sizes.shape_program import ShapeProgram, depends_on_values
 from torchq_compat.capture.sizes.size_reads import ReadSizes, SizeReads
@@ -168,6 +175,7 @@ def attempt(case: CaptureCase, way: Way) -> Attempt:
         check_row_order(graph_module, case.runs, case.args)
     if result.problem is None and way is Way.FOLLOWED:
         result.sizes = _with_ones(case, result)
+        result.sizes = _with_needless(case, result)
     if result.problem is None:
         for groups in trial_sizes(result.sizes, are_short=bool(case.runs.modules)):
             if not any(groups.items() <= trial.groups.items() for trial in result.trials):
@@ -187,6 +195,17 @@ def _with_ones(case: CaptureCase, result: Attempt) -> InputSizes:
         others = next(trial_sizes(result.sizes), {})
         trials = [sizes_at(admitted, groups) for groups in ({group: 1}, {**others, group: 1})]
         if all(admitted.broken_rule(trial) is None and _agrees(case, result, trial) for trial in trials):
+            sizes = admitted
+    return sizes
+
+
+def _with_needless(case: CaptureCase, result: Attempt) -> InputSizes:
+    """Return the sizes of ``found`` with those at which Python leaves out what changes nothing there, as a
+    padding to a multiple of a window."""
+    sizes, example = result.sizes, sizes_of(case.inputs)
+    for rule in result.sizes.rules:
+        admitted, trials = admit_equal(sizes, rule, example)
+        if trials and all(_agrees(case, result, trial) for trial in trials):
             sizes = admitted
     return sizes
 

@@ -83,6 +83,50 @@ def test_a_multiple_of_a_number_is_told_as_one() -> None:
         prepared(torch.randn(2, 10))
 
 
+class PadsToWindows(nn.Module):
+    """Attends inside of windows of 7, and pads or resizes the image only where it has to."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.conv, self.fc, self.way = nn.Conv2d(3, 4, 1), nn.Linear(4, 4), way
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        height, width = y.shape[2:]
+        down, right = -height % 7, -width % 7
+        if self.way == "pads both" and (down > 0 or right > 0):
+            y = F.pad(y, (0, right, 0, down))
+        if self.way == "pads each":
+            y = F.pad(y, (0, 0, 0, down)) if down else y
+            y = F.pad(y, (0, right)) if right != 0 else y
+        if self.way == "resizes" and (height + down != height or width + right != width):
+            y = F.interpolate(y, (height + down, width + right), mode="bilinear", align_corners=False)
+        if self.way == "shifts" and down > 0:
+            y = F.pad(y, (0, right, 0, down)) * 2
+        y = y.unflatten(2, (-1, 7)).unflatten(4, (-1, 7)).permute(0, 2, 4, 3, 5, 1)
+        y = self.fc(y.softmax(4)).permute(0, 5, 1, 3, 2, 4).flatten(2, 3).flatten(3, 4)
+        return y[:, :, :height, :width]
+
+
+@pytest.mark.parametrize("way", ["pads both", "pads each", "resizes"])
+def test_a_size_at_which_the_model_leaves_out_what_changes_nothing(way: str) -> None:
+    torch.manual_seed(0)
+    model = PadsToWindows(way)
+    prepared = quietly(model, torch.randn(2, 3, 20, 22), QConfigMapping())
+    for height, width in ((20, 22), (14, 21), (7, 7), (8, 7), (21, 23), (33, 40), (35, 28)):
+        x = torch.randn(1, 3, height, width)
+        torch.testing.assert_close(prepared(x), model(x))
+
+
+def test_a_size_at_which_the_model_leaves_out_what_changes_something() -> None:
+    model = PadsToWindows("shifts")
+    prepared = quietly(model, torch.randn(2, 3, 20, 20), QConfigMapping())
+    x = torch.randn(1, 3, 19, 19)
+    torch.testing.assert_close(prepared(x), model(x))
+    with pytest.raises(InputError, match=r"has size 21 in dimension 2, .* because of .*down > 0"):
+        prepared(torch.randn(1, 3, 21, 21))
+
+
 def test_a_rule_about_two_sizes_at_once() -> None:
     model = Decides("n * b > 12")
     prepared = quietly(model, torch.randn(2, 3, 16), QConfigMapping())

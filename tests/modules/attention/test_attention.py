@@ -491,6 +491,26 @@ def test_the_module_can_be_called_itself(cross: Stages) -> None:
             assert getattr(module, name) == getattr(model.attention, name)
 
 
+@pytest.mark.parametrize("name", QUICK)
+def test_a_lowered_module_takes_and_returns_integers(name: str) -> None:
+    _, prepared = prepared_as(name)
+    data = STYLES[name].data()
+    calibrate(prepared, data)
+    converted = tc.convert_fx(prepared, CONVERT)
+    attention, seen = converted.attention, list[torch.dtype]()
+    for graph in (attention.project_in, attention.project_out):
+        graph.register_forward_hook(lambda _m, args, out: seen.extend((args[0].dtype, out[0].dtype)))
+    for args in data:
+        pairs = zip(leaves(converted(*args)), leaves(converted.reference(*args)), strict=True)
+        for (lowered, expected), qparams in zip(pairs, attention.integer_results, strict=True):
+            # Attention in another order of additions moves a value to the next step at most.
+            steps = (lowered - expected).abs() / qparams.scale
+            assert float(steps.max()) < 1.01
+            assert float((steps > 0.5).float().mean()) < 0.05
+            assert int(expected.unique().numel()) > 4
+    assert seen[:4] == [torch.uint8, torch.float32, torch.float32, torch.uint8]
+
+
 def test_copies_and_state(cross: Stages) -> None:
     style, data, _, prepared, converted = cross
     args = data[0]

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,6 +33,8 @@ from torchq_compat.capture.sizes.size_reads import ReadSizes
 #: belong together only if they have the same dimension index.
 Group = tuple[int, int]
 Sizes = Mapping[Place, int]
+#: How far from the example's size it is looked for sizes that only one rule refuses.
+NEARBY = 40
 
 
 def group_of(dimension: Dimension) -> Group:
@@ -81,6 +84,36 @@ def admit_ones(sizes: InputSizes, group: Group, example: Sizes) -> InputSizes:
             rules.append(admitting)
     result = replace(sizes, rules=tuple(rules))
     return accepted_range(result, example) if result.program is not None else result
+
+
+def admit_equal(
+    sizes: InputSizes, rule: SizeRule, example: Sizes
+) -> tuple[InputSizes, list[dict[Place, int]]]:
+    """Return ``sizes`` without ``rule``, and sizes that only it refuses, to try; none unless it is Python's,
+    and refuses where two sides are equal, as in ``if padding > 0``."""
+    condition = ast.parse(rule.condition, mode="eval").body
+    fewer = replace(sizes, rules=tuple(item for item in sizes.rules if item.condition != rule.condition))
+    if not rule.by_python or not isinstance(condition, ast.Compare):
+        return sizes, []
+    if not isinstance(condition.ops[0], (ast.NotEq, ast.Gt, ast.Lt)):
+        return sizes, []
+    equal = replace(
+        rule, condition=f"{ast.unparse(condition.left)} == {ast.unparse(condition.comparators[0])}"
+    )
+    refused = []
+    for size in range(max(1, rule.dimension.example - NEARBY), rule.dimension.example + NEARBY):
+        group = group_of(rule.dimension)
+        changed = {item.place: size for item in sizes.dimensions if item.is_free and group_of(item) == group}
+        known = {**example, **changed}
+        known |= {item.place: known[item.root] for item in sizes.dimensions if item.root is not None}
+        computed = known | ({} if sizes.program is None else sizes.program.sizes(known))
+        if rule.holds(computed) or fewer.broken_rule(known) is not None:
+            continue
+        if not equal.holds(computed):
+            return sizes, []
+        refused.append(known)
+    admitted = accepted_range(fewer, example) if fewer.program is not None else fewer
+    return admitted, [*refused[:1], *refused[1:][-1:]]
 
 
 def _refuses(rule: SizeRule, example: Sizes) -> bool:
