@@ -142,3 +142,11 @@ def test_readme_and_changelog_are_short() -> None:
     words = {name: len(text.split()) for name, text in prose().items()}
     assert words["README.md"] < 700
     assert words["CHANGELOG.md"] < 1500
+
+
+def test_the_guide_is_short() -> None:
+    pages = {page.name: page.read_text() for page in (ROOT / "migration" / "guide").glob("*.md")}
+    assert sum(len(text.split()) for text in pages.values()) < 11_700
+    # Two screens: 110 lines of 120 columns.
+    lines = {name: sum(1 + len(line) // 120 for line in text.splitlines()) for name, text in pages.items()}
+    assert {name: count for name, count in lines.items() if count > 110} == {}
