@@ -1,4 +1,4 @@
-"""The known differences from FX as the table of the guide."""
+"""The known differences from FX as the lists of the guide."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from torchq_compat.codes import KnownDifference
 
 
-def guide_table(differences: Iterable[KnownDifference]) -> str:
-    """Return the table of the guide."""
-    return "".join(["| code | FX | here |\n|---|---|---|\n", *map(_row, differences)])
+def guide_list(differences: Iterable[KnownDifference]) -> str:
+    """Return the list of the guide: what FX does, an arrow, what happens here."""
+    return "".join(map(_entry, differences))
 
 
-def _row(difference: KnownDifference) -> str:
+def _entry(difference: KnownDifference) -> str:
     anchor = f'<a id="{difference.anchor}"></a>' if difference.anchor else ""
-    return f"| {anchor}{difference.code} | {difference.fx} | {difference.here} |\n"
+    return f"- {anchor}**{difference.code}** {difference.fx} → {difference.here}.\n"

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
-from migration.generate.known_differences import guide_table
+from migration.generate.known_differences import guide_list
 from migration.generate.pictures import pictures
 from migration.generate.results_table import gallery_table, results_table
 from migration.generate.support_table import support_page
 from torchq_compat.codes import CODES, DIFFERENCES, RANGES, Code
-from torchq_compat.port.constructs import CONSTRUCTS, Construct
+from torchq_compat.port.constructs import CONSTRUCTS
 from torchq_compat.quantize.passes import PASSES
 
-ABOVE_CODES = (
-    "[Contents](../README.md) · [what codes are for](codes.md). `torchq-compat explain CODE` has the texts."
-)
-MADE = "<!-- begin: {}. Made by `python -m migration.generate`; do not edit. -->"
+ABOVE_CODES = "[Contents](../README.md) · [what codes are](codes.md)"
+MADE = "<!-- begin: {}. Made by `python -m migration.generate` -->"
 #: So many known differences are on the first page of them.
 AT_FIRST = 24
 #: A link in the page of contents to a page of the guide.
 PAGE = re.compile(r"\]\((guide/[\w-]+\.md)[)#]")
-#: The lines of the contents about what ``scan`` finds, one for each code.
-CONTENTS_OF_CODES = re.compile(r'(?:^ {4}- <a id="tq\d[^\n]*\n)+', re.MULTILINE)
 
 
 def made_pages(checkout: Path) -> Iterator[tuple[Path, str]]:
@@ -41,26 +35,25 @@ def made_pages(checkout: Path) -> Iterator[tuple[Path, str]]:
     source = checkout / "migration" / "known_differences.toml"
     differences = tuple(DIFFERENCES.values())
     blocks = {
-        "constructs": _constructs("TQ10"),
-        "later": _constructs("TQ11") + "\n" + _constructs("TQ12"),
+        "constructs": _constructs("TQ1"),
         "reviews": _constructs("TQ2"),
         "gallery": gallery_table(checkout / "migration" / "zoo.json"),
-        "known differences": guide_table(differences[:AT_FIRST]),
-        "more known differences": guide_table(differences[AT_FIRST:]),
+        "known differences": guide_list(differences[:AT_FIRST]),
+        "more known differences": guide_list(differences[AT_FIRST:]),
         "passes": _passes(),
-        "quantizers": _quantizers(checkout / "migration" / "quantizers.json"),
         "results": results_table(checkout / "migration" / "benchmarks.json"),
     }
-    contents, *pages = guide_pages(checkout)
-    yield contents, CONTENTS_OF_CODES.sub(lambda _: _codes(), contents.read_text(), count=1)
-    for page in [checkout / "README.md", checkout / "ARCHITECTURE.md", *pages]:
+    for page in [checkout / "README.md", checkout / "ARCHITECTURE.md", *guide_pages(checkout)]:
         text = page.read_text()
         held = [name for name in blocks if f"<!-- begin: {name}." in text]
         for name in held:
             text = with_block(text, name, blocks[name])
         if held:
             yield page, text
-    yield checkout / "migration" / "support.md", support_page(source)
+    yield (
+        checkout / "migration" / "support.md",
+        support_page(source, checkout / "migration" / "quantizers.json"),
+    )
     for name, text in _pages_of_codes():
         yield checkout / "migration" / "guide" / name, text
     for name, picture in pictures().items():
@@ -74,20 +67,8 @@ def guide_pages(checkout: Path) -> list[Path]:
     return [contents, *(contents.parent / name for name in linked)]
 
 
-def _codes() -> str:
-    return "".join(
-        f'    - <a id="{each.anchor}"></a>[{each.code} {each.title}](guide/{_page_of(each)}#{each.anchor})\n'
-        for each in CONSTRUCTS.values()
-    )
-
-
-def _page_of(construct: Construct) -> str:
-    pages = {"TQ10": "findings.md", "TQ11": "findings-11x.md", "TQ12": "findings-11x.md"}
-    return pages.get(construct.code[:4], "findings-2xx.md")
-
-
 def _constructs(of_range: str) -> str:
-    return "\n".join(item.section for item in CONSTRUCTS.values() if item.code.startswith(of_range))
+    return "".join(item.entry for item in CONSTRUCTS.values() if item.code.startswith(of_range))
 
 
 def _pages_of_codes() -> Iterator[tuple[str, str]]:
@@ -102,35 +83,10 @@ def _pages_of_codes() -> Iterator[tuple[str, str]]:
 
 
 def _entry(entry: Code) -> str:
-    note = " (note)" if entry.severity == "note" else ""
-    return f'- <a id="{entry.anchor}"></a>**{entry.code}**{note} {entry.title}. {entry.advice}'
-
-
-def _quantizers(path: Path) -> str:
-    """Return the table of Quantizers: a row each, a column for each model, in the order of the file."""
-    measured = {(row["quantizer"], row["model"]): row for row in json.loads(path.read_text())}
-    names, models = (list(dict.fromkeys(key[at] for key in measured)) for at in (0, 1))
-    rows = [f"| Quantizer | {' | '.join(models)} | LSTM, mapped |", "|---" * (len(models) + 2) + "|"]
-    for name in names:
-        cells = [_beside_plain(measured[name, model]) for model in models]
-        mapped = next(row["mapped"] for key, row in measured.items() if key[0] == name and "mapped" in row)
-        rows.append(f"| {name} | {' | '.join(cells)} | {_result(mapped)} |")
-    return "\n".join(rows) + "\n"
-
-
-def _beside_plain(row: dict[str, Any]) -> str:
-    """Return the result of plain PT2E, and those of ours that are others."""
-    shown = {key: _result(row[key]) for key in ("plain", "pt2e", "prepare_fx")}
-    codes = sorted(set(row["prepare_fx"].get("codes", ())) - {"TQ423"})
-    others = [f"{key} {shown[key]}" for key in ("pt2e", "prepare_fx") if shown[key] != shown["plain"]]
-    return "; ".join([shown["plain"], *others, *codes])
-
-
-def _result(result: dict[str, Any]) -> str:
-    if "error" in result:
-        return str(result["error"]).partition(":")[0]
-    decibels = "exact" if result["dB"] >= 99 else f"{result['dB']} dB"
-    return f"{result['q']} q, {decibels}"
+    # Of a note nothing is to do, and an error says itself what is.
+    # Of a note nothing is to do, and an error says itself what is.
+    advice = f" {entry.advice}" if entry.severity == "warning" else ""
+    return f'- <a id="{entry.anchor}"></a>**{entry.code}** {entry.title}.{advice}'
 
 
 def _passes() -> str:

@@ -76,14 +76,12 @@ def gallery_table(file: Path) -> str:
     """Return what ten public models became, from the rows of ``zoo.json``."""
     rows = {row["model"]: row for row in json.loads(file.read_text())["rows"]}
     lines = [
-        "| model | what it is | from | ops quantized | dB here | dB in FX |",
-        "|---|---|---|---|---|---|",
+        "| model | what it is | ops quantized | dB here | dB in FX |",
+        "|---|---|---|---|---|",
     ]
     for name, what in GALLERY.items():
         row = rows[name]
         ours, theirs = row["ours"]["sqnr"]["lowered"], row.get("fx", {}).get("sqnr", {}).get("lowered")
         fx = f"{theirs['dB']:.1f}" if theirs else "cannot run it"
-        lines.append(
-            f"| {name} | {what} | {row['source']} | {row['ops']['ours']} | {ours['dB']:.1f} | {fx} |"
-        )
+        lines.append(f"| {name} | {what} | {row['ops']['ours']} | {ours['dB']:.1f} | {fx} |")
     return "\n".join(lines) + "\n"

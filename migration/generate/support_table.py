@@ -17,6 +17,9 @@ from pathlib import Path
 
 from torch import nn
 
+from migration.generate.quantizers_table import HEAD as QUANTIZERS
+from migration.generate.quantizers_table import quantizers_table
+from migration.generate.toolkits import toolkits_table
 from torchq_compat.errors import ConfigError
 from torchq_compat.read.custom_configs import read_prepare_custom_config
 from torchq_compat.support.quantized_tensors import REPLACEMENTS
@@ -239,7 +242,7 @@ unlisted difference fails the tests, and so does a listed one that is gone.
 """
 
 
-def support_page(known_differences: Path) -> str:
+def support_page(known_differences: Path, quantizers: Path) -> str:
     """Return the text of ``migration/support.md``."""
     lines, area = [HEAD], ""
     for feature in features():
@@ -252,4 +255,4 @@ def support_page(known_differences: Path) -> str:
     lines.append(DIFFERENCES_HEAD)
     for entry in tomllib.loads(known_differences.read_text())["difference"]:
         lines.append(f"| `{entry['id']}` | {', '.join(entry['in'])} | {entry['reason']} |\n")
-    return "".join(lines)
+    return "".join([*lines, toolkits_table(), QUANTIZERS, quantizers_table(quantizers)])

@@ -1,7 +1,7 @@
 """Every Quantizer that can be imported, on six models: plain ``prepare_pt2e`` beside ours and ``prepare_fx``.
 
 ``python -m tests.annotate.every_quantizer [NAME ...]`` measures those that import and writes their rows into
-``migration/quantizers.json``, of which ``python -m migration.generate`` makes the table in the guide.
+``migration/quantizers.json``, of which ``python -m migration.generate`` makes a table of support.md.
 """
 
 from __future__ import annotations

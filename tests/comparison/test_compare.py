@@ -39,7 +39,7 @@ from torchq_compat.port.running.redirections import fx_is_called
 INPUTS, HIDDEN = 8, 16
 #: Exact minima and maxima: errors come from the graph, not from a histogram's clipping.
 EXACT = QConfigMapping().set_global(QConfig(MinMaxObserver, default_weight_observer))
-GUIDE = "migration/README.md#"
+GUIDE = "migration/guide/differences.md#"
 
 
 def build(cls: type[nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
@@ -449,7 +449,7 @@ def test_the_printed_tables(uneven: tuple[nn.Module, list[tuple[Tensor, ...]], C
 
 
 def test_every_link_leads_into_the_guide() -> None:
-    guide = (Path(tc.__file__).parents[1] / "migration" / "README.md").read_text()
+    guide = (Path(tc.__file__).parents[1] / "migration" / "guide" / "differences.md").read_text()
     headings = [line.lstrip("# ").lower().replace(" ", "-") for line in guide.splitlines() if line[:1] == "#"]
     anchors = {*re.findall(r'<a id="([\w-]+)"></a>', guide), *headings}
     named = {*re.findall(r'"([a-z]+(?:-[a-z]+)*)"', inspect.getsource(causes))} & {*causes.WHY}

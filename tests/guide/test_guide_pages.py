@@ -11,7 +11,7 @@ import yaml
 
 import torchq_compat
 from migration.generate.__main__ import main
-from migration.generate.known_differences import guide_table
+from migration.generate.known_differences import guide_list
 from migration.generate.pages import guide_pages, made_pages, with_block
 from migration.generate.pictures import pictures
 from migration.generate.results_table import results_table
@@ -47,7 +47,7 @@ def test_the_contents_name_every_page() -> None:
 def test_every_construct_and_difference_is_in_its_pages() -> None:
     guide = "".join(page.read_text() for page in guide_pages(ROOT))
     for construct in CONSTRUCTS.values():
-        assert construct.guide in guide
+        assert construct.entry in guide
     for difference in DIFFERENCES:
         assert difference.here in guide
 
@@ -60,9 +60,9 @@ def test_a_difference_names_a_test_that_is_there() -> None:
 
 def test_a_row() -> None:
     rows = (KnownDifference("TQ1", "a", "b", "t.py"), KnownDifference("TQ2", "c", "d", "u.py", "there"))
-    _, _, plain, linked = guide_table(rows).splitlines()
-    assert plain == "| TQ1 | a | b |"
-    assert linked == '| <a id="there"></a>TQ2 | c | d |'
+    plain, linked = guide_list(rows).splitlines()
+    assert plain == "- **TQ1** a → b."
+    assert linked == '- <a id="there"></a>**TQ2** c → d.'
 
 
 def test_a_block_is_replaced_and_the_rest_kept() -> None:

@@ -66,7 +66,7 @@ class TwoInputs(nn.Module):
 
 
 def waits(make: Callable[[], Any]) -> WaitingModel:
-    with pytest.warns(QuantizationWarning, match=r"FX does not look at them.*Give example_inputs that run"):
+    with pytest.warns(QuantizationWarning, match=r"FX does not look at them.*Give a calibration batch"):
         waiting = make()
     assert isinstance(waiting, WaitingModel)
     return waiting

@@ -261,7 +261,7 @@ def test_converting_what_has_seen_no_data(convert: Callable[[GraphModule], Graph
     assert message.startswith("10 observers have seen no data")
     assert "x (activation_post_process_0), inp" in message
     assert "and 5 more" in message
-    assert "Run the prepared model on calibration data" in message
+    assert "Calibrate through every branch" in message
 
 
 def test_parts_of_cells_are_named() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from torchq_compat.codes import CODES, DIFFERENCES
 from torchq_compat.comparison import results
-from torchq_compat.port.constructs import GUIDE, GUIDE_PAGES
+from torchq_compat.port.constructs import GUIDE_PAGES
 
 # Explain why the two sides differ, based on measured values only.
 
@@ -18,7 +18,8 @@ MUCH_DECIBELS = 3.0
 SATURATED = 0.01
 FIXED_QPARAMS = ("sigmoid", "tanh", "softmax", "hardsigmoid")
 SHARING_OPS = ("mean", "cat", "stack", "flatten", "reshape", "view", "transpose", "permute", "squeeze")
-#: Anchor in the guide -> what it says; the first three are of no known difference.
+DIFFERENCES_PAGE = f"{GUIDE_PAGES}/differences.md"
+#: Anchor in that page -> what it says; the first three are of no known difference.
 WHY = {
     "": "No difference that the guide explains is recognised here; migration/guide/differences.md lists "
     "rarer ones, by model and configuration. If the SQNR here is the lower one, it is worth a report.",
@@ -57,7 +58,7 @@ def find_causes(capture: results.Capture) -> tuple[results.Finding, ...]:
 
 
 def _finding(where: str, anchor: str, what: str, why: str = "", code: str = "") -> results.Finding:
-    link = f"{GUIDE}#{anchor}" if anchor else ""
+    link = f"{DIFFERENCES_PAGE}#{anchor}" if anchor else ""
     return results.Finding(where, what, why or WHY[anchor], link, code or CODE_OF.get(anchor, ""))
 
 
@@ -96,7 +97,9 @@ def _of_point(point: results.Point, capture: results.Capture) -> results.Finding
     elif point.fx is not None and (ours is None) != (fx is None):
         by, in_float = ("by FX", "here") if ours is None else ("here", "in FX")
         what = f"quantized {by} ({qparams_text(ours or fx)}), float {in_float}"
-        return results.Finding(point.name, what, point.reason, f"{GUIDE}#known-differences-from-fx")
+        return results.Finding(
+            point.name, what, point.reason, f"{DIFFERENCES_PAGE}#known-differences-from-fx"
+        )
     if (point.ours.saturated or 0.0) < SATURATED or is_fixed:
         return None
     also = f", in FX {_saturation(point.fx)}" if point.fx else ""

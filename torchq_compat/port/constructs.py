@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -12,7 +11,6 @@ from torchq_compat.codes import REGISTER
 # A construct: one kind of legacy code, its code (TQ...), its replacement, and its section of the guide.
 
 
-GUIDE = "migration/README.md"
 GUIDE_PAGES = "migration/guide"
 
 
@@ -23,7 +21,7 @@ class Construct(NamedTuple):
         code: stable, for filters and tools. TQ1xx: handled by ``rewrite``; TQ2xx: for manual review.
         title: a short description.
         becomes: the replacement.
-        guide: the text of the migration guide about it, in Markdown, without the heading.
+        guide: the text of the migration guide about it, in Markdown, without the title.
         name, summary: of the rewrite, for ``--only``, ``--skip`` and ``--list``.
         order: rewrites with lower numbers run first.
         retired: whether findings no longer have the code, but old logs may.
@@ -39,18 +37,16 @@ class Construct(NamedTuple):
     retired: bool = False
 
     @property
-    def anchor(self) -> str:
-        """The anchor of the section of the guide, as GitHub derives it from the heading."""
-        return re.sub(r"[^\w\- ]", "", f"{self.code} {self.title}".lower()).replace(" ", "-")
-
-    @property
     def link(self) -> str:
-        return f"{GUIDE}#{self.anchor}"
+        """Its place in the guide: one page of TQ1xx, one of TQ2xx."""
+        page = "findings.md" if self.code < "TQ2" else "findings-2xx.md"
+        return f"{GUIDE_PAGES}/{page}#{self.code.lower()}"
 
     @property
-    def section(self) -> str:
-        """The section of the guide, with its heading."""
-        return f"### {self.code} {self.title}\n\n{self.guide}"
+    def entry(self) -> str:
+        """Its entry in that page."""
+        text = " ".join(self.guide.split())
+        return f'- <a id="{self.code.lower()}"></a>**{self.code} {self.title}.** {text}\n'
 
 
 _ALL = {entry["code"]: Construct(**entry) for entry in REGISTER["construct"]}

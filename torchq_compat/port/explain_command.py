@@ -24,7 +24,6 @@ from torchq_compat.quantize.passes import PASSES
 
 #: The maximum width of the text.
 WIDEST = 100
-BLOCK = re.compile(r"(```.*?```)", re.DOTALL)
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -86,14 +85,9 @@ def explained(code: str, width: int) -> str:
     construct = CONSTRUCTS.get(code.upper()) or RETIRED.get(code.upper())
     if construct is None:
         raise ScriptError.of("TQ982", code=code)
-    lines = [f"{construct.code} {construct.title}", "", *_wrapped(_becomes(construct), width)]
-    for index, passage in enumerate(BLOCK.split(construct.guide)):
-        if index % 2:
-            lines += ["", *(f"    {line}".rstrip() for line in passage.splitlines()[1:-1])]
-            continue
-        for paragraph in filter(None, (item.strip() for item in passage.split("\n\n"))):
-            lines += ["", *_wrapped(" ".join(paragraph.replace("`", "").split()), width)]
-    return "\n".join(lines)
+    text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", construct.guide.replace("`", ""))
+    lines = [f"{construct.code} {construct.title}", "", *_wrapped(_becomes(construct), width), ""]
+    return "\n".join([*lines, *_wrapped(" ".join(text.split()), width)])
 
 
 def _registered(entry: Code, width: int) -> str:

@@ -74,8 +74,8 @@ def test_a_rewrite_is_one_file(package: Path, monkeypatch: pytest.MonkeyPatch) -
     entry = Construct("TQ199", "an old name", "prepare_fx", "A made-up name.\n", "old-name")
     monkeypatch.setitem(CONSTRUCTS, rewrite.code, entry)
     assert rewrite_text("prepare_old_fx(m)\n", (rewrite,)) == "prepare_fx(m)\n"
-    assert rewrite.construct.section == "### TQ199 an old name\n\nA made-up name.\n"
-    assert rewrite.construct.link.endswith("#tq199-an-old-name")
+    assert rewrite.construct.entry == '- <a id="tq199"></a>**TQ199 an old name.** A made-up name.\n'
+    assert rewrite.construct.link == "migration/guide/findings.md#tq199"
 
 
 def test_a_rewrite_of_a_name_of_a_module_that_no_table_has(
