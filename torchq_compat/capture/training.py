@@ -15,6 +15,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 from torch.overrides import TorchFunctionMode
 
+from torchq_compat.capture.float_lstms import without_packing
 from torchq_compat.capture.torch_export import copied_inputs
 from torchq_compat.capture.trial_runs import trial_copy
 from torchq_compat.codes import error_line, said
@@ -264,7 +265,14 @@ def run_in_evaluation(working: nn.Module, args: tuple[Any, ...]) -> EvaluationRu
     model = trial_copy(working).eval()
     recorder = _Recorder()
     try:
-        with alone(), draws_kept(), _following(model, recorder), recorder, torch.no_grad():
+        with (
+            alone(),
+            draws_kept(),
+            without_packing(model),
+            torch.no_grad(),
+            _following(model, recorder),
+            recorder,
+        ):
             model(*copied_inputs(args))
     except Exception as cause:
         return EvaluationRun(error=cause)

@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Interpreter
 from torch.nn.utils.rnn import PackedSequence
 
 from torchq_compat.capture.call_layouts import Structure
+from torchq_compat.capture.float_lstms import without_packing
 from torchq_compat.capture.opaque_stub import OPAQUE_OP, RecordedCalls, StubRegistry
 from torchq_compat.capture.sizes.find_sizes import Group, group_of
 from torchq_compat.capture.sizes.input_sizes import InputSizes, Place
@@ -259,7 +260,7 @@ class Runs:
         if double:
             model, args = copied_model(model).double(), in_double(args)
         try:
-            with alone_and_seeded(), recording, watching(model):
+            with alone_and_seeded(), without_packing(model), recording, watching(model):
                 return FloatRun(args, model(*copied_inputs(args)))
         except Exception as cause:
             return FloatRun(args, error=cause)
@@ -337,7 +338,7 @@ def run_graph(
     runner: type[GraphRunner] | None = None,
 ) -> Any:
     """Run a captured graph with ``modules``, by handle, behind the opaque calls of ``stubs``."""
-    with alone_and_seeded(), kept_buffers(graph_module):
+    with alone_and_seeded(), kept_buffers(graph_module), without_packing(graph_module, *modules.values()):
         return (runner or GraphRunner)(graph_module, stubs, modules).run(*copied_inputs(args))
 
 
@@ -347,7 +348,7 @@ def run_prepared(prepared: nn.Module, args: tuple[Any, ...], is_observer: Callab
     try:
         for module in off:
             vars(module)["forward"] = _hand_on
-        with alone_and_seeded(), kept_buffers(prepared):
+        with alone_and_seeded(), kept_buffers(prepared), without_packing(prepared):
             return prepared(*copied_inputs(args))
     finally:
         for module in off:
