@@ -86,14 +86,15 @@ int main(int count, char** arguments) {
     const int64_t width = slots.as<int64_t>()[3], rows = x.bytes / 4 / slots.as<int64_t>()[0];
     const int64_t backward[] = {size[kBackward], 1 - size[kBackward]};
     std::vector<std::vector<float>> first;
-    for (int64_t set = 0; const char* name = torchq_compat_instruction_set(set); ++set) {
+    // Each instruction set packs weights when the cell is made, and then in each run.
+    for (int64_t made = 0; const char* name = torchq_compat_instruction_set(made / 2); ++made) {
       must(torchq_compat_use_instruction_set(name) == 0, "an instruction set is not there");
       std::unique_ptr<TorchqCompatCell, void (*)(TorchqCompatCell*)> cell(
           torchq_compat_prepare_cell(instructions.as<int64_t>(), constants.as<double>(), size[kInstructions],
                                      slots.as<int64_t>(), size[kSlots], to_carry.as<int64_t>(), size[kStates],
                                      weight_pointers.data(), inputs.as<int64_t>(), size[kWeights],
-                                     segments.as<double>(), size[kSegments]),
-          [](TorchqCompatCell* made) { torchq_compat_free_cell(made); });
+                                     segments.as<double>(), size[kSegments], made % 2),
+          [](TorchqCompatCell* each) { torchq_compat_free_cell(each); });
       must(cell != nullptr, "the kernel had no memory");
       for (int argument = 3; argument < count; ++argument) {
         const int64_t threads = std::atoll(arguments[argument]);

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -346,6 +346,12 @@ class WeightByWeight(Interpreter):
                 argument[index] if isinstance(argument, Tensor) else argument for argument in arguments
             ]
         return run_in_blocks(weight, arguments)
+
+
+def are_large_read_one_by_one(weights: Iterable[Tensor]) -> bool:
+    """Return whether the call is one by ``WeightByWeight``, outside of tracing, and ``weights`` are large."""
+    is_on = not is_compiling() and _IS_WEIGHT_BY_WEIGHT.get()
+    return is_on and sum(weight.numel() for weight in weights) > LARGE
 
 
 def weight_by_weight(graph_module: GraphModule, graph: Graph | None = None) -> Callable[..., Any] | None:

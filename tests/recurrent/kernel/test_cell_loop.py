@@ -76,6 +76,24 @@ def steps_between(cell: ConvertedCellGraphModule, found: Any, expected: Any) -> 
     return worst, different / count
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", KINDS)
+def test_weights_packed_for_one_call_give_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = converted(name)
+    bound, columns = module.bound(), ((8, X_QPARAMS),)
+    widths = [item.shape[-1] for item in module(uniform(2.0, 2, 1, 8))[1]] if "lstm" in name else [12]
+    for steps, batch, sizes in ((90, 3, ()), (1, 1, ()), (3, 4, (4, 2, 2))):
+        x = on(X_QPARAMS, uniform(2.0, *((sum(sizes),) if sizes else (steps, batch)), 8))
+        states = [uniform(0.9, len(bound.bound), batch, width) for width in widths]
+        expected = bound.run(x, states, columns, sizes)
+        kept = torch.ops.torchq_compat_native.kept()
+        with monkeypatch.context() as patched:
+            patched.setattr(op, "are_large_read_one_by_one", lambda weights: True)
+            found = bound.run(x, states, columns, sizes)
+        assert all(map(torch.equal, found, expected))
+        assert torch.ops.torchq_compat_native.kept() == kept
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_one_step_is_within_a_step_of_the_graph(name: str) -> None:
     for cell, batch in itertools.product(cells_of(converted.itself(name)), (1, 3, 8, 19)):

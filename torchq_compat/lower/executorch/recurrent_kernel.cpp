@@ -140,7 +140,7 @@ bool read_cell(Numbers& numbers, const double* first_segments, int64_t first_cou
   module.owned.emplace_back(torchq_compat_prepare_cell(
       instructions.data(), constants, instruction_count, slots.data(), slot_count, results.data(), states,
       pointers.data(), inputs.data(), linears, is_first ? first_segments : own_segments,
-      is_first ? first_count : own_count));
+      is_first ? first_count : own_count, 0));
   module.cells.push_back(module.owned.back().get());
   return module.cells.back() != nullptr;
 }

@@ -24,6 +24,10 @@
 #include <numeric>
 #include <vector>
 
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
+
 #include "cell_program.h"
 #include "instruction_sets.h"
 #include "threads.h"
@@ -59,6 +63,13 @@ const Kernels& kernels() {
     chosen_kernels() = chosen;
   }
   return *chosen;
+}
+
+// Gives freed memory back to the system: what is packed next need not fit into the holes that glibc keeps.
+void give_back_freed() {
+#ifdef __GLIBC__
+  malloc_trim(0);
+#endif
 }
 
 // Splits a segment into pieces whose products can be summed in 32 bits.
@@ -146,10 +157,9 @@ void TorchqCompatCell::prepare() {
   is_stored.assign(registers.size(), false);
   find_readers();
   find_barriers();
+  if (packs_late) return;
   for (auto* stages : {&once_stages, &step_stages}) {
-    for (Stage& stage : *stages) {
-      for (Product& product : stage.products) pack(stage, product);
-    }
+    for (Stage& stage : *stages) pack(stage);
   }
 }
 
@@ -318,6 +328,10 @@ void TorchqCompatCell::find_barriers() {
   }
 }
 
+void TorchqCompatCell::pack(Stage& stage) const {
+  for (Product& product : stage.products) pack(stage, product);
+}
+
 void TorchqCompatCell::pack(const Stage& stage, Product& product) const {
   const int64_t groups = stage.groups(), columns = product.column_count(), lanes = groups * kLanes;
   product.scales.resize(columns * lanes);
@@ -423,7 +437,7 @@ class Loop {
         states_(states),
         team_(threads),
         scratch_(take_scratch(cell)),
-        block_(std::min(steps, std::max<int64_t>(1, kProjectedRows / batch))),
+        block_(std::min(steps, std::max<int64_t>(1, projected_rows(cell) / batch))),
         threads_(threads),
         off_qparams_(scratch_->off_qparams),
         extremes_(scratch_->extremes),
@@ -465,20 +479,44 @@ class Loop {
       for (int64_t done = 0, block = 0; done < steps_; done += block_, ++block) {
         const int64_t count = std::min(block_, steps_ - done);
         read_x(worker, done, count, block % 2);
-        for (const Stage& stage : cell_.once_stages)
-          run_stage(stage, {worker, done, count, 0, block % 2, true});
-        for (int64_t step = done; step < done + count; ++step) {
-          const int64_t at = backward_ ? count - 1 - (step - done) : step - done;
-          const Work work{worker, step, 1, at, step % 2, false};
-          forget_extremes(work);
-          for (const Stage& stage : cell_.step_stages) run_stage(stage, work);
-          for (const int64_t state : cell_.passed_on) pass_on(state, work);
-        }
+        with_packed(cell_.once_stages, [&](const std::vector<Stage>& stages) {
+          for (const Stage& stage : stages) run_stage(stage, {worker, done, count, 0, block % 2, true});
+        });
+        with_packed(cell_.step_stages, [&](const std::vector<Stage>& stages) {
+          for (int64_t step = done; step < done + count; ++step) {
+            const int64_t at = backward_ ? count - 1 - (step - done) : step - done;
+            const Work work{worker, step, 1, at, step % 2, false};
+            forget_extremes(work);
+            for (const Stage& stage : stages) run_stage(stage, work);
+            for (const int64_t state : cell_.passed_on) pass_on(state, work);
+          }
+        });
       }
     });
   }
 
  private:
+  // Calls function(stages), of a cell that packs late with copies that are packed for this call.
+  template <class Function>
+  void with_packed(const std::vector<Stage>& stages, Function function) const {
+    if (!cell_.packs_late) return function(stages);
+    {
+      std::vector<Stage> packed = stages;
+      for (Stage& stage : packed) cell_.pack(stage);
+      function(packed);
+    }
+    give_back_freed();
+  }
+
+  // The rows of x whose projection is kept: where weights are packed for each block of steps, as many as take
+  // about their memory.
+  static int64_t projected_rows(const Cell& cell) {
+    if (!cell.packs_late) return kProjectedRows;
+    int64_t width = 1;
+    for (const Register& shape : cell.registers) width += shape.once ? shape.width : 0;
+    return std::max(kProjectedRows, cell.weight_size / width / static_cast<int64_t>(sizeof(float)));
+  }
+
   template <class T>
   static void grow(std::vector<T>& memory, int64_t size) {
     if (static_cast<int64_t>(memory.size()) < size) memory.resize(size);
@@ -1036,7 +1074,8 @@ void run_direction(const Cell& cell, bool backward, int64_t steps, int64_t batch
                    int64_t rows, const float* x, float* const* states, float* output, int64_t output_stride,
                    int64_t threads, int64_t work_per_thread) {
   const auto run = [&](int64_t first, int64_t count, int64_t size) {
-    const int64_t wanted = cell.weight_size * size / std::max<int64_t>(1, work_per_thread);
+    const int64_t work = cell.packs_late ? 0 : cell.weight_size * size;
+    const int64_t wanted = work / std::max<int64_t>(1, work_per_thread);
     Loop(cell, count, size, backward, x + first * cell.registers[0].width, x, rows, states,
          output + first * output_stride, output_stride, usable_threads(std::min(threads, wanted)))
         .run();
@@ -1066,7 +1105,8 @@ extern "C" TorchqCompatCell* torchq_compat_prepare_cell(const int64_t* instructi
                                                         int64_t state_count, const void* const* weights,
                                                         const int64_t* weight_inputs, int64_t weight_count,
                                                         const double* input_segments,
-                                                        int64_t input_segment_count) try {
+                                                        int64_t input_segment_count,
+                                                        int64_t packs_late) try {
   auto cell = std::make_unique<Cell>();
   const auto* rows = reinterpret_cast<const Instruction*>(instructions);
   cell->instructions.assign(rows, rows + instruction_count);
@@ -1083,6 +1123,7 @@ extern "C" TorchqCompatCell* torchq_compat_prepare_cell(const int64_t* instructi
                              static_cast<const int64_t*>(of[2]), static_cast<const float*>(of[3]),
                              weight_inputs[w]});
   }
+  cell->packs_late = packs_late != 0;
   cell->prepare();
   return cell.release();
 } catch (const std::bad_alloc&) {

@@ -15,12 +15,15 @@ typedef struct TorchqCompatCell TorchqCompatCell;
 // For each linear, `weights` has int8 values, float scales, int64 zero points and float biases; the last
 // three may be null. Weights have to outlive the cell, all other arrays need not. `weight_inputs`: the number
 // of columns of each weight. `input_segments`: the width and the qparams of each segment of columns of x.
+// `packs_late`: whether each run packs weights when it reaches them and frees them then, in one thread; it
+// takes longer, in less memory.
 TorchqCompatCell* torchq_compat_prepare_cell(const int64_t* instructions, const double* constants,
                                              int64_t instruction_count, const int64_t* registers,
                                              int64_t register_count, const int64_t* results,
                                              int64_t state_count, const void* const* weights,
                                              const int64_t* weight_inputs, int64_t weight_count,
-                                             const double* input_segments, int64_t input_segment_count);
+                                             const double* input_segments, int64_t input_segment_count,
+                                             int64_t packs_late);
 
 void torchq_compat_free_cell(const TorchqCompatCell* cell);
 

@@ -148,6 +148,7 @@ struct TorchqCompatCell {
   std::vector<int64_t> passed_on;                  // states whose new value no step writes
   std::vector<bool> is_stored;                     // by register
   int64_t weight_size = 0;
+  bool packs_late = false;
   mutable std::mutex mutex;
   mutable std::vector<std::unique_ptr<Scratch>> kept;
 
@@ -158,6 +159,7 @@ struct TorchqCompatCell {
   int64_t state_width(int64_t state) const { return registers[1 + state].width; }
   bool is_state(int64_t index) const { return index >= 1 && index <= state_count(); }
   void prepare();
+  void pack(Stage& stage) const;
 
  private:
   void add(int64_t index);

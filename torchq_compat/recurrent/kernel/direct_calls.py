@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torchq_compat.capture.call_layouts import CallLayout
+from torchq_compat.read.qdq import are_large_read_one_by_one
 from torchq_compat.read.qparams import PerChannelQParams, PerTensorQParams, QParams
 from torchq_compat.recurrent.kernel import op
 from torchq_compat.recurrent.kernel import program as programs
@@ -79,7 +80,9 @@ class DirectCall:
         ordinary way then repeats with a clear error."""
         try:
             # A lowered graph checks its state before a call, and makes new modules when the state changed.
-            if self.layout is None or self.bound_to is None or not bound.are_in_state:
+            if are_large_read_one_by_one(bound.weights_now()):
+                self.bound_to = None
+            elif self.layout is None or self.bound_to is None or not bound.are_in_state:
                 self._bind_to(bound)
             if self.bound_to is None:
                 # The operator has to check the weights itself.

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchq_compat.read.qdq import are_large_read_one_by_one
 from torchq_compat.recurrent.kernel.build import OF_LIBRARY, kernel_build
 from torchq_compat.recurrent.kernel.interpreter import run_by_operators
 from torchq_compat.recurrent.kernel.program import last_result_dtype
@@ -27,6 +28,8 @@ SCHEMA = (
 #: Multiply-adds per step for which one more thread is worth the wait at a barrier.
 WORK_PER_THREAD = 1 << 18
 OPS = getattr(torch.ops, NAMESPACE)
+#: Stands for an owner: the operator packs one weight after the other, for this call alone.
+OWNER_OF_ONE_CALL = -1
 #: Owners whose packed weights are no longer needed.
 FORGOTTEN: deque[int] = deque()
 #: The ``batch_sizes`` of an unpacked call in an exported program: AOTInductor cannot pass an empty list.
@@ -123,7 +126,8 @@ def recurrent(
         batch_sizes: the number of rows of each step of packed sequences, which never grows; empty or
             ``NO_SIZES``: x is not packed.
         directions: the number of directions of each layer.
-        owner: the owner of the packed weights; 0: no owner, and only the last few packed weights are kept.
+        owner: the owner of the packed weights; 0: no owner, and only the last few packed weights are kept;
+            ``OWNER_OF_ONE_CALL`` in place of any other where memory is saved.
         version: a number that grows whenever a weight is written in place; -1: check the weights themselves.
 
     Returns:
@@ -133,6 +137,8 @@ def recurrent(
     Raises:
         RuntimeError: if the arguments do not fit the program.
     """
+    if are_large_read_one_by_one(weights):
+        owner = OWNER_OF_ONE_CALL
     around = (batch_sizes, directions, batch_first, owner, version, WORK_PER_THREAD)
     results: list[Tensor] = RECURRENT(x, states, weights, program, boundary, *around)
     return results

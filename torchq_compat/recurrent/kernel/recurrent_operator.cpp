@@ -35,6 +35,8 @@ constexpr int64_t kLinear = 0, kOperations = 8;
 constexpr double kMostInteger = 1ll << 31;
 // The most prepared modules kept for one owner, and for all calls without an owner.
 constexpr size_t kKeptOfOwner = 4, kKeptOfNobody = 16;
+// Stands for an owner: weights are packed for this call alone, one after the other.
+constexpr int64_t kOwnerOfOneCall = -1;
 // The most bound calls of an owner: one for each place that calls it with other qparams.
 constexpr size_t kBoundOfOwner = 4096;
 
@@ -98,7 +100,8 @@ struct Columns {
 struct Module {
   std::vector<Key> keys;  // of the program and the weights
   std::vector<double> boundary;
-  int64_t version = -1;  // given by the caller
+  int64_t version = -1;     // given by the caller
+  bool packs_late = false;  // for one call
   Tensors held;          // weights as the cells read them, and the storages behind the keys
   std::vector<Cell> owned;
   std::vector<const TorchqCompatCell*> cells;
@@ -210,7 +213,7 @@ class Reader {
     check(columns == static_cast<double>(registers[0]), "the segments of x are not its columns");
     Cell cell(torchq_compat_prepare_cell(instructions.data(), constants, instruction_count, registers.data(),
                                          register_count, results.data(), states, pointers.data(),
-                                         inputs.data(), linears, segments, segment_count));
+                                         inputs.data(), linears, segments, segment_count, module_.packs_late));
     check(cell != nullptr, "no memory for packed weights");
     module_.cells.push_back(cell.get());
     module_.owned.push_back(std::move(cell));
@@ -323,6 +326,24 @@ class Reader {
 
 class Cache {
  public:
+  static std::shared_ptr<Module> made(const Tensors& weights, const Tensor& program,
+                                      const std::vector<double>& boundary, int64_t version,
+                                      bool packs_late = false) {
+    auto module = std::make_shared<Module>();
+    module->version = version;
+    module->packs_late = packs_late;
+    // Keys are made before the tensors are read, so that a write in the meantime makes the keys outdated.
+    const auto hold = [&](const Tensor& tensor) {
+      module->keys.push_back(Key::of(tensor));
+      module->held.push_back(torch::stable::detail::to<Tensor>(call("aten::detach", tensor)));
+    };
+    hold(program);
+    for (const Tensor& tensor : weights) hold(tensor);
+    module->boundary = boundary;
+    Reader(*module, weights).read(program);
+    return module;
+  }
+
   std::shared_ptr<const Module> find(int64_t owner, const Tensors& weights, const Tensor& program,
                                      const std::vector<double>& boundary, int64_t version) {
     {
@@ -397,22 +418,6 @@ class Cache {
   }
 
  private:
-  static std::shared_ptr<Module> made(const Tensors& weights, const Tensor& program,
-                                      const std::vector<double>& boundary, int64_t version) {
-    auto module = std::make_shared<Module>();
-    module->version = version;
-    // Keys are made before the tensors are read, so that a write in the meantime makes the keys outdated.
-    const auto hold = [&](const Tensor& tensor) {
-      module->keys.push_back(Key::of(tensor));
-      module->held.push_back(torch::stable::detail::to<Tensor>(call("aten::detach", tensor)));
-    };
-    hold(program);
-    for (const Tensor& tensor : weights) hold(tensor);
-    module->boundary = boundary;
-    Reader(*module, weights).read(program);
-    return module;
-  }
-
   std::shared_ptr<const Module> keep(int64_t owner, std::shared_ptr<const Module> module) {
     std::list<std::shared_ptr<const Module>> dropped;
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -631,7 +636,9 @@ Tensors recurrent(const Tensor& x, const Tensors& states, const Tensors& weights
                   int64_t work_per_thread) {
   // AOTInductor cannot pass an empty list of integers: a single 0 stands for it.
   const bool is_empty = given_sizes.size() == 1 && given_sizes[0] == 0;
-  const std::shared_ptr<const Module> module = cache().find(owner, weights, program, boundary, version);
+  const std::shared_ptr<const Module> module =
+      owner == kOwnerOfOneCall ? Cache::made(weights, program, boundary, version, true)
+                               : cache().find(owner, weights, program, boundary, version);
   check(directions == module->directions, "the program has another number of directions");
   return run(*module, x, states, is_empty ? std::vector<int64_t>{} : given_sizes, batch_first,
              work_per_thread);
