@@ -355,3 +355,32 @@ def test_fake_quantizes_in_calibration_leave_the_weights_float_as_fx_does(engine
     assert sorted(int(m.fake_quant_enabled) for m in fakes) == [0] * 3 + [1] * 5
     trained = tc.prepare_qat_fx(model.train(), mapping, batches[0])
     assert all(int(m.fake_quant_enabled) for m in trained.modules() if isinstance(m, FakeQuantizeBase))
+
+
+PER_CHANNEL = {
+    "qscheme": torch.per_channel_symmetric,
+    "dtype": torch.qint8,
+    "quant_min": -128,
+    "quant_max": 127,
+}
+FUSED_OF_WEIGHTS = {
+    "per channel": {"observer": legacy.MovingAveragePerChannelMinMaxObserver, "ch_axis": 0, **PER_CHANNEL},
+    "per tensor": {"observer": legacy.MovingAverageMinMaxObserver, "quant_min": 0, "quant_max": 255},
+}
+
+
+@pytest.mark.parametrize("settings", FUSED_OF_WEIGHTS.values(), ids=FUSED_OF_WEIGHTS)
+def test_a_weight_is_observed_by_its_extremes(settings: dict[str, Any], subtests: pytest.Subtests) -> None:
+    torch.manual_seed(0)
+    make = ObserverConstructor(legacy.FusedMovingAvgObsFakeQuantize.with_args(**settings))
+    for size in ((6, 5, 3, 3), (6, 5)):
+        ones = (1,) * (len(size) - 2)
+        for factor in (None, torch.randn(6, 1, *ones), torch.randn(1, 5, *ones)):
+            called, observed = make(), make()
+            with subtests.test(size=size, factor=None if factor is None else tuple(factor.shape)):
+                for step in range(3):
+                    weight = torch.randn(size) * (1 + step) + 0.3
+                    called((weight if factor is None else weight * factor).clone())
+                    observed.observe(weight, factor)
+                    pairs = zip(called.calculate_qparams(), observed.calculate_qparams(), strict=True)
+                    assert all(torch.equal(*pair) for pair in pairs)

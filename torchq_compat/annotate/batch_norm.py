@@ -129,24 +129,21 @@ def _beside_weight(call: Call, scale: Any, op: Node, weight_shape: Sequence[int]
     return call(ATEN.reshape.default, of_inputs, [inputs, outputs, *ones])
 
 
-def _folded(
-    graph_module: GraphModule, batch_norm: Node, op: Node, weight: Node, bias: Argument, *factors: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the weight and the bias of ``op`` with ``batch_norm`` in them; the product of ``factors`` is
-    ``s``, and the bias is multiplied by one after the other."""
-    values = [
+def _folded_weight(op: Node, weight: Tensor, *factors: Tensor) -> Tensor:
+    """Return ``weight`` with a batch norm in it, whose ``s`` is the product of ``factors``."""
+    folded: Tensor = weight * _beside_weight(_compute, math.prod(factors), op, weight.shape)
+    return folded.to(weight.dtype).detach()
+
+
+def _folded_bias(graph_module: GraphModule, batch_norm: Node, bias: Argument, *factors: Tensor) -> Tensor:
+    """Return ``bias`` with ``batch_norm`` in it: it is multiplied by one of ``factors`` after the other."""
+    b, beta, mean = (
         _value(graph_module, node)
-        for node in (weight, bias, batch_norm.args[ops.BETA], batch_norm.args[ops.RUNNING_MEAN])
-    ]
-    w, b, beta, mean = values
-    assert w is not None
+        for node in (bias, batch_norm.args[ops.BETA], batch_norm.args[ops.RUNNING_MEAN])
+    )
     assert mean is not None
-    shift = -mean if b is None else b - mean
-    folded = w * _beside_weight(_compute, math.prod(factors), op, w.shape)
-    folded_bias = math.prod(factors, start=shift)
-    if beta is not None:
-        folded_bias = folded_bias + beta
-    return folded.to(w.dtype).detach(), folded_bias.to(w.dtype).detach()
+    folded = math.prod(factors, start=-mean if b is None else b - mean)
+    return (folded if beta is None else folded + beta).detach()
 
 
 def _value(graph_module: GraphModule, node: Argument) -> Tensor | None:
@@ -180,9 +177,10 @@ def fold_constants(graph_module: GraphModule, may_fold: MayFold) -> None:
             factors = [torch.rsqrt(variance + node.args[ops.EPS])]  # type: ignore[arg-type, operator]
             factors += [] if gamma is None else [gamma]
             factors = [math.prod(factors)] if op.target is ATEN.linear.default else factors  # type: ignore[list-item]
-            values = _folded(graph_module, node, op, weight, bias, *factors)
-            for constant, value in zip((name, biases[name]), values, strict=True):
-                _assign(graph_module, constant, value)
+            value = constant_of(graph_module, weight)
+            new = _folded_bias(graph_module, node, bias, *factors).to(value.dtype)
+            _assign(graph_module, name, _folded_weight(op, value, *factors))
+            _assign(graph_module, biases[name], new)
         with graph_module.graph.inserting_before(op):
             new_bias = graph_module.graph.get_attr(biases[name])
         new_bias.meta["val"] = attribute_of(graph_module, new_bias)
@@ -356,7 +354,8 @@ def fold_batch_norms(prepared: GraphModule) -> None:
 def _fold_fused(prepared: GraphModule, batch_norm: Node, fused: _Fused) -> None:
     gamma, variance = (_value(prepared, batch_norm.args[i]) for i in (ops.GAMMA, ops.RUNNING_VAR))
     scale = _scale(_compute, gamma, variance, batch_norm.args[ops.EPS])
-    weight, bias = _folded(prepared, batch_norm, fused.op, fused.weight, fused.bias, scale)
+    weight = attribute_of(prepared, fused.weight)
+    bias = _folded_bias(prepared, batch_norm, fused.bias, scale).to(weight.dtype)
     beside = _beside_weight(_compute, scale, fused.op, weight.shape).to(weight.dtype).detach()
     # Unique: two convolutions may share a weight, and each folds its own batch norm.
     constants = {f"{batch_norm.name}{FOLDED_SCALE}": beside, f"{batch_norm.name}_folded_bias": bias}

@@ -25,21 +25,19 @@ from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 from torchq_compat.annotate import batch_norm
 from torchq_compat.annotate.annotation import NodeSpecs, OuterGraphQuantizer, SpecQuantizer, op_record
 from torchq_compat.read import observers
-from torchq_compat.read.observer_classes import converts_otherwise, use_observer_qparams
+from torchq_compat.read.observer_classes import FusedFakeQuantize, converts_otherwise, use_observer_qparams
 from torchq_compat.read.qdq import LARGE, constant_value, fold_weights, is_scaled_weight
 from torchq_compat.read.qparams import fold_weight, has_loaded_qparams, qparams_of, set_loaded_observer
 from torchq_compat.read.torch_ao_classes import is_of_torch_ao
 from torchq_compat.support import metadata
 from torchq_compat.support.dtypes import SIXTEEN_BITS, dtype_range, is_integer, plain_dtype
 from torchq_compat.support.graph_nodes import (
-    attribute_of,
     called_modules,
     give_back_freed,
     module_path_of,
     source_of,
 )
 from torchq_compat.support.process_state import prepare_pt2e, without_code
-from torchq_compat.support.sharded import is_sharded
 from torchq_compat.support.torch_ao import observer as legacy_observer
 from torchq_compat.support.upstream import FakeTensor, is_activation_post_process
 from torchq_compat.support.user_warnings import silenced
@@ -293,15 +291,20 @@ def _observe_weights(prepared: GraphModule) -> None:
         elif _fake_quantizes_weight(source, module) and not has_loaded_qparams(module):
             if observer_fault(module) is ObserverFault.UNSEEN:
                 module.disable_fake_quant()  # type: ignore[operator]  # No training used its qparams.
-            if module(_own_value(prepared, source)).numel() > LARGE:
-                give_back_freed()
+            with torch.no_grad():
+                _observe_weight(prepared, source, module)
 
 
-def _own_value(prepared: GraphModule, source: Node) -> Tensor:
-    """Return the weight at ``source`` in memory of its own: kernels ask for it as if to write."""
+def _observe_weight(prepared: GraphModule, source: Node, module: nn.Module) -> None:
+    if isinstance(module, FusedFakeQuantize):
+        factors = source.args[:2] if is_scaled_weight(source) else (source,)
+        module.observe(*(constant_value(prepared, factor) for factor in factors))  # type: ignore[arg-type]
+        return
     value = constant_value(prepared, source)
-    is_parameter = source.op == "get_attr" and not is_sharded(attribute_of(prepared, source))
-    return value.clone() if is_parameter else value
+    result = module(value.clone() if source.op == "get_attr" else value)  # Kernels ask for it as if to write.
+    if result.numel() > LARGE:
+        del result, value
+        give_back_freed()
 
 
 def _fake_quantizes_weight(source: Node, module: nn.Module) -> bool:

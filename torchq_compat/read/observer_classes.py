@@ -189,6 +189,16 @@ class FusedFakeQuantize(FusedMovingAvgObsFakeQuantize):  # type: ignore[misc]
                 self.activation_post_process.count(x.detach())
         return fake_quantized
 
+    def observe(self, weight: Tensor, factor: Tensor | None = None) -> None:
+        """Observe ``weight * factor`` as a call would, which observes only its extremes."""
+        axis = self.ch_axis if self.is_per_channel else None
+        sizes = weight.dim() * (1,) if factor is None else factor.shape
+        others = [index for index, size in enumerate(sizes) if index != axis and size == 1]
+        bounds = (torch.amin, torch.amax) if others else ()
+        extremes = [bound(weight, others, keepdim=True) for bound in bounds] or [weight]
+        values = torch.cat(extremes, *others[:1])
+        self(values if factor is None else values * factor)
+
     def calculate_qparams(self) -> tuple[Tensor, Tensor]:
         """Return the qparams that it trains with, or those of its observer if it ``converts_as_observed``."""
         if self.converts_as_observed:

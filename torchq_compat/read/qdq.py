@@ -186,7 +186,7 @@ def fold_weights(graph_module: GraphModule) -> None:
         if _is_constant(graph_module, node, constants, written):
             constants.add(node)
         if node.target in STATIC_QUANTIZES and node.args[0] in constants:
-            folded = run_in_blocks(node, map_arg(node.args, partial(constant_value, graph_module)))
+            folded = _fold_quantize(graph_module, node)
         elif is_scaled_weight(node) and any(user.target not in STATIC_QUANTIZES for user in node.users):
             folded = constant_value(graph_module, node)
         else:
@@ -197,6 +197,28 @@ def fold_weights(graph_module: GraphModule) -> None:
             _drop_unread(graph_module, item, readers)
         if folded.numel() > LARGE:
             give_back_freed()
+
+
+def _fold_quantize(graph_module: GraphModule, node: Node) -> Tensor:
+    """Return the integers of the constant that ``node`` quantizes, a product with the factor of a batch norm
+    block by block."""
+    source = source_of(node)
+    settings: Any = map_arg(node.args[1:], partial(constant_value, graph_module))
+    if not is_scaled_weight(source):
+        return run_in_blocks(node, (constant_value(graph_module, source), *settings))
+    weight, factor = (constant_value(graph_module, item) for item in source.all_input_nodes)
+    is_per_channel = node.target is QUANTIZE_PER_CHANNEL
+    axis = settings[2] if is_per_channel else max(range(factor.dim()), key=factor.shape.__getitem__)
+    if not factor.numel() == factor.shape[axis] == weight.shape[axis]:
+        return run_in_blocks(node, (weight * factor, *settings))
+    of_channels, others = (settings[:2], settings[2:]) if is_per_channel else ((), settings)
+    shape, quantize = [-1 if index == axis else 1 for index in range(factor.dim())], node.target
+
+    def of_block(block: Tensor, part: Tensor, *qparams: Tensor) -> Tensor:
+        result: Tensor = quantize(block * part.view(shape), *qparams, *others)  # type: ignore[operator]
+        return result
+
+    return in_blocks(of_block, weight, axis, factor.flatten(), *of_channels)
 
 
 def _writes(node: Node) -> bool:
