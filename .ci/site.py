@@ -16,7 +16,7 @@ def main() -> None:
     subprocess.run([sys.executable, "-m", "mkdocs", "build", "--quiet", "--config-file", config], check=True)
     reference = str(CHECKOUT / ".ci" / "api_reference.py")
     subprocess.run([sys.executable, reference, str(SITE / "api")], check=True, cwd=CHECKOUT)
-    print(f"{SITE / 'index.html'}; the API reference: {SITE / 'api' / 'index.html'}")
+    print(f"{SITE}: python -m http.server --directory {SITE} (the search needs a server)")
 
 
 if __name__ == "__main__":
