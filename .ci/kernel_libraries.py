@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import argparse
 import platform
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -23,7 +25,21 @@ from torchq_compat.recurrent.kernel.build import FLAGS, LIBRARIES, OPERATORS, SO
 ROOT = Path(__file__).parents[1]
 INCLUDE = Path(torch.__file__).parent / "include"
 #: libgomp and libstdc++ are those that torch ships or needs; libtorch_cpu is linked by name only.
-PLATFORM = "manylinux_2_36"
+#: A system with glibc 2.34 has the libstdc++ of GCC 11; later compilers take symbols of later ones.
+OLDEST_GLIBC = 34
+GLIBC = re.compile(rb"GLIBC_2\.(\d+)\0")
+GLIBCXX = re.compile(rb"GLIBCXX_3\.4\.(\d+)\0")
+#: The last version of libstdc++'s symbols -> the glibc of the first distribution that has it.
+OF_LIBSTDCXX = {29: 34, 30: 35}
+
+
+def platform_of(libraries: Iterable[Path], machine: str) -> str:
+    """The platform tag of a wheel with ``libraries``, by the versions of symbols that they ask for."""
+    texts = [path.read_bytes() for path in libraries]
+    glibc = max(int(minor) for text in texts for minor in GLIBC.findall(text))
+    libstdcxx = max(int(patch) for text in texts for patch in GLIBCXX.findall(text))
+    by_libstdcxx = next((first for last, first in OF_LIBSTDCXX.items() if libstdcxx <= last), 39)
+    return f"manylinux_2_{max(OLDEST_GLIBC, glibc, by_libstdcxx)}_{machine}"
 
 
 def compiler_for(machine: str) -> str:
@@ -70,7 +86,8 @@ def wheel_for(machine: str, into: Path) -> None:
             for path in away:
                 shutil.move(Path(directory) / path.name, path)
         (made,) = Path(directory).glob("*.whl")
-        tags = ["--platform-tag", f"{PLATFORM}_{machine}", "--remove"]
+        libraries = [target.path for target in TARGETS if target.machine == machine]
+        tags = ["--platform-tag", platform_of(libraries, machine), "--remove"]
         subprocess.run([sys.executable, "-m", "wheel", "tags", *tags, str(made)], check=True)
         into.mkdir(parents=True, exist_ok=True)
         for wheel in Path(directory).glob("*.whl"):

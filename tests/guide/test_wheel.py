@@ -24,6 +24,14 @@ PACKAGE = ROOT / "torchq_compat"
 SOURCES = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE")
 #: Beside Python: the kernels' sources and headers, the page of ``compare``, the mark of a typed package.
 DATA = {".cpp", ".h", ".j2", ".typed"}
+SCRIPT = ROOT / ".ci" / "kernel_libraries.py"
+ELF_MACHINES = {"x86_64": 62, "aarch64": 183}
+#: This one, and those that there is a compiler for.
+MACHINES = [
+    machine
+    for machine in ELF_MACHINES
+    if machine == platform.machine() or shutil.which(f"{machine.replace('_', '-')}-linux-gnu-g++")
+]
 #: Run in front of README's example: nothing of the checkout may be found.
 WHERE = """\
 import sys
@@ -104,11 +112,53 @@ def test_a_wheel_in_an_environment_of_its_own(tmp_path: Path) -> None:
     assert {line.split()[0] for line in printed.splitlines()} >= {"float", "quantized"}
 
 
+def platform_of(*texts: bytes, folder: Path) -> str:
+    """Return the tag that a release gives a wheel with libraries of these contents."""
+    spec = importlib.util.spec_from_file_location("kernel_libraries", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    paths = [folder / f"{index}.so" for index in range(len(texts))]
+    for path, text in zip(paths, texts, strict=True):
+        path.write_bytes(text)
+    tag: str = script.platform_of(paths, "aarch64")
+    return tag
+
+
+def test_the_platform_is_that_of_the_symbols(tmp_path: Path) -> None:
+    old = b"GLIBC_2.17\0GLIBC_2.4\0GLIBCXX_3.4.29\0GLIBCXX_3.4\0"
+    assert platform_of(old, folder=tmp_path) == "manylinux_2_34_aarch64"
+    assert platform_of(old, old + b"GLIBC_2.38\0", folder=tmp_path) == "manylinux_2_38_aarch64"
+    assert platform_of(old + b"GLIBCXX_3.4.30\0", folder=tmp_path) == "manylinux_2_35_aarch64"
+    assert platform_of(old + b"GLIBCXX_3.4.33\0", folder=tmp_path) == "manylinux_2_39_aarch64"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_wheel_of_each_machine_has_its_library(machine: str, tmp_path: Path) -> None:
+    source = copied_sources(tmp_path)
+    shutil.copytree(ROOT / ".ci", source / ".ci")
+    run(
+        sys.executable, source / ".ci" / SCRIPT.name, "--machine", machine, cwd=source, PYTHONPATH=str(source)
+    )
+    wheel = build_wheel(source, tmp_path)
+    carried = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
+    assert [Path(name).name for name in carried] == [f"recurrent_{machine}.so"]
+    library = zipfile.ZipFile(wheel).read(carried[0])
+    assert int.from_bytes(library[18:20], "little") == ELF_MACHINES[machine]
+    tag = platform_of(library, folder=tmp_path).replace("aarch64", machine)
+    tagged = wheel.rename(tmp_path / wheel.name.replace("-any", f"-{tag}"))
+    pip = [sys.executable, "-m", "pip", "install", "--target", tmp_path / "installed", "--platform", tag]
+    run(*pip, "--only-binary", ":all:", "--no-deps", tagged)
+    assert (tmp_path / "installed" / carried[0]).read_bytes() == library
+
+
 @pytest.mark.slow
 def test_a_wheel_that_carries_the_kernel_compiles_nothing(tmp_path: Path) -> None:
     source = copied_sources(tmp_path)
     shutil.copytree(ROOT / ".ci", source / ".ci")
-    script, machine = source / ".ci" / "kernel_libraries.py", platform.machine()
+    script, machine = source / ".ci" / SCRIPT.name, platform.machine()
     run(sys.executable, script, "--machine", machine, cwd=source, PYTHONPATH=str(source))
     wheel = build_wheel(source, tmp_path)
     carried = [Path(name).name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
