@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -19,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.fx.node import map_arg
 from torch.overrides import TorchFunctionMode
 
+from torchq_compat.capture.sizes.integer_arguments import first_call, write_integers
 from torchq_compat.capture.sizes.numbers import (
     UNKNOWN,
     CodePlace,
@@ -341,7 +343,30 @@ class SizeReads(TorchFunctionMode):
             return self._seen_inside(function, args, kwargs)
         if get_proxy_mode() is None:
             return called_aside(self, function, args, kwargs)
-        return function(*args, **kwargs)
+        return self._called_with_integers(function, args, kwargs)
+
+    def _called_with_integers(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Call a function of torch, which may ask for the value of some of its arguments: these need no guard
+        where the operator that it calls can have their computation as argument."""
+        known = set(self.guards)
+        result = function(*args, **kwargs)
+        if asked := self.guards.keys() - known:
+            numbers = filter(is_followed, pytree.tree_leaves((args, kwargs)))
+            left = Counter((number.node.expression, number.node.value) for number in numbers)
+            left.subtract(self._written_into(first_call(self._slot, result), args, kwargs))
+            for key in asked:
+                if left.get(key, 1) <= 0:
+                    del self.guards[key]
+        return result
+
+    def _written_into(self, node: Node | None, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
+        """Write the numbers that ``node`` has as integers, and yield their expressions and values."""
+        if node is not None:
+            with node.graph.inserting_before(node):
+                for number in write_integers(
+                    node, args, kwargs, lambda item: self._node_of(item.node.expression, node)
+                ):
+                    yield number.node.expression, number.node.value
 
     # Reads.
 
