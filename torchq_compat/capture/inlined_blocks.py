@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from torchq_compat.support.graph_nodes import replace_node, replace_results
 from torchq_compat.support.upstream import FakeTensor
@@ -58,8 +58,13 @@ def inline_blocks(graph_module: GraphModule) -> tuple[Block, ...]:
             blocks.append(_describe(call, nodes))
         if not body.users:
             graph_module.graph.erase_node(body)
-    for name in [name for name, _ in graph_module.named_children() if not _is_read(graph_module.graph, name)]:
-        if isinstance(getattr(graph_module, name), GraphModule):
+    read = {
+        str(node.target).partition(".")[0]
+        for node in graph_module.graph.nodes
+        if node.op in ("get_attr", "call_module")
+    }
+    for name, child in list(graph_module.named_children()):
+        if isinstance(child, GraphModule) and name not in read:
             delattr(graph_module, name)
     if any(block.casts for block in blocks):
         _forget_autocast(graph_module, inlined)
@@ -143,13 +148,6 @@ def _describe(call: Node, nodes: list[Node]) -> Block:
     if call.target is HIGHER_ORDER.wrap_with_autocast:
         return Block(path, "torch.autocast", bool(call.args[2]))
     return Block(path, "torch.enable_grad" if call.args[0] else "torch.no_grad", casts=False)
-
-
-def _is_read(graph: Graph, name: str) -> bool:
-    return any(
-        node.op in ("get_attr", "call_module") and str(node.target).split(".")[0] == name
-        for node in graph.nodes
-    )
 
 
 def _forget_autocast(graph_module: GraphModule, inlined: Iterable[Node]) -> None:

@@ -168,10 +168,7 @@ def insert_calls(
             continue
         tensors, sizes, handle, index = node.args
         module = modules[handle]
-        if (
-            handle not in dict(graph_module.named_modules())
-            or graph_module.get_submodule(handle) is not module
-        ):
+        if not _has(graph_module, handle, module):
             graph_module.add_submodule(handle, module)
         layouts = stubs.layouts(handle)
         if isinstance(module, OpaqueModule):
@@ -189,6 +186,13 @@ def insert_calls(
     graph_module.graph.lint()
     graph_module.recompile()
     return copied
+
+
+def _has(graph_module: GraphModule, path: str, module: nn.Module) -> bool:
+    try:
+        return graph_module.get_submodule(path) is module
+    except AttributeError:
+        return False
 
 
 def _keep_parameters_read(graph_module: GraphModule, handle: str, module: nn.Module) -> list[str]:
