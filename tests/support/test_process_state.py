@@ -135,3 +135,35 @@ def test_depths_of_threads_that_overlap() -> None:
         ends_last.enter_context(process_state.deep_enough_for(small))
         assert sys.getrecursionlimit() == for_deep > limit
     assert sys.getrecursionlimit() == limit
+
+
+class Reading(nn.Module):
+    """Modules that are called, whose weights are read, that are shared, and that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
+        self.outer = nn.ModuleDict({"read": nn.Linear(4, 4), "unused": nn.Sequential(nn.Linear(4, 4))})
+        self.unused = nn.Sequential(nn.Linear(4, 4))
+        self.again = self.called[1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.again(self.called(x)) @ self.outer["read"].weight
+
+
+def test_unused_modules_are_deleted_as_by_torch() -> None:
+    class Tracer(torch.fx.Tracer):
+        def is_leaf_module(self, m: nn.Module, name: str) -> bool:
+            return not isinstance(m, Reading)
+
+    for make in (Reading, lambda: nested(nn.Linear(8, 8), 20)):
+        model = make()
+        graph = (Tracer() if isinstance(model, Reading) else torch.fx.Tracer()).trace(model)
+        ours, theirs = GraphModule(model, graph), GraphModule(model, graph)
+        for graph_module in (ours, theirs):
+            graph_module.add_submodule("left.over", nn.Sequential(nn.ReLU()))
+        assert "left.over.0" in dict(ours.named_modules())
+        process_state.delete_unused_modules(ours)
+        theirs.delete_all_unused_submodules()
+        assert [name for name, _ in ours.named_modules()] == [name for name, _ in theirs.named_modules()]
+        assert "left.over" not in dict(ours.named_modules())

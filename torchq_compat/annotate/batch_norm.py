@@ -17,8 +17,19 @@ from torchq_compat import ops
 from torchq_compat.annotate.annotation import WrappingQuantizer
 from torchq_compat.capture.training import batch_counters, drop_batch_counters, has_fixed_mode, training_flag
 from torchq_compat.read.qdq import FOLDED_SCALE
-from torchq_compat.support.graph_nodes import attribute_of, constant_of, replace_node, source_of
-from torchq_compat.support.process_state import convert_pt2e, prepare_pt2e, prepare_qat_pt2e, without_code
+from torchq_compat.support.graph_nodes import (
+    attribute_of,
+    constant_of,
+    replace_node,
+    source_of,
+)
+from torchq_compat.support.process_state import (
+    convert_pt2e,
+    delete_unused_modules,
+    prepare_pt2e,
+    prepare_qat_pt2e,
+    without_code,
+)
 from torchq_compat.support.upstream import BatchNormBase, is_activation_post_process
 
 # Batch norms with ``momentum=None``, whose running statistics are plain averages over all batches.
@@ -348,7 +359,7 @@ def fold_batch_norms(prepared: GraphModule) -> None:
         if fused is not None:
             _fold_fused(prepared, node, fused)
     prepared.graph.eliminate_dead_code()
-    prepared.delete_all_unused_submodules()
+    delete_unused_modules(prepared)
 
 
 def _fold_fused(prepared: GraphModule, batch_norm: Node, fused: _Fused) -> None:

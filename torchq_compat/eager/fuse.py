@@ -20,6 +20,7 @@ from torchq_compat.codes import error_line
 from torchq_compat.errors import ConfigError, InputError
 from torchq_compat.read.backend_configs import BackendTable, Pattern
 from torchq_compat.support.graph_nodes import copied_model, replace_node
+from torchq_compat.support.process_state import delete_unused_modules
 from torchq_compat.support.upstream import USER_PRESERVED_ATTRIBUTES_KEY
 from torchq_compat.support.user_warnings import warn_user
 
@@ -60,7 +61,7 @@ def fuse(model: nn.Module, preserved: Iterable[str], backend: BackendTable) -> n
     for chain, fusion in _find_chains(fused, _fusions_of(backend)):
         _fuse_chain(fused, chain, fusion)
     fused.graph.eliminate_dead_code()
-    fused.delete_all_unused_submodules()
+    delete_unused_modules(fused)
     fused.recompile()
     fused.train(model.training)
     kept = {name: getattr(working, name) for name in preserved if hasattr(working, name)}
