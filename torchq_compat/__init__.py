@@ -20,6 +20,7 @@ __all__ = [
     "Output",
     "QuantizationGraphModule",
     "annotate_outputs",
+    "calibrate",
     "check_annotations",
     "check_sharing",
     "compare",
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from torchq_compat.annotate.quantizers import quantizer_from
     from torchq_compat.annotate.sharing import Output
     from torchq_compat.annotate.tuple_rerouting import reroute_tuples
+    from torchq_compat.comparison.cases import calibrate
     from torchq_compat.comparison.collect import compare
     from torchq_compat.comparison.suggesting import suggest
     from torchq_compat.eager.quantize_dynamic import quantize_dynamic
@@ -92,6 +94,7 @@ HOMES.update(
         "annotate_outputs": "torchq_compat.annotate.outputs",
         "check_annotations": "torchq_compat.annotate.outputs",
         "check_sharing": "torchq_compat.annotate.outputs",
+        "calibrate": "torchq_compat.comparison.cases",
         "compare": "torchq_compat.comparison.collect",
         "explain": "torchq_compat.quantize.explain",
         "export": "torchq_compat.lower.export",

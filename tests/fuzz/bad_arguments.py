@@ -290,6 +290,7 @@ GOOD: dict[str, Arguments] = {
     "prepare_qat_pt2e": lambda: {"model": exported_splits(), "quantizer": Adds()},
     "merge_observers": lambda: {"prepared": prepared(), "states": [get_observer_state_dict(prepared())]},
     "streaming": lambda: {"converted": recurrent()},
+    "calibrate": lambda: {"prepared": prepared(), "batches": [inputs()]},
     "suggest": lambda: {key: value for key, value in compare_arguments().items() if key != "fx"},
     "quantizer_from": lambda: {"qconfig_mapping": MAPPING},
     "register": lambda: {"handler": UserModuleHandler()},

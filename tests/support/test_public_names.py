@@ -17,9 +17,9 @@ QUANTIZE_FX = """
 """
 PUBLIC = {
     "torchq_compat": f"""{ERRORS} {QUANTIZE_FX}
-        ConvertedModel Output QuantizationGraphModule annotate_outputs check_annotations check_sharing
-        compare explain export merge_observers quantize_dynamic quantizer_from reroute_tuples streaming
-        suggest to_executorch to_onnx
+        ConvertedModel Output QuantizationGraphModule annotate_outputs calibrate check_annotations
+        check_sharing compare explain export merge_observers quantize_dynamic quantizer_from reroute_tuples
+        streaming suggest to_executorch to_onnx
     """,
     "torchq_compat.errors": ERRORS,
     "torchq_compat.pt2e": """

@@ -59,6 +59,7 @@ def quantize(model: nn.Module, batches: list[torch.Tensor], folder: Path) -> Con
     tc.streaming(quantized).reset()
     found = tc.compare(model, mapping, example, batches, fx="auto")
     found.write_html(folder / "page.html")
+    tc.calibrate(prepared, batches)
     tc.suggest(model, mapping, example, batches, n=1, instead="16-bit")
     tc.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
     tc.fuse_fx(nn.Sequential(nn.Linear(2, 2), nn.ReLU()).eval())

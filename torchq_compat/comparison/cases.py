@@ -24,6 +24,7 @@ from torchq_compat.port.running import redirections
 from torchq_compat.port.running.fx_draws import drawing_as_fx
 from torchq_compat.port.running.removed_imports import legacy_module
 from torchq_compat.support import metadata
+from torchq_compat.support.argument_checks import checked_arguments, instance_of
 from torchq_compat.support.process_state import own_attribute
 from torchq_compat.support.upstream import pytree
 
@@ -66,9 +67,8 @@ class Case:
 
     def calibrate(self, prepared: Callable[..., Any]) -> None:
         """Call ``prepared`` with the calibration data, with a bar on a terminal, unless a state is loaded."""
-        with torch.no_grad():
-            for batch in progress("calibrating", self.calibration_data) if self.fx_state is None else ():
-                prepared(*batch)
+        if self.fx_state is None:
+            call_with_batches(prepared, self.calibration_data)
 
     def checked(self) -> Case:
         """Return the case with the example inputs as a tuple and the data as lists of tuples.
@@ -110,10 +110,46 @@ def read_case(what: str, value: Any) -> Case:
     return Case(**given).checked()
 
 
+@checked_arguments(prepared=instance_of(nn.Module, what="what prepare_fx returned"))
+def calibrate(prepared: nn.Module, batches: Iterable[Any]) -> None:
+    """Call a prepared model with batches, without gradients; on a terminal with a bar.
+
+    Args:
+        prepared: what ``prepare_fx`` returned.
+        batches: each a tuple or list of the model's positional arguments, or one tensor, as a DataLoader has
+            them. Targets among them have to be taken out before.
+
+    Raises:
+        ScriptError: ``batches`` are no batches.
+        InputError: the model does not take one.
+
+    Example:
+        >>> import torch
+        >>> from torch.ao.quantization import get_default_qconfig_mapping
+        >>> from torchq_compat import calibrate, convert_fx, prepare_fx
+        >>> model, batches = torch.nn.Sequential(torch.nn.Linear(4, 2)).eval(), torch.randn(8, 16, 4)
+        >>> prepared = prepare_fx(model, get_default_qconfig_mapping("x86"), (batches[0],))
+        >>> calibrate(prepared, list(batches))
+        >>> convert_fx(prepared)(batches[0]).shape
+        torch.Size([16, 2])
+    """
+    call_with_batches(prepared, _checked("batches", batches))
+
+
+def call_with_batches(prepared: Callable[..., Any], batches: Iterable[Any]) -> None:
+    with torch.no_grad():
+        for batch in progress("calibrating", batches):
+            prepared(*_batch(batch))
+
+
 def _batches(name: str, data: Any) -> list[Batch]:
+    return [_batch(batch) for batch in _checked(name, data)]
+
+
+def _checked(name: str, data: Any) -> Iterable[Any]:
     if isinstance(data, (Tensor, str, bytes, torch.Size, Mapping)) or not isinstance(data, Iterable):
         raise bad_data(name, f"is a {type(data).__name__} and no list of batches")
-    return [_batch(batch) for batch in data]
+    return data
 
 
 def _batch(batch: Any) -> Batch:

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, metadata, version
 from typing import Any, TypeAlias, TypeVar
@@ -129,7 +129,7 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
 ItemT = TypeVar("ItemT")
 
 
-def progress(description: str, items: Sequence[ItemT]) -> Iterable[ItemT]:
+def progress(description: str, items: Iterable[ItemT]) -> Iterable[ItemT]:
     """Return ``items``, with a progress bar while they are iterated, on a terminal only."""
     console = Console(stderr=True)
     return track(items, description, console=console, transient=True, disable=not shows_progress())
