@@ -4,7 +4,6 @@ Every test module is imported, and every test set up, with its own seed: what a 
 which tests ran before it. `TORCHQ_SEED=2 pytest` draws different numbers for all tests; a test that fails
 then asserts more than is true.
 
-Graphs and symbols are millions of objects that live long: the garbage collector looks at them less often.
 `pytest --smoke` runs one case of each test that takes little time.
 """
 
@@ -35,6 +34,8 @@ from torchq_compat.codes import CODES
 from torchq_compat.errors import QuantizationWarning, TorchQCompatError
 from torchq_compat.support.decisions import Decision
 
+# Graphs, symbols and what is imported are millions of objects that live long.
+gc.set_threshold(100_000, 50, 100)
 torch.set_num_threads(int(os.environ.get("TORCHQ_THREADS", "1")))
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the scripts that tests start
 # Rewriting the assertions takes each worker a third of its start, and each script that a test starts imports.
@@ -116,9 +117,7 @@ def pytest_collection_finish() -> None:
 
         kernel = ctypes.CDLL(str(kernel_build().library))
         assert kernel.torchq_compat_use_instruction_set(INSTRUCTION_SET.encode()) == 0, INSTRUCTION_SET
-    gc.collect()
     gc.freeze()
-    gc.set_threshold(100_000, 50, 100)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -72,6 +72,7 @@ def _server(env: tuple[tuple[str, str], ...]) -> subprocess.Popen[str]:
 
 def serve() -> None:
     """Import, then run each command that a line of standard input names, and print its exit code."""
+    gc.disable()  # while millions of objects are made that live long
     with import_noise_held_back():
         for name in IMPORTED:
             importlib.import_module(name)
@@ -79,8 +80,8 @@ def serve() -> None:
     for name in ("port.run_command", "comparison.compare_command"):
         module = importlib.import_module(f"torchq_compat.{name}")
         vars(module)["subprocess"] = SimpleNamespace(Popen=Fork, TimeoutExpired=subprocess.TimeoutExpired)
-    gc.collect()
     gc.freeze()
+    gc.enable()
     for line in sys.stdin:
         command, cwd, files = json.loads(line)
         pid = os.fork()
