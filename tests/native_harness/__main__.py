@@ -44,9 +44,7 @@ def main() -> int:
                 print(f"LEFT OUT {name}: {build.compiler} or its emulator is not installed", flush=True)
                 continue
             began = time.monotonic()
-            results, problem = run_replay(
-                build, compile_replay(build, Path(directory)), path, options.threads
-            )
+            results, problem = run_replay(build, compile_replay(build), path, options.threads)
             expected = expected or results
             if not problem and results != expected:
                 problem = "other bits than the first build"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchq_compat.recurrent.kernel.build import FLAGS, SOURCE
+from torchq_compat.recurrent.kernel.build import FLAGS, HEADERS, SOURCE, load_or_make
 
 __all__ = [
     "BUILDS",
@@ -44,7 +45,7 @@ class Build:
 
 
 #: A build that compiles in seconds and finds races, in the kernels of plain C++.
-SHORT = Build(("-O0", "-g1", "-fsanitize=thread", STD_THREADS, "-DTORCHQ_COMPAT_PLAIN"))
+SHORT = Build(("-O1", "-g1", "-fsanitize=thread", STD_THREADS, "-DTORCHQ_COMPAT_PLAIN"))
 #: Each build has the kernels of every instruction set, and runs those that its machine supports.
 BUILDS = {
     "a library's": Build(()),
@@ -64,20 +65,30 @@ EMULATED = {
 }
 
 
-def compile_replay(build: Build, into: Path, source: Path = SOURCE) -> Path:
-    """Compile the program into the directory ``into``; return its path."""
-    program = into / "replay"
-    flags = [*COMMON, "-pthread", *build.flags]
-    command = [build.compiler, *flags, f"-I{SOURCE.parent}", str(source), str(REPLAY), "-o", str(program)]
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=1200)
-    return program
+def compile_replay(build: Build, source: Path = SOURCE) -> Path:
+    """Compile the program, see ``_compiled``; return its path."""
+    return _compiled("replay", build, ["-pthread"], source, REPLAY)
+
+
+def _compiled(name: str, build: Build, flags: list[str], *sources: Path) -> Path:
+    """Return the program of ``sources``; it is kept beside the kernel, because compiling takes seconds."""
+    command = [build.compiler, *COMMON, *flags, *build.flags]
+    version = subprocess.run([build.compiler, "--version"], check=True, capture_output=True).stdout
+    read = [version, repr(command).encode(), *(path.read_bytes() for path in (*sources, *HEADERS))]
+    key = hashlib.sha256(b"\0".join(read)).hexdigest()[:16]
+
+    def compile_to(program: Path) -> None:
+        whole = [*command, f"-I{SOURCE.parent}", *map(str, sources), "-o", str(program)]
+        subprocess.run(whole, check=True, capture_output=True, text=True, timeout=1200)
+
+    return load_or_make(f"{name}_{key}", compile_to, lambda _: None)
 
 
 def run_replay(
     build: Build, program: Path, calls: Path, threads: Sequence[int], *, seconds: int = 3600
 ) -> tuple[bytes, str]:
     """Return the results, and what was found wrong; sanitizers end the program at the first finding."""
-    results = program.with_name("results")
+    results = calls.with_name("results")
     command = [*build.emulator, str(program), str(calls), str(results), *map(str, threads)]
     environment = {**os.environ, "OMP_NUM_THREADS": str(max(threads)), "OMP_DYNAMIC": "false"}
     ended = subprocess.run(
@@ -87,12 +98,9 @@ def run_replay(
     return results.read_bytes() if not problem else b"", problem
 
 
-def compile_integer_loops(build: Build, into: Path) -> Path:
-    """Compile the loops over integers into the directory ``into``; return the program's path."""
-    program = into / "integer_loops"
-    command = [build.compiler, *COMMON, *build.flags, f"-I{SOURCE.parent}", *map(str, INTEGER_LOOPS)]
-    subprocess.run([*command, "-o", str(program)], check=True, capture_output=True, text=True, timeout=1200)
-    return program
+def compile_integer_loops(build: Build) -> Path:
+    """Compile the loops over integers, see ``_compiled``; return the program's path."""
+    return _compiled("integer_loops", build, [], *INTEGER_LOOPS)
 
 
 def run_integer_loops(build: Build, program: Path, instruction_set: str | None = None) -> list[str]:

@@ -32,9 +32,9 @@ def expected(programs: list[Call]) -> bytes:
     return b"".join(map(results_of, programs))
 
 
-def test_a_sanitizer_finds_nothing_and_bits_are_equal(calls: Path, expected: bytes, tmp_path: Path) -> None:
+def test_a_sanitizer_finds_nothing_and_bits_are_equal(calls: Path, expected: bytes) -> None:
     assert len(expected) > 100_000
-    results, problem = run_replay(SHORT, compile_replay(SHORT, tmp_path), calls, (1, 3))
+    results, problem = run_replay(SHORT, compile_replay(SHORT), calls, (1, 3))
     assert problem == ""
     assert results == expected
 
@@ -44,10 +44,10 @@ ALL = {**BUILDS, **SANITIZED, **EMULATED}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, build in ALL.items() if build.is_possible()])
-def test_every_build_gives_the_same_bits(name: str, calls: Path, expected: bytes, tmp_path: Path) -> None:
+def test_every_build_gives_the_same_bits(name: str, calls: Path, expected: bytes) -> None:
     """All instruction sets of this or the emulated machine are covered; builds that lack a tool are not."""
     build = ALL[name]
-    results, problem = run_replay(build, compile_replay(build, tmp_path), calls, (1, 2, 3))
+    results, problem = run_replay(build, compile_replay(build), calls, (1, 2, 3))
     assert problem == ""
     assert results == expected
 
@@ -69,7 +69,7 @@ def test_a_fault_put_in_is_found(build: str, right: str, wrong: str, calls: Path
     for header in HEADERS:
         (tmp_path / header.name).write_text(header.read_text())
     made: Build = SANITIZED[build]
-    assert run_replay(made, compile_replay(made, tmp_path, broken), calls, (3,))[1] != ""
+    assert run_replay(made, compile_replay(made, broken), calls, (3,))[1] != ""
 
 
 def sample(seed: int) -> Call:
