@@ -9,8 +9,6 @@ import itertools
 import multiprocessing
 import os
 import random
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tests.helpers.once import SEED
-from tests.helpers.warm_python import ENVIRONMENT
+from tests.helpers.warm_python import warm_python
 from torchq_compat.lower.integers import operators
 
 #: What the package's loops are held to, and oneDNN.
@@ -63,28 +61,27 @@ def calls() -> Iterator[tuple[Any, ...]]:
         yield x, 0.02, zero_point, weight, scales, bias, stride, padding, dilation, groups, *ends
 
 
-def write(folder: str, onednn: str) -> None:
+def write(folder: str) -> None:
     """Write the results with each instruction set, each in a process of its own, for one import of torch."""
     context = multiprocessing.get_context("fork")
-    for own in (own for own, other in HELD if other == onednn):
-        process = context.Process(target=write_held, args=(own, Path(folder, own + onednn)))
+    for own, onednn in HELD:
+        process = context.Process(target=write_held, args=(own, onednn, Path(folder, own + onednn)))
         process.start()
         process.join()
         assert process.exitcode == 0, own
 
 
-def write_held(own: str, path: Path) -> None:
-    os.environ["TORCHQ_COMPAT_INSTRUCTION_SET"] = own  # the kernel reads it at its first call
+def write_held(own: str, onednn: str, path: Path) -> None:
+    # Each is read at the first call, which no process that forks has made.
+    os.environ["TORCHQ_COMPAT_INSTRUCTION_SET"], os.environ["ONEDNN_MAX_CPU_ISA"] = own, onednn
     torch.save([operators.CONVOLUTION(*args) for args in calls()], path)
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("held")
-    for onednn in ("AVX2", "DEFAULT"):
-        code = f"from {__name__} import write; write({str(folder)!r}, {onednn!r})"
-        variables = {"ONEDNN_MAX_CPU_ISA": onednn}
-        subprocess.run([sys.executable, "-c", code], check=True, env=ENVIRONMENT | variables)
+    done = warm_python("-c", f"from {__name__} import write; write({str(folder)!r})")
+    assert done.returncode == 0, done.stderr
     return folder
 
 
