@@ -231,6 +231,55 @@ def test_a_loop_is_a_loop(how: Callable[..., Any]) -> None:
         assert 20 < sqnr(model(call)[0], results) < 60
 
 
+class Attends(nn.Module):
+    """A decoder whose step repeats its state for each place of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.score = nn.GRUCell(6 + 4, 8), nn.Linear(4 + 8, 1)
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        h, states = memory.new_zeros(memory.size(0), 8), []
+        for step in x.unbind(1):
+            repeated = h.unsqueeze(1).expand(-1, memory.size(1), -1)
+            weights = self.score(torch.cat([memory, repeated], -1)).softmax(1)
+            h = self.cell(torch.cat([step, (weights * memory).sum(1)], -1), h)
+            states.append(h)
+        return torch.stack(states, 1)
+
+
+@pytest.mark.parametrize("how", [script, trace])
+def test_a_loop_whose_step_reads_sizes(how: Callable[..., Any]) -> None:
+    torch.manual_seed(0)
+    example = (torch.randn(2, 5, 6), torch.randn(2, 7, 4))
+    prepared = tc.prepare_fx(Attends().eval(), MAPPING, example, tc.get_default_prepare_custom_config())
+    prepared(*example)
+    quantized = tc.convert_fx(prepared)
+    again = loaded_again(how(quantized, example))
+    for batch, steps, places in ((2, 5, 7), (3, 4, 9), (1, 1, 1)):
+        call = (torch.randn(batch, steps, 6), torch.randn(batch, places, 4))
+        check_equal(quantized, again, call)
+
+
+def test_packed_sequences_are_refused_by_name() -> None:
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = nn.GRU(4, 6)
+
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            packed = nn.utils.rnn.pack_padded_sequence(x, lengths, enforce_sorted=False)
+            return nn.utils.rnn.pad_packed_sequence(self.rnn(packed)[0])[0]
+
+    call = (torch.randn(5, 2, 4), torch.tensor([5, 3]))
+    prepared = tc.prepare_fx(Packed().eval(), MAPPING, call, tc.get_default_prepare_custom_config())
+    prepared(*call)
+    with pytest.raises(
+        ExportError, match=r"ConvertedGRU at 'rnn' cannot become TorchScript: .* depends on values"
+    ):
+        torch.jit.script(tc.convert_fx(prepared))
+
+
 def test_inside_another_module() -> None:
     quantized = stages("classifier")["lowered"]
 

@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Node
 
 from torchq_compat.capture.call_layouts import CallLayout
 from torchq_compat.capture.opaque_calls import OpaqueModule
-from torchq_compat.capture.torch_export import capture_freely
+from torchq_compat.capture.torch_export import EVERY_SIZE, capture, capture_freely, clean_captured
 from torchq_compat.errors import ExportError
 from torchq_compat.lower.torchscript.source import HELPERS, FunctionSource, flat_results, write_function
 from torchq_compat.model.other_tools import is_asked_by_torch_jit
@@ -27,7 +27,7 @@ from torchq_compat.read.qparams import PerTensorQParams
 from torchq_compat.recurrent.over_time import LoopShape, exporting_loops_as
 from torchq_compat.recurrent.recurrent_module import RecurrentModule
 from torchq_compat.support import metadata
-from torchq_compat.support.upstream import pytree, tracing_paused
+from torchq_compat.support.upstream import pytree, symbolic_shapes_config, tracing_paused
 from torchq_compat.support.user_warnings import warn_user
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 NAMES: dict[str, Any] = {"Dict": dict, "List": list, "Optional": Optional, "Tuple": tuple}
 _FILES = itertools.count()
+ATEN, SCAN = torch.ops.aten, torch.ops.higher_order.scan
 #: Conditions about sizes that are valid in TorchScript too.
 PLAIN_CONDITION = re.compile(r"(?:[\w\s()+\-*%<>=!]|//)*")
 
@@ -149,7 +150,9 @@ def _function_of_leaf(leaf: nn.Module, node: Node, model: QuantizationGraphModul
     examples = tuple(_example(given[index], leaf) for index in places)
     path = str(node.target)
     if any(not isinstance(example, Tensor) for example in examples):
-        raise _refused(type(leaf).__name__, path, "it is called with a size")
+        raise _refused(
+            type(leaf).__name__, path, "it is called with a size, or with one that depends on values"
+        )
 
     class Called(nn.Module):
         def __init__(self) -> None:
@@ -166,7 +169,13 @@ def _function_of_leaf(leaf: nn.Module, node: Node, model: QuantizationGraphModul
         raise observed  # Its loop would be unrolled.
     try:
         with exporting_loops_as(LoopShape.ROLLED), torch.no_grad():
-            captured = capture_freely(Called().train(leaf.training), examples)
+            called = Called().train(leaf.training)
+            captured = capture_freely(called, examples)
+            if captured.graph.find_nodes(op="call_function", target=SCAN) and _reads_sizes(leaf):
+                # The body of a scan is traced on its own, where sizes are numbers unless torch has symbols.
+                with symbolic_shapes_config.patch(backed_size_oblivious=True):
+                    captured, _ = capture(called, examples, EVERY_SIZE)
+                clean_captured(captured)
     except Exception as cause:
         if model.is_prepared:
             raise observed from cause
@@ -181,6 +190,11 @@ def _function_of_leaf(leaf: nn.Module, node: Node, model: QuantizationGraphModul
         )
         source.results = [_rebuilt(captured.graph._codegen.pytree_info.out_spec, leaves)]  # type: ignore[attr-defined]
     return source
+
+
+def _reads_sizes(leaf: nn.Module) -> bool:
+    graphs = (module.graph for module in leaf.modules() if isinstance(module, GraphModule))
+    return any(graph.find_nodes(op="call_function", target=ATEN.sym_size.int) for graph in graphs)
 
 
 def _take_and_hand_integers(inner: FunctionSource, layout: CallLayout, node: Node) -> None:
@@ -240,7 +254,9 @@ def _example(argument: Node, leaf: nn.Module) -> Any:
     while not isinstance(value, Tensor) and source.all_input_nodes:
         source = source.all_input_nodes[0]
         value = source.meta.get("val")
-    if not isinstance(value, Tensor):
+    if not isinstance(value, Tensor) or any(
+        isinstance(size, torch.SymInt) and size.node.hint is None for size in value.shape
+    ):
         return None
     sizes = [int(size) if isinstance(size, int) else int(size.node.hint) for size in value.shape]
     dtype = value.dtype
