@@ -500,7 +500,9 @@ def test_a_lowered_module_takes_and_returns_integers(name: str) -> None:
     attention, seen = converted.attention, list[torch.dtype]()
     for graph in (attention.project_in, attention.project_out):
         graph.register_forward_hook(lambda _m, args, out: seen.extend((args[0].dtype, out[0].dtype)))
+    scripted = torch.jit.script(converted)
     for args in data:
+        assert_equal(scripted(*args), converted(*args))
         pairs = zip(leaves(converted(*args)), leaves(converted.reference(*args)), strict=True)
         for (lowered, expected), qparams in zip(pairs, attention.integer_results, strict=True):
             # Attention in another order of additions moves a value to the next step at most.

@@ -147,7 +147,9 @@ def _function_of_leaf(leaf: nn.Module, node: Node, model: QuantizationGraphModul
     kwargs = {"opaque_layout": node.kwargs.get("opaque_layout")} if is_opaque else counterpart.kwargs
     given, form = pytree.tree_flatten((counterpart.args, kwargs))
     places = [index for index, item in enumerate(given) if isinstance(item, Node)]
-    examples = tuple(_example(given[index], leaf) for index in places)
+    # A reference graph does not say which arguments its lowered form has in integers.
+    own = pytree.tree_leaves((node.args, kwargs)) if is_opaque else given
+    examples = tuple(_example(given[index], own[index], leaf) for index in places)
     path = str(node.target)
     if any(not isinstance(example, Tensor) for example in examples):
         raise _refused(
@@ -248,8 +250,9 @@ def _reference_node(node: Node, model: QuantizationGraphModule) -> Node:
     return result
 
 
-def _example(argument: Node, leaf: nn.Module) -> Any:
-    """Return a tensor of the example's sizes; in floats if ``leaf`` accepts floats."""
+def _example(argument: Node, own: Node, leaf: nn.Module) -> Any:
+    """Return a tensor of the sizes of ``argument`` in the example, and the dtype of ``own``, which stands for
+    it; in floats if ``leaf`` accepts floats."""
     source, value = argument, argument.meta.get("val")
     while not isinstance(value, Tensor) and source.all_input_nodes:
         source = source.all_input_nodes[0]
@@ -260,7 +263,7 @@ def _example(argument: Node, leaf: nn.Module) -> Any:
         return None
     sizes = [int(size) if isinstance(size, int) else int(size.node.hint) for size in value.shape]
     dtype = value.dtype
-    integers = metadata.INTEGERS.of(argument)
+    integers = metadata.INTEGERS.of(own)
     if integers is not None:
         dtype = integers.dtype
     if isinstance(leaf, OpaqueModule) and leaf.opaque_in_floats and not dtype.is_floating_point:
