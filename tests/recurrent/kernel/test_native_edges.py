@@ -406,6 +406,7 @@ def test_a_build_that_was_killed_is_swept_up_and_does_not_block(cache: Path) -> 
 
 FULL = """\
 while [ "$1" != -o ]; do shift; done
+echo "/tmp/of_gcc.s: Assembler messages:" >&2
 echo "/usr/bin/ld: final link failed: No space left on device" >&2; exit 1
 """
 
@@ -421,10 +422,12 @@ def test_a_full_disk(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         made = build.build_kernel()
     assert made.library is None
     assert made.code == "TQ805"
-    assert made.hint.startswith("free space")
+    assert made.hint.startswith("Free space")
     assert not list(cache.parent.iterdir())
     (tmp_path / "compiler").write_text(FULL)
-    assert build.build_kernel().hint.startswith("free space")
+    made = build.build_kernel()
+    assert made.hint.startswith("Free space")
+    assert "No space left on device" in made.problem
 
 
 def test_a_fork_beside_a_build_waits_for_it(cache: Path) -> None:

@@ -353,12 +353,12 @@ def read_compiler() -> list[str]:
 
 def explain_failed_build(cause: Exception) -> tuple[str, str]:
     """Return what went wrong when a library was compiled or loaded, and its code."""
-    said = getattr(cause, "stderr", None) or ""
-    problem = _first_line(said) if isinstance(cause, subprocess.CalledProcessError) else str(cause)
+    said, full = getattr(cause, "stderr", None) or "", os.strerror(errno.ENOSPC)
+    problem = str(cause)
     if isinstance(cause, subprocess.CalledProcessError):
-        problem = f"{cause.cmd[0]}: {problem}"
-    full = os.strerror(errno.ENOSPC)
-    has_no_place = full in said or full in problem or isinstance(cause, CacheError)
+        of_disk = "\n".join(line for line in said.splitlines() if full in line)
+        problem = f"{cause.cmd[0]}: {_first_line(of_disk or said)}"
+    has_no_place = full in problem or isinstance(cause, CacheError)
     return problem, "TQ805" if has_no_place else "TQ801"
 
 
