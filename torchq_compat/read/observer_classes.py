@@ -57,6 +57,20 @@ class FastHistogramObserver(HistogramObserver):  # type: ignore[misc]
         super().forward(values)
         return x_orig
 
+    def _upscale_histogram(self, histogram: Tensor, *ends: Tensor) -> Tensor:
+        """Return ``histogram`` in the bins of a wider range, with torchao's bits: bins without values, most of
+        them after few batches, would add zeros."""
+        orig_min, orig_max, update_min, update_max = ends
+        filled, rate = histogram.nonzero().squeeze(1), self.upsample_rate
+        parts = self.bins * rate
+        starts = torch.linspace(orig_min, orig_max, parts + 1, device=orig_min.device)[:-1]
+        middles = starts.to(histogram.device) + 0.5 * ((orig_max - orig_min) / parts)
+        edges = torch.linspace(update_min, update_max, self.bins + 1, device=update_min.device)
+        middles = middles.reshape(self.bins, rate)[filled].flatten()
+        bins = torch.bucketize(middles, edges.to(histogram.device), right=True) - 1
+        weights = histogram[filled].repeat_interleave(rate) / rate
+        return torch.bincount(bins.clamp(0, self.bins - 1), weights=weights, minlength=self.bins)
+
     def _non_linear_param_search(self) -> tuple[Tensor, Tensor]:
         first, last = least_error_bins(self)
         bin_width = (self.max_val - self.min_val) / self.bins
