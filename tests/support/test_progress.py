@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.ao.quantization import get_default_qconfig_mapping
 
-from torchq_compat import cli, prepare_fx
+from torchq_compat import cli, convert_fx, export, prepare_fx
 from torchq_compat.support import report
 from torchq_compat.support.report import QUIET, slow_stages
 
@@ -52,6 +52,14 @@ def test_stages_and_their_times(terminal: Terminal) -> None:
 def test_prepare_names_its_passes(terminal: Terminal) -> None:
     prepare_fx(nn.Linear(2, 2).eval(), get_default_qconfig_mapping("x86"), (torch.randn(1, 2),))
     assert re.search(r"prepare took .* s: capture ", terminal.getvalue())
+
+
+def test_export_says_how_long_it_took(terminal: Terminal) -> None:
+    x = torch.randn(1, 2)
+    prepared = prepare_fx(nn.Linear(2, 2).eval(), get_default_qconfig_mapping("x86"), (x,))
+    prepared(x)
+    export(convert_fx(prepared), (x,))
+    assert re.search(r"export took \d+\.\d s\n", terminal.getvalue())
 
 
 @pytest.mark.parametrize("reason", ["quiet", "no terminal"])

@@ -29,6 +29,7 @@ from torchq_compat.recurrent.over_time import LoopShape, exporting_loops_as
 from torchq_compat.support import metadata
 from torchq_compat.support.decisions import Action
 from torchq_compat.support.graph_nodes import position_of
+from torchq_compat.support.report import slow_stages
 from torchq_compat.support.upstream import guards_of, pytree, symbolic_shapes_config
 from torchq_compat.support.user_warnings import is_of_treespec, silenced, warn_user
 
@@ -315,7 +316,8 @@ def export(
     if recurrent not in shapes:
         listed = ", ".join(repr(str(shape)) for shape in shapes)
         raise ExportError.of("TQ930.recurrent", recurrent=recurrent, shapes=listed)
-    return exported(converted, example_inputs, LoopShape(recurrent), dynamic_shapes)
+    with slow_stages("export"):
+        return exported(converted, example_inputs, LoopShape(recurrent), dynamic_shapes)
 
 
 def exported(
