@@ -530,6 +530,25 @@ def test_sizes_that_the_program_fixes_are_said() -> None:
         tc.export(converted, (X,))
 
 
+def test_a_computed_size_that_the_program_fixes_is_said() -> None:
+    class Pools(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv1d(3, 4, 4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.conv(x)
+            return nn.functional.avg_pool1d(y, y.size(2)).flatten(1)
+
+    model, x = Pools().eval(), torch.randn(2, 3, 16)
+    reference = tc.convert_to_reference_fx(tc.prepare_fx(model, torch.ao.quantization.QConfigMapping(), (x,)))
+    torch.testing.assert_close(reference(torch.randn(2, 3, 33)).shape, torch.Size([2, 4]))
+    with pytest.warns(QuantizationWarning, match=r"leaves free: \(x\.size\(\)\[2\] // 4\) == 4"):
+        program = tc.export(reference, (x,)).module()
+    with pytest.raises(AssertionError, match="Guard failed"):
+        program(torch.randn(2, 3, 33))
+
+
 def test_nothing_to_say_of_a_model_that_is_as_asked() -> None:
     program = program_of("gru", LoopShape.ROLLED)  # A warning would be an error there.
     assert_same_bits(reference("gru"), program, (6, 3))

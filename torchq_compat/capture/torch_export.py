@@ -166,8 +166,10 @@ def export_with(model: nn.Module, args: tuple[Any, ...], dynamic_shapes: Any) ->
 
 
 def _is_of_computed_weight(text: str) -> bool:
-    """Return whether ``text`` warns of weights that the hooks of weight_norm or prune assign in a call."""
-    assigned = re.match(r"The tensor attributes? (self(\.\w+)*\.(weight|bias)(, )?)+ w.* assigned", text)
+    """Return whether ``text`` warns of weights that the hooks of weight_norm or prune assign in a call, or a
+    recurrent module's own copy."""
+    names = r"(weight|bias|_flat_weights\[\d+\])"
+    assigned = re.match(rf"The tensor attributes? (self(\.\w+)*\.{names}(, )?)+ w.* assigned", text)
     return assigned is not None
 
 

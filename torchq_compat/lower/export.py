@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -18,7 +20,14 @@ from torchq_compat.capture.opaque_calls import OpaqueModule, layout_index, opaqu
 from torchq_compat.capture.packed_sequences import with_padded_packs
 from torchq_compat.capture.sizes.find_sizes import Group, group_of
 from torchq_compat.capture.sizes.input_sizes import Dimension
-from torchq_compat.capture.trial_runs import SizeGroups, kept_buffers, sizes_at, with_sizes
+from torchq_compat.capture.trial_runs import (
+    SizeGroups,
+    kept_buffers,
+    resized,
+    sizes_at,
+    trial_sizes,
+    with_sizes,
+)
 from torchq_compat.errors import CaptureError, ExportError, TorchQCompatError
 from torchq_compat.lower.streaming import StreamingModel, StreamProgram
 from torchq_compat.model.graph_module import ConvertedGraphModule
@@ -351,7 +360,7 @@ def exported(
     clean_up(program)
     _warn_of_float_modules(model)
     if streams is None and dynamic_shapes is None and shape is not LoopShape.UNROLLED:
-        _warn_of_fixed_sizes(model, program)
+        _warn_of_fixed_sizes(model, program, args)
     return program
 
 
@@ -412,7 +421,9 @@ def _warn_of_float_modules(model: ConvertedGraphModule) -> None:
         warn_user("TQ703", ops=", ".join(left))
 
 
-def _warn_of_fixed_sizes(model: ConvertedGraphModule, program: ExportedProgram) -> None:
+def _warn_of_fixed_sizes(
+    model: ConvertedGraphModule, program: ExportedProgram, args: tuple[Any, ...]
+) -> None:
     """Say which sizes the captured model leaves free and the program does not."""
     names = program.graph_signature.user_inputs
     nodes = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
@@ -424,8 +435,26 @@ def _warn_of_fixed_sizes(model: ConvertedGraphModule, program: ExportedProgram) 
         for dimension, size in zip(dimensions, _sizes(nodes.get(str(name))), strict=True)
         if not dimension.is_fixed and _constant(size) is not None
     ]
-    if fixed:
+    if fixed or (fixed := list(dict.fromkeys(_guards_broken(model, program, args)))):
         warn_user("TQ701", sizes=", ".join(fixed))
+
+
+def _guards_broken(
+    model: ConvertedGraphModule, program: ExportedProgram, args: tuple[Any, ...]
+) -> Iterator[str]:
+    """Yield, for people, a guard of ``program`` that refuses sizes which ``model`` was tried at, for each."""
+    signature = model.record.signature
+    for groups in trial_sizes(signature.sizes):
+        call = resized(args, signature.labelled(args), signature.sizes, groups)
+        given = {"args": call} if signature.names is None else dict(zip(signature.names, call, strict=True))
+        with suppress(
+            Exception
+        ):  # A guard may call what only torch.export has, and the model refuse the sizes.
+            names = {"math": math, "torch": torch, "L": given}
+            broken = next(guard for guard in guards_of(program) if not eval(guard, names))
+            with torch.no_grad():
+                model(*call)
+            yield SIZE.sub(lambda match: match[0][3:].replace("']", "", 1), broken)
 
 
 def _sizes(node: Node | None) -> tuple[Any, ...]:
