@@ -175,7 +175,8 @@ def test_a_wheel_that_carries_the_kernel_compiles_nothing(tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_an_sdist_is_a_checkout_and_installs(tmp_path: Path) -> None:
     checkout, unpacked = tmp_path / "checkout", tmp_path / "unpacked"
-    skipped = shutil.ignore_patterns(".git", "__pycache__", "*.so", "*.egg-info", "build", "dist", ".*_cache")
+    made = (".git", "__pycache__", "*.so", "*.egg-info", "build", "dist", ".*_cache", ".hypothesis")
+    skipped = shutil.ignore_patterns(*made)
     shutil.copytree(ROOT, checkout, ignore=skipped)
     files = {path.relative_to(checkout) for path in checkout.rglob("*") if path.is_file()}
     build = "import sys, setuptools.build_meta as backend; backend.build_sdist(sys.argv[1])"
