@@ -58,8 +58,8 @@ class FastHistogramObserver(HistogramObserver):  # type: ignore[misc]
         return x_orig
 
     def _upscale_histogram(self, histogram: Tensor, *ends: Tensor) -> Tensor:
-        """Return ``histogram`` in the bins of a wider range, with torchao's bits: bins without values, most of
-        them after few batches, would add zeros."""
+        """Return ``histogram`` in the bins of a wider range, with torchao's bits: bins without values, most
+        of them after few batches, would add zeros."""
         orig_min, orig_max, update_min, update_max = ends
         filled, rate = histogram.nonzero().squeeze(1), self.upsample_rate
         parts = self.bins * rate
