@@ -576,6 +576,14 @@ def test_a_range_whose_ends_differ_in_number_is_refused(end: str, numbers: Tenso
     assert torch.equal(converted_output(prepared), expected)
 
 
+def test_a_range_whose_ends_differ_in_shape_is_refused() -> None:
+    prepared = tc.prepare_fx(nn.Linear(4, 4).eval(), get_default_qconfig_mapping("x86"), (torch.ones(2, 4),))
+    state = prepared.state_dict()
+    name = next(name for name in state if name.endswith("min_val") and not state[name].numel())
+    with pytest.raises(CheckpointError, match=rf"{re.escape(name)} has the shape \(0, 3\), where .* \(0,\)"):
+        prepared.load_state_dict({**state, name: torch.ones(0, 3)})
+
+
 def test_integers_that_would_wrap_around_are_refused() -> None:
     prepared, expected = calibrated()
     for model in (tc.convert_to_reference_fx(prepared), tc.convert_fx(prepared)):

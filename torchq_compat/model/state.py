@@ -254,7 +254,11 @@ def _problem_of_numbers(name: str, numbers: Numbers, state: Mapping[str, Any]) -
         return f"holds {held.numel()} numbers, where the model has {numbers.counts[0]}"
     if isinstance(other, Tensor) and other.numel() != held.numel():
         return f"holds {held.numel()} numbers, where {numbers.other} holds {other.numel()}"
-    if name.endswith("min_val") and isinstance(other, Tensor) and is_no_range(values, other):
+    if not name.endswith("min_val") or not isinstance(other, Tensor):
+        return None
+    if other.shape != held.shape:
+        return f"has the shape {tuple(held.shape)}, where {numbers.other} has {tuple(other.shape)}"
+    if is_no_range(values, other):
         return f"is larger than {numbers.other}, or infinite"
     return None
 
