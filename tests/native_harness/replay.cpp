@@ -96,7 +96,8 @@ int main(int count, char** arguments) {
                                      segments.as<double>(), size[kSegments], made % 2),
           [](TorchqCompatCell* each) { torchq_compat_free_cell(each); });
       must(cell != nullptr, "the kernel had no memory");
-      for (int argument = 3; argument < count; ++argument) {
+      // Runs that pack use one thread.
+      for (int argument = 3; argument < (made % 2 ? 4 : count); ++argument) {
         const int64_t threads = std::atoll(arguments[argument]);
         const auto run = [&] {
           std::vector<std::vector<float>> found;
