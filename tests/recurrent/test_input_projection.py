@@ -14,6 +14,7 @@ from tests.helpers.converted_cells import KINDS, cells_of, converted
 from tests.helpers.lstm_flow import uniform
 from tests.helpers.oracle import leaves
 from torchq_compat.modules.parts import converted_qparams, part_nodes
+from torchq_compat.recurrent.cell_graph import call_on
 
 LINEAR = torch.ops.aten.linear.default
 
@@ -39,10 +40,10 @@ def test_projection_and_step_are_the_cell(name: str) -> None:
         x, *states = cell_inputs(cell)
         projected = cell.project(x)
         assert all(each.shape[:2] == (7, 3) for each in projected)
-        repeated = cell.repeated_step()
+        step, repeated = call_on(cell, cell.step_graph()), cell.repeated_step()
         for time, x_t in enumerate(x):
             at_time = [each[time] for each in projected]
-            new = cell.step(*at_time, *states)
+            new = step(cell, *at_time, *states)
             assert_same_integers(cell, new, cell(x_t, *states))
             assert all(map(torch.equal, new, repeated(*at_time, *states)))
             states = list(new)

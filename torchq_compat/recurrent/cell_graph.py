@@ -88,7 +88,6 @@ class CellFunctions:
     Attributes:
         graphs: the projection and the step.
         project: (owner, x) -> projected.
-        step: (owner, *projected, *states) -> the new states.
         constants: (owner) -> the values that the step computes only from weights.
         step_of_constants: (owner, *constants, *projected, *states) -> the new states.
         weights: (owner) -> the weights of the step, as they are stored.
@@ -97,7 +96,6 @@ class CellFunctions:
 
     graphs: SplitGraph
     project: Function
-    step: Function
     constants: Function
     step_of_constants: Function
     weights: Function
@@ -108,8 +106,9 @@ class CellFunctions:
         """Return the functions of ``cell``, whose attributes are those of ``owner``."""
         graphs = split_off_projection(cell)
         stored = {node for node in graphs.outside.nodes if node.op == "get_attr"}
-        splits = (graphs, split_off_constants(graphs.outside), _split(graphs.outside, stored, set()))
-        return cls(graphs, *(call_on(owner, graph) for split in splits for graph in split))
+        splits = split_off_constants(graphs.outside), _split(graphs.outside, stored, set())
+        steps = (call_on(owner, graph) for split in splits for graph in split)
+        return cls(graphs, call_on(owner, graphs.first), *steps)
 
 
 def _constants(graph: Graph) -> set[Node]:
@@ -223,8 +222,8 @@ def _with_initial_qparams(
 class ConvertedCellGraphModule(parts.ConvertedPartGraphModule, CellGraphModule):
     """A q-dq cell: its state_dict carries all qparams.
 
-    ``cell(x, *states)`` equals ``cell.step(*cell.project(x), *states)``, except that a linear may sum in
-    another order when it has more rows.
+    ``cell(x, *states)`` equals ``cell.repeated_step()(*cell.project(x), *states)``, except that a linear may
+    sum in another order when it has more rows.
     """
 
     _made: CellFunctions | None = None
@@ -242,8 +241,8 @@ class ConvertedCellGraphModule(parts.ConvertedPartGraphModule, CellGraphModule):
         copied._made = self._made
         return copied
 
-    # Not in recompile, which copies and passes call again and again: six functions are compiled. Not a cached
-    # property, whose lock Dynamo does not enter.
+    # Not in recompile, which copies and passes call again and again: five functions are compiled. Not a
+    # cached property, whose lock Dynamo does not enter.
     @property
     def _functions(self) -> CellFunctions:
         if self._made is None:
@@ -272,7 +271,7 @@ class ConvertedCellGraphModule(parts.ConvertedPartGraphModule, CellGraphModule):
         return self._functions.graphs.outside
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return the inputs of ``step`` that depend on ``x`` (..., I), for all steps at once; (..., width)
+        """Return the inputs of a step that depend on ``x`` (..., I), for all steps at once; (..., width)
         each."""
         project = qdq.weight_by_weight(self, self.projection_graph()) or partial(
             self._functions.project, self
@@ -280,19 +279,15 @@ class ConvertedCellGraphModule(parts.ConvertedPartGraphModule, CellGraphModule):
         projected: tuple[Tensor, ...] = project(x)
         return projected
 
-    def step(self, *projected_and_states: Tensor) -> tuple[Tensor, ...]:
-        """Return the new states, given the results of ``project`` for one step and the states, (B, width)
-        each."""
-        return self._functions.step(self, *projected_and_states)
-
     def repeated_step(self) -> Callable[..., tuple[Tensor, ...]]:
-        """Return ``step`` for many steps in a row; the weights are dequantized once, in this call."""
+        """Return (*projected, *states) -> the new states, (B, width) each, for many steps in a row: weights
+        are dequantized once, in this call. ``projected`` are results of ``project`` for one step."""
         return qdq.weight_by_weight(self, self.step_graph()) or partial(
             self._functions.step_of_constants, self, *self._functions.constants(self)
         )
 
     def step_of_weights(self) -> tuple[Callable[..., tuple[Tensor, ...]], tuple[Tensor, ...]]:
-        """Return ``step`` as a function of (*weights, *projected, *states), and the stored, quantized
+        """Return a step as a function of (*weights, *projected, *states), and the stored, quantized
         weights."""
         return partial(self._functions.step_of_weights, self), self._functions.weights(self)
 
