@@ -69,6 +69,27 @@ def test_an_image_with_channels_last() -> None:
         assert torch.equal(reference(call), program(call))
 
 
+class RowsAndColumns(nn.Module):
+    """torch guards against one sequence by comparing two products of sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.LSTM(4, 3, batch_first=True, bidirectional=True)
+        self.columns = nn.LSTM(6, 3, batch_first=True)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        x = torch.stack([batch["x"], batch["x"] * 2], 1)
+        rows = self.rows(x.flatten(0, 1))[0].unflatten(0, x.shape[:2])
+        return self.columns(rows.transpose(1, 2).flatten(0, 1))[0]
+
+
+def test_one_of_two_products_of_sizes() -> None:
+    reference, program = exported(RowsAndColumns())
+    for batch, steps in ((1, 6), (3, 6), (2, 9)):
+        call = {"x": torch.randn(batch, steps, 4)}
+        assert torch.equal(reference(call), program(call))
+
+
 def test_sizes_of_one_give_the_bits_of_the_reference() -> None:
     reference, program = exported(BothWays())
     for batch, steps in ((1, 6), (3, 1), (1, 1), (2, 9)):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -18,12 +19,10 @@ from torchq_compat.capture import torch_export
 from torchq_compat.capture.example_inputs import asks_for_examples, read_example_inputs
 from torchq_compat.capture.opaque_calls import OpaqueModule, layout_index, opaque_call_nodes, tensor_arguments
 from torchq_compat.capture.packed_sequences import with_padded_packs
-from torchq_compat.capture.sizes.find_sizes import Group, group_of
-from torchq_compat.capture.sizes.input_sizes import Dimension
+from torchq_compat.capture.sizes.find_sizes import group_of
 from torchq_compat.capture.trial_runs import (
     SizeGroups,
     kept_buffers,
-    resized,
     sizes_at,
     trial_sizes,
     with_sizes,
@@ -93,83 +92,71 @@ def _read_instead(node: Node, other: object) -> None:
 
 #: ``L['x'].size()[0]``, as a guard names a size.
 SIZE = re.compile(r"L(?:\[[^\]]+\]|\.\w+)+\.size\(\)\[\d+\]")
-FACTOR = rf"(?:\d+|{SIZE.pattern})"
-#: A product of sizes and numbers, and the number that it must not be, or must exceed.
-NOT_PRODUCT = re.compile(rf"\(*(?P<product>{FACTOR}(?:\*{FACTOR})*)\)* (?:!=|>) (?P<number>\d+)")
 
 
-def drop_guards_of_ones(program: ExportedProgram, model: ConvertedGraphModule, args: tuple[Any, ...]) -> None:
-    """Drop the guards of ``program`` that refuse only sizes of 1 at which it computes what ``model`` does."""
-    guards = guards_of(program)
-    calls = _calls_refused(guards, model, args)
-    if not calls:
-        return
-    module = program.module(check_guards=False)
-    right: dict[frozenset[Group], bool] = {}
-    for guard, groups in calls.items():
-        if frozenset(groups) not in right:
-            right[frozenset(groups)] = _is_right(module, model, args, groups)
-        if right[frozenset(groups)]:
-            guards[:] = [other for other in guards if other != guard]
+@dataclass(frozen=True)
+class _Guarded:
+    """A program, and the model and arguments that it was exported from."""
+
+    program: ExportedProgram
+    model: ConvertedGraphModule
+    args: tuple[Any, ...]
+    is_streaming: bool
+
+    def call_at(self, groups: SizeGroups) -> tuple[Any, ...]:
+        """Return the arguments with the sizes ``groups``; the others stay as they are: a streaming program
+        accepts only its own batch size."""
+        signature = self.model.record.signature
+        values = sizes_at(signature.sizes, groups)
+        dimensions = signature.sizes.dimensions
+        changed = {
+            item.place: values[item.place] for item in dimensions if values[item.place] != item.example
+        }
+        return with_sizes(self.args, signature.labelled(self.args), changed)
+
+    def broken_at(self, groups: SizeGroups) -> list[str]:
+        """Return the guards that refuse the sizes ``groups``."""
+        names, call = self.model.record.signature.names, self.call_at(groups)
+        by_name = names is not None and not self.is_streaming
+        given = dict(zip(names, call, strict=True)) if by_name and names else {"args": call}
+        broken = []
+        for guard in guards_of(self.program):
+            with suppress(Exception):  # It may call what only torch.export has.
+                if not eval(guard, {"math": math, "torch": torch, "L": given}):
+                    broken.append(guard)
+        return broken
+
+    def is_right_at(self, groups: SizeGroups) -> bool:
+        """Return whether the program, without guards, has the bits of the model at the sizes ``groups``."""
+        module, call = self.program.module(check_guards=False), self.call_at(groups)
+        try:
+            # A streaming program writes to its states.
+            with torch.no_grad(), kept_buffers(module):
+                return _same_bits(self.model(*call), module(*call))
+        except Exception:
+            # A kernel refuses what the guard refused: keep the guard, which names the size.
+            return False
 
 
-def _calls_refused(
-    guards: list[str], model: ConvertedGraphModule, args: tuple[Any, ...]
-) -> dict[str, SizeGroups]:
-    """Return guard -> the sizes of 1 that it refuses, for guards whose sizes the model accepts."""
-    signature = model.record.signature
-    dimensions = _by_name_in_guards(signature.sizes.dimensions, signature.labelled(args))
-    result = {}
-    for guard in guards:
-        groups = _ones_refused(guard, dimensions)
-        if groups and signature.sizes.broken_rule(sizes_at(signature.sizes, groups)) is None:
-            result[guard] = groups
-    return result
-
-
-def _by_name_in_guards(dimensions: Iterable[Dimension], labels: Iterable[str]) -> dict[str, Dimension]:
-    """Return name in guards -> dimension; a streaming program takes ``*args``, named by their positions."""
-    positions = list(dict.fromkeys(label.partition("[")[0] for label in labels))
-    matches: dict[str, Dimension] = {}
-    for dimension in dimensions:
-        name, bracket, remaining = dimension.label.partition("[")
-        for root in (f"['{name}']", f"['args'][{positions.index(name)}]"):
-            matches[f"L{root}{bracket}{remaining}.size()[{dimension.index}]"] = dimension
-    return matches
-
-
-def _ones_refused(guard: str, dimensions: Mapping[str, Dimension]) -> SizeGroups:
-    """Return the sizes of 1 that ``guard`` refuses, if it only says that a product of sizes is not its value
-    at sizes of 1; return no sizes for any other guard."""
-    result = NOT_PRODUCT.fullmatch(guard)
-    sizes = SIZE.findall(guard)
-    if result is None or not sizes or not all(size in dimensions for size in sizes):
-        return {}
-    factors = [int(number) for number in SIZE.sub("1", result["product"]).split("*")]
-    if torch.Size(factors).numel() != int(result["number"]):
-        return {}
-    return {group_of(dimensions[size]): 1 for size in sizes}
-
-
-def _is_right(
-    module: torch.nn.Module, model: ConvertedGraphModule, args: tuple[Any, ...], groups: SizeGroups
-) -> bool:
-    signature = model.record.signature
-    values = sizes_at(signature.sizes, groups)
-    # The other sizes stay as in ``args``: a streaming program accepts only its own batch size.
-    changed = {
-        dimension.place: values[dimension.place]
-        for dimension in signature.sizes.dimensions
-        if values[dimension.place] != dimension.example
-    }
-    call = with_sizes(args, signature.labelled(args), changed)
-    try:
-        # A streaming program writes to its states.
-        with torch.no_grad(), kept_buffers(module):
-            return _same_bits(model(*call), module(*call))
-    except Exception:
-        # A kernel refuses what the guard refused: keep the guard, which names the size.
-        return False
+def drop_guards_of_ones(guarded: _Guarded) -> None:
+    """Drop the guards that refuse sizes of 1, and none of 2, at which the program computes what the model
+    does."""
+    sizes, refused = guarded.model.record.signature.sizes, dict[str, list[SizeGroups]]()
+    groups = dict.fromkeys(map(group_of, sizes.free))
+    for ones in (*({group: 1} for group in groups), dict.fromkeys(groups, 1)):
+        if sizes.broken_rule(sizes_at(sizes, ones)) is None and (broken := guarded.broken_at(ones)):
+            at_two = guarded.broken_at(dict.fromkeys(ones, 2))
+            for guard in broken:
+                # What one size of 1 breaks all of them do.
+                if guard not in at_two and (len(ones) == 1 or guard not in refused):
+                    refused.setdefault(guard, []).append(ones)
+    right = functools.cache(lambda ones: guarded.is_right_at(dict.fromkeys(ones, 1)))
+    guards = guards_of(guarded.program)
+    guards[:] = [
+        guard
+        for guard in guards
+        if guard not in refused or not all(right(tuple(ones)) for ones in refused[guard])
+    ]
 
 
 def _same_bits(expected: Any, value: Any) -> bool:
@@ -354,13 +341,14 @@ def exported(
         except Exception as cause:
             result = _error(model, args, shape, dynamic_shapes, cause)
             raise result from torch_export.without_frames_of_torch(cause)
+    guarded = _Guarded(program, model, args, streams is not None)
     if dynamic_shapes is None:
-        drop_guards_of_ones(program, model, args)
+        drop_guards_of_ones(guarded)
     _freeze(program)
     clean_up(program)
     _warn_of_float_modules(model)
     if streams is None and dynamic_shapes is None and shape is not LoopShape.UNROLLED:
-        _warn_of_fixed_sizes(model, program, args)
+        _warn_of_fixed_sizes(guarded)
     return program
 
 
@@ -421,40 +409,24 @@ def _warn_of_float_modules(model: ConvertedGraphModule) -> None:
         warn_user("TQ703", ops=", ".join(left))
 
 
-def _warn_of_fixed_sizes(
-    model: ConvertedGraphModule, program: ExportedProgram, args: tuple[Any, ...]
-) -> None:
+def _warn_of_fixed_sizes(guarded: _Guarded) -> None:
     """Say which sizes the captured model leaves free and the program does not."""
-    names = program.graph_signature.user_inputs
+    program, model = guarded.program, guarded.model
+    names, sizes = program.graph_signature.user_inputs, model.record.signature.sizes
     nodes = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
     fixed = [
         f"{name} in dimension {dimension.index} to {size}"
-        for name, dimensions in zip(
-            names, model.record.signature.sizes.of_placeholders(model.graph), strict=True
-        )
+        for name, dimensions in zip(names, sizes.of_placeholders(model.graph), strict=True)
         for dimension, size in zip(dimensions, _sizes(nodes.get(str(name))), strict=True)
         if not dimension.is_fixed and _constant(size) is not None
     ]
-    if fixed or (fixed := list(dict.fromkeys(_guards_broken(model, program, args)))):
-        warn_user("TQ701", sizes=", ".join(fixed))
-
-
-def _guards_broken(
-    model: ConvertedGraphModule, program: ExportedProgram, args: tuple[Any, ...]
-) -> Iterator[str]:
-    """Yield, for people, a guard of ``program`` that refuses sizes which ``model`` was tried at, for each."""
-    signature = model.record.signature
-    for groups in trial_sizes(signature.sizes):
-        call = resized(args, signature.labelled(args), signature.sizes, groups)
-        given = {"args": call} if signature.names is None else dict(zip(signature.names, call, strict=True))
-        with suppress(
-            Exception
-        ):  # A guard may call what only torch.export has, and the model refuse the sizes.
-            names = {"math": math, "torch": torch, "L": given}
-            broken = next(guard for guard in guards_of(program) if not eval(guard, names))
-            with torch.no_grad():
-                model(*call)
-            yield SIZE.sub(lambda match: match[0][3:].replace("']", "", 1), broken)
+    for groups in () if fixed else trial_sizes(sizes):
+        if broken := guarded.broken_at(groups):
+            with suppress(Exception), torch.no_grad():  # The model may refuse the sizes, too.
+                model(*guarded.call_at(groups))
+                fixed.append(SIZE.sub(lambda match: match[0][3:].replace("']", "", 1), broken[0]))
+    if fixed:
+        warn_user("TQ701", sizes=", ".join(dict.fromkeys(fixed)))
 
 
 def _sizes(node: Node | None) -> tuple[Any, ...]:

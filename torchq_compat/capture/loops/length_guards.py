@@ -137,12 +137,12 @@ def _in_lengths(
     """Return the expression of ``guard`` in terms of the lengths and of ``inputs``, which are its ``own``."""
 
     def in_lengths(size: Size, other: Size) -> Any:
-        growth = _value(other) - _value(size)
+        growth = other.value - size.value
         if not growth:
             return Size(inputs[own.index(size.node)], size.dim) if size.node in own else size
         for length in lengths:
             if growth == length.grown and (size.node in own or len(lengths) > 1):
-                return Computed(ADD, (length.size_in(inputs), _value(size) - length.short))
+                return Computed(ADD, (length.size_in(inputs), size.value - length.short))
             if growth % length.grown == 0 and len(lengths) == 1:
                 slope = Computed(FLOORDIV, (Computed(SUB, (other, size)), length.grown))
                 more = Computed(ADD, (length.size_in(inputs), -length.short))
@@ -160,10 +160,6 @@ def _has_numbers(guard: Guard) -> bool:
     return all(size.node is not None and type(size.node.meta["val"].shape[size.dim]) is int for size in sizes)
 
 
-def _value(size: Size) -> int:
-    return int(size.node.meta["val"].shape[size.dim])
-
-
 def _broken_at(guard: Guard, length: Length, own: Size) -> list[int]:
     """Return the sizes of ``length``, called ``own``, at which ``guard`` does not hold: up to those of the
     captures, and that of the example."""
@@ -172,7 +168,7 @@ def _broken_at(guard: Guard, length: Length, own: Size) -> list[int]:
 
     def is_broken(size: int) -> bool:
         with suppress(ArithmeticError):
-            at_size = map_sizes(guard.expression, lambda item: size if item == own else _value(item))
+            at_size = map_sizes(guard.expression, lambda item: size if item == own else item.value)
             return bool(simplified(at_size) != guard.value)
         return False
 

@@ -59,7 +59,7 @@ def find_sizes(inputs: Mapping[str, Any], read: ReadSizes, accepts: Callable[[Si
     own = search.own_sizes()
     operators = tuple(search.rules_of_operators(own, rules))
     result = replace(sizes, dimensions=tuple(own), rules=(*rules, *operators))
-    return accepted_range(result, example) if program is not None else result
+    return accepted_range(result, example)
 
 
 def admit_ones(sizes: InputSizes, group: Group, example: Sizes) -> InputSizes:
@@ -83,7 +83,7 @@ def admit_ones(sizes: InputSizes, group: Group, example: Sizes) -> InputSizes:
         if rule.is_computed or _refuses(admitting, example):
             rules.append(admitting)
     result = replace(sizes, rules=tuple(rules))
-    return accepted_range(result, example) if result.program is not None else result
+    return accepted_range(result, example)
 
 
 def admit_equal(
@@ -112,8 +112,7 @@ def admit_equal(
         if not equal.holds(computed):
             return sizes, []
         refused.append(known)
-    admitted = accepted_range(fewer, example) if fewer.program is not None else fewer
-    return admitted, [*refused[:1], *refused[1:][-1:]]
+    return accepted_range(fewer, example), [*refused[:1], *refused[1:][-1:]]
 
 
 def _refuses(rule: SizeRule, example: Sizes) -> bool:
@@ -341,7 +340,7 @@ def sizes_of_symbols(
     rules = (*_rules_of_dimensions(dimensions, specialized), *_rules_of_conditions(dimensions, conditions))
     program, of_guards = _rules_of_guards(inputs, read, dimensions)
     result = InputSizes(tuple(dimensions), constants, (*rules, *of_guards), program)
-    return accepted_range(result, sizes_of(inputs)) if program is not None else result
+    return accepted_range(result, sizes_of(inputs))
 
 
 def _rules_of_dimensions(

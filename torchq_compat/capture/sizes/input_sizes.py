@@ -271,7 +271,8 @@ AS_IN_EXAMPLE = "a size at which the model decides as in the example"
 def accepted_range(sizes: InputSizes, example: Mapping[Place, int]) -> InputSizes:
     """Return ``sizes`` with each rule about computed sizes told of the dimension that may break it; rules
     that no size breaks, or none any more, are dropped."""
-    assert sizes.program is not None
+    if sizes.program is None:
+        return sizes
     tries = _Tries(sizes, dict(example), {**example, **sizes.program.sizes(example)})
     by_condition: dict[str, SizeRule] = {}
     for dimension in (item for item in sizes.dimensions if item.root is None):

@@ -95,6 +95,11 @@ class Size:
     node: Any
     dim: int
 
+    @property
+    def value(self) -> int:
+        """Its value in the trace."""
+        return int(self.node.meta["val"].shape[self.dim])
+
 
 @dataclass(frozen=True)
 class Computed:

@@ -624,7 +624,7 @@ class SizeReads(TorchFunctionMode):
             return self._nodes_of[expression]
         if isinstance(expression, Size):
             result = like.graph.call_function(ATEN.sym_size.int, (expression.node, expression.dim))
-            value: Any = int(expression.node.meta["val"].shape[expression.dim])
+            value: Any = expression.value
         elif isinstance(expression, Computed):
             parts = [self._node_of(operand, like) for operand in expression.operands]
             result = like.graph.call_function(expression.operation.function, tuple(parts))
