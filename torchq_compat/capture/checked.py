@@ -555,7 +555,7 @@ def _conditions(result: Attempt, dimension: Dimension, rules: list[SizeRule]) ->
     # The limits of operators are those of the float model too, and are not reported.
     of_python = [rule for rule in rules if rule.by_python or "==" in rule.expected]
     of_python = [rule for rule in of_python if not rule.is_unbroken] or of_python
-    words = [f"it is {rule.expected}" if rule.is_computed else rule.expected for rule in of_python]
+    words = [rule.expected if ".size(" in rule.expected else f"it is {rule.expected}" for rule in of_python]
     texts = [
         f"{word} ({rule.line})" if rule.line else word for word, rule in zip(words, of_python, strict=True)
     ]

@@ -85,7 +85,7 @@ class Model(nn.Module):
         (_by_product_behind, "it is 1 to 5", {(3, 20), (4, 41), (8, 20), (2, 100)}),
         (_in_the_step, "it is 1 to 4", {(5, 7), (8, 20), (5, 5)}),
         (_unlike_short_ones, "x.size(1) > 3", {(3, 1)}),
-        (_unlike_first_steps, "x.size(1) >= 2", {(3, 1)}),
+        (_unlike_first_steps, "it is at least 2", {(3, 1)}),
         (_by_every_second, "written out", {*SIZES} - {(5, 7), (1, 7)}),
     ],
 )

@@ -71,6 +71,27 @@ def test_rules_are_told_in_numbers(condition: str, expected: str, right: int, wr
     assert [d.kind for d in told] == ["dimension 2"]
 
 
+@pytest.mark.parametrize(
+    ("condition", "expected"),
+    [
+        ("(8 - n % 8) % 8 <= 0", "a multiple of 8"),
+        ("not n % 4", "a multiple of 4"),
+        ("n > 3 and n * 2 > 10", "at least 6"),
+        ("n // 2 == 8", "16 to 17"),
+        ("n != 5", r"x.size\(1\) != 5"),
+    ],
+)
+def test_rules_about_a_size_of_an_input_are_told_in_numbers(condition: str, expected: str) -> None:
+    class Asks(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2 if eval(condition, {"n": x.size(1)}) else x - 1
+
+    prepared = quietly(Asks(), torch.randn(2, 16), QConfigMapping())
+    with pytest.raises(InputError, match=rf"size 5 in dimension 1, .* needs {expected}, because of"):
+        prepared(torch.randn(2, 5))
+    assert torch.equal(prepared(torch.ones(3, 16)), torch.full((3, 16), 2.0))
+
+
 def test_a_multiple_of_a_number_is_told_as_one() -> None:
     class Even(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -14,12 +14,14 @@ from torch import SymInt, Tensor
 from torch.fx import GraphModule, Node
 
 from torchq_compat.capture.sizes.input_sizes import (
+    COMMON,
     FARTHEST,
     Dimension,
     InputSizes,
     Place,
     SizeRule,
     accepted_range,
+    range_around,
     sizes_of,
 )
 from torchq_compat.capture.sizes.numbers import Size, condition_of, simplified, sizes_in
@@ -163,6 +165,12 @@ def _words(rule: SizeRule, dimensions: Mapping[Place, Dimension]) -> str:
     fixed = f"{next(iter(rule.places))} == {rule.dimension.example}"
     if rule.condition == fixed and not rule.is_computed:
         return str(rule.dimension.example)
+    (own, place), *others = rule.places.items()
+    if not others and place in dimensions:
+        words, code = range_around(dimensions[place].example, lambda size: rule.holds({place: size}), own)
+        plain = replace(rule, condition=code)
+        if all(plain.holds({place: size}) == rule.holds({place: size}) for size in COMMON):
+            return words
     text = rule.condition
     for name, place in sorted(rule.places.items(), key=lambda item: -len(item[0])):
         if place in dimensions:

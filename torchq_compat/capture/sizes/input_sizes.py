@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -268,6 +268,38 @@ NEAR = 16
 AS_IN_EXAMPLE = "a size at which the model decides as in the example"
 
 
+def range_around(size: int, accepts: Callable[[int], bool], own: str) -> tuple[str, str]:
+    """Return the sizes around ``size`` that ``accepts`` is true of, as text for people, and as Python code
+    about ``own``."""
+    if not any(accepts(other) for other in (size - 1, size + 1) if other):
+        step = next((step for step in range(2, size + 1) if _is_step(size, step, accepts)), None)
+        if step is None:
+            return str(size), f"{own} == {size}"
+        return f"a multiple of {step}", f"{own} % {step} == 0"
+    low, high = (_last_accepted(size, end, accepts) for end in (0, FARTHEST * size + 1))
+    if high == FARTHEST * size:
+        return f"at least {low}", f"{own} >= {low}"
+    return f"{low} to {high}", f"{low} <= {own} <= {high}"
+
+
+def _is_step(size: int, step: int, accepts: Callable[[int], bool]) -> bool:
+    return size % step == 0 and all(accepts(size + k * step) for k in (1, 2))
+
+
+def _last_accepted(good: int, bad: int, accepts: Callable[[int], bool]) -> int:
+    """Return the last size from ``good`` to ``bad`` that is accepted: one by one at first, as what repeats
+    does so soon, then by bisection."""
+    step = 1 if bad > good else -1
+    for _ in range(NEAR):
+        if good + step == bad or not accepts(good + step):
+            return good
+        good += step
+    while abs(good - bad) > 1:
+        middle = (good + bad) // 2
+        good, bad = (middle, bad) if accepts(middle) else (good, middle)
+    return good
+
+
 def accepted_range(sizes: InputSizes, example: Mapping[Place, int]) -> InputSizes:
     """Return ``sizes`` with each rule about computed sizes told of the dimension that may break it; rules
     that no size breaks, or none any more, are dropped."""
@@ -280,7 +312,7 @@ def accepted_range(sizes: InputSizes, example: Mapping[Place, int]) -> InputSize
         if not broken:
             continue
         own = f"s{sizes.dimensions.index(dimension)}"
-        words, alone = tries.words(dimension, own)
+        words, alone = range_around(dimension.example, partial(tries.is_accepted, dimension), own)
         for rule in broken:
             of_one = replace(rule, dimension=dimension, expected=words)
             plain = replace(of_one, condition=alone, places={own: dimension.place})
@@ -330,42 +362,7 @@ class _Tries:
         """Return the dimension that changed a size which ``rule`` is about in some try; None if none did."""
         return next((self._movers[place] for place in rule.places.values() if place in self._movers), None)
 
-    def words(self, dimension: Dimension, own: str) -> tuple[str, str]:
-        """Return the sizes of ``dimension`` around the example's that break no rule, as text for people, and
-        as Python code about ``own``."""
-        size = dimension.example
-        if not any(self._is_accepted(dimension, other) for other in (size - 1, size + 1) if other):
-            step = next((step for step in range(2, size + 1) if self._is_step(dimension, step)), None)
-            if step is None:
-                return str(size), f"{own} == {size}"
-            return f"a multiple of {step}", f"{own} % {step} == 0"
-        low = self._last_accepted(dimension, size, 0)
-        high = self._last_accepted(dimension, size, FARTHEST * size + 1)
-        if high == FARTHEST * size:
-            return f"at least {low}", f"{own} >= {low}"
-        return f"{low} to {high}", f"{low} <= {own} <= {high}"
-
-    def _is_step(self, dimension: Dimension, step: int) -> bool:
-        size = dimension.example
-        return size % step == 0 and all(self._is_accepted(dimension, size + k * step) for k in (1, 2))
-
-    def _last_accepted(self, dimension: Dimension, good: int, bad: int) -> int:
-        """Return the last size from ``good`` to ``bad`` that breaks no rule: one by one at first, as what
-        repeats does so soon, then by bisection."""
-        step = 1 if bad > good else -1
-        for _ in range(NEAR):
-            if good + step == bad or not self._is_accepted(dimension, good + step):
-                return good
-            good += step
-        while abs(good - bad) > 1:
-            middle = (good + bad) // 2
-            if self._is_accepted(dimension, middle):
-                good = middle
-            else:
-                bad = middle
-        return good
-
-    def _is_accepted(self, dimension: Dimension, size: int) -> bool:
+    def is_accepted(self, dimension: Dimension, size: int) -> bool:
         return not self._broken_at(dimension, size) and (dimension.place, size) not in self._refused
 
     def _broken_at(self, dimension: Dimension, size: int) -> Sequence[SizeRule]:
