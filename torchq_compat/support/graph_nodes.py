@@ -179,6 +179,8 @@ _SHARING = Lock()
 WRITES_TO_WEIGHTS = (nn.LSTM,)
 #: What holds no tensors of its own, or is walked on its own.
 NO_TENSORS = (nn.Module, Graph, type, ModuleType, FunctionType, MethodType, str, int, float, type(None))
+#: What modules hold most, and nothing in it.
+MOST = {OrderedDict, dict, set, tuple, bool, int, type(None)}
 
 
 def copied_model(model: Model, known: Mapping[int, Any] | None = None) -> Model:
@@ -223,6 +225,8 @@ def _tensors_held(attributes: dict[str, Any], passed: set[int]) -> Iterator[Tens
     pending: list[Any] = [attributes]
     while pending:
         value = pending.pop()
+        if type(value) in MOST and not value:
+            continue
         if isinstance(value, Tensor):
             yield value
         elif not isinstance(value, NO_TENSORS) and id(value) not in passed:
