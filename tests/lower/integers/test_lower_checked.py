@@ -33,6 +33,7 @@ from torchq_compat.errors import QuantizationWarning
 from torchq_compat.lower.integers import lowered_module
 from torchq_compat.lower.integers.operators import CONVOLUTION
 from torchq_compat.lower.integers.rules.convolutions import may_never_return
+from torchq_compat.lower.integers.side_by_side import Forgetful, _Judge
 from torchq_compat.support.decisions import Decision
 from torchq_compat.support.upstream import pytree
 
@@ -512,3 +513,35 @@ def test_places_that_share_an_observer_keep_the_range_that_was_observed() -> Non
     assert {row.action for row in lowered.lowering} == {"lowered"}
     assert 25 < sqnr(model(x), lowered(x)) < 60
     check_explained(lowered, x)
+
+
+class Unfilled(nn.Module):
+    """Makes a tensor of whatever is in memory, and reads only its size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return torch.cat([y, torch.empty_like(x)[:, :0]], 1)
+
+
+def test_what_is_in_unfilled_memory_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither where it differs between two runs, nor where it is equal in a third by chance."""
+    call, filled = Forgetful.call_function, list[Tensor]()
+
+    def with_other_values(self: Forgetful, target: Any, args: Any, kwargs: Any) -> Any:
+        result = call(self, target, args, kwargs)
+        if target is torch.ops.aten.empty_like.default:
+            filled.append(result.fill_(7e9))
+        return result
+
+    monkeypatch.setattr(Forgetful, "call_function", with_other_values)
+    monkeypatch.setattr(_Judge, "_is_the_same_in_order", lambda *_: False)
+    x = torch.randn(16, 8)
+    prepared = tc.prepare_fx(Unfilled().eval(), get_default_qconfig_mapping("x86"), (x,))
+    prepared(x)
+    lowered = tc.convert_fx(prepared)
+    assert filled
+    assert torch.equal(lowered(x), lowered.reference(x))

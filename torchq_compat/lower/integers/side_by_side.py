@@ -16,6 +16,7 @@ from torchq_compat.capture.trial_runs import alone_and_seeded, kept_buffers
 from torchq_compat.lower.integers.operators import CONVOLUTION, LINEAR, forget_weights
 from torchq_compat.lower.integers.qdq_graph import Counterpart
 from torchq_compat.model.graph_module import ConvertedModel
+from torchq_compat.ops import those
 from torchq_compat.read.qdq import DEQUANTIZES, WeightByWeight, dequantizes_constant
 from torchq_compat.recurrent.kernel.direct_calls import LINEAR_OPERATOR
 from torchq_compat.recurrent.kernel.op import drop_forgotten, forget
@@ -128,10 +129,11 @@ class _Judge:
                         raise
                     yield self.stands_for[node].name, f"fails ({first_line(error)})"
                     result = expected
-                if expected is not None and node.op == "call_function" and self.stands_for[node].is_judged:
+                is_filled = node.op == "call_function" and node.target not in those("unfilled")
+                if expected is not None and is_filled and self.stands_for[node].is_judged:
                     fault = _fault(result, expected, node)
                     if fault is not None and self._is_the_same_in_order(node, read, kwargs):
-                        fault = None  # Memory that is not filled in, or random numbers.
+                        fault = None  # Such as random numbers.
                     if fault is not None:
                         yield self.stands_for[node].name, fault
                 values[node] = result if expected is None else _taught(result, expected)
