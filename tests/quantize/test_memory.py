@@ -270,12 +270,15 @@ def test_bytes_of_linears() -> None:
 
 @pytest.mark.slow
 def test_bytes_of_convolutions_and_lstms(subtests: pytest.Subtests) -> None:
-    """Their prepare copies weights: a batch norm is folded, and aten::lstm asks for them as if to write."""
+    """Their prepare copies weights: a batch norm is folded, and aten::lstm asks for them as if to write.
+
+    A fifth of the weights of ``convolutions`` is in one layer, which a trial run packs.
+    """
     names = ("lstm", "layer", "both", "lstm_qat", "lstm_dynamic", "mixed", "mixed_qat", "convolutions")
     for name, (prepare, at_rest, convert, rest) in zip(names, ratios(*names), strict=True):
         with subtests.test(name):
             assert 0.6 < at_rest <= 1.04
-            assert at_rest <= prepare <= (1.05 if name != "convolutions" else 1.1)  # A fifth is in one layer.
+            assert at_rest <= prepare <= (1.05 if name != "convolutions" else 1.15)
             assert 0.2 < rest <= 0.3
             assert rest <= convert <= 0.45
 
@@ -286,7 +289,7 @@ def test_bytes_of_what_shares_its_weights(subtests: pytest.Subtests) -> None:
     for name, (prepare, at_rest, convert, rest) in zip(names, ratios(*names), strict=True):
         with subtests.test(name):
             assert at_rest <= 0.05
-            # A trial run scales the weights of a convolution by the batch norm's, and oneDNN packs them.
-            assert prepare <= (0.1 if name != "convolutions_qat" else 0.7)
+            # A trial run scales the weights of each convolution, a fifth of all, and oneDNN packs them.
+            assert prepare <= (0.1 if name != "convolutions_qat" else 0.6)
             assert 0.2 < rest <= 0.3
             assert rest <= convert <= 0.45

@@ -23,7 +23,14 @@ from torchq_compat.capture.opaque_stub import OPAQUE_OP, RecordedCalls, StubRegi
 from torchq_compat.capture.sizes.find_sizes import Group, group_of
 from torchq_compat.capture.sizes.input_sizes import InputSizes, Place
 from torchq_compat.capture.torch_export import copied_inputs
-from torchq_compat.support.graph_nodes import copied_model, copied_values, copied_weights, tensors_in
+from torchq_compat.read.qdq import BLOCK
+from torchq_compat.support.graph_nodes import (
+    copied_model,
+    copied_values,
+    copied_weights,
+    give_back_freed,
+    tensors_in,
+)
 from torchq_compat.support.process_state import alone, draws_kept
 from torchq_compat.support.upstream import pytree
 from torchq_compat.support.user_warnings import silenced
@@ -373,6 +380,8 @@ class GraphRunner(Interpreter):
 
 
 def _hand_on(x: Any) -> Any:
+    if isinstance(x, Tensor) and x.numel() > BLOCK:
+        give_back_freed()  # What the layers before made of their weights.
     return x
 
 
