@@ -148,6 +148,26 @@ def test_a_size_at_which_the_model_leaves_out_what_changes_something() -> None:
         prepared(torch.randn(1, 3, 21, 21))
 
 
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_cut_that_changes_nothing_at_its_end_changes_something_beyond(behind: bool) -> None:
+    class Cuts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv1d(3, 3, 1) if behind else nn.Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.conv(x)
+            return y * 2 if y.size(2) < 59 else y[:, :, :59] * 2
+
+    model = Cuts()
+    prepared = quietly(model, torch.randn(2, 3, 20), QConfigMapping())
+    for steps in (1, 20, 58):
+        x = torch.randn(3, 3, steps)
+        torch.testing.assert_close(prepared(x), model(x))
+    with pytest.raises(InputError, match=r"size 80 in dimension 2, .* needs 1 to 58, because of"):
+        prepared(torch.randn(2, 3, 80))
+
+
 def test_a_rule_about_two_sizes_at_once() -> None:
     model = Decides("n * b > 12")
     prepared = quietly(model, torch.randn(2, 3, 16), QConfigMapping())

@@ -94,26 +94,25 @@ def admit_equal(
     """Return ``sizes`` without ``rule``, and sizes that only it refuses, to try; none unless it is Python's,
     and refuses where two sides are equal, as in ``if padding > 0``."""
     condition = ast.parse(rule.condition, mode="eval").body
-    fewer = replace(sizes, rules=tuple(item for item in sizes.rules if item.condition != rule.condition))
-    if not rule.by_python or not isinstance(condition, ast.Compare):
+    if not rule.by_python or not isinstance(condition, ast.Compare) or len(condition.ops) > 1:
         return sizes, []
     if not isinstance(condition.ops[0], (ast.NotEq, ast.Gt, ast.Lt)):
         return sizes, []
-    equal = replace(
-        rule, condition=f"{ast.unparse(condition.left)} == {ast.unparse(condition.comparators[0])}"
-    )
-    refused = []
-    for size in range(max(1, rule.dimension.example - NEARBY), rule.dimension.example + NEARBY):
-        group = group_of(rule.dimension)
-        changed = {item.place: size for item in sizes.dimensions if item.is_free and group_of(item) == group}
+    sides = map(ast.unparse, (condition.left, *condition.comparators))
+    equal = replace(rule, condition=" == ".join(f"({side})" for side in sides))
+    fewer = replace(sizes, rules=tuple(item for item in sizes.rules if item.condition != rule.condition))
+    size, group, refused = rule.dimension.example, group_of(rule.dimension), list[dict[Place, int]]()
+    near = range(max(1, size - NEARBY), size + NEARBY)
+    far = (*(size * part // 8 for part in range(1, 8)), *(size * times for times in (2, 3, 4, 8)))
+    for other in (*near, *far, *(() if rule.is_computed else COMMON)):
+        changed = {item.place: other for item in sizes.dimensions if item.is_free and group_of(item) == group}
         known = {**example, **changed}
         known |= {item.place: known[item.root] for item in sizes.dimensions if item.root is not None}
         computed = known | ({} if sizes.program is None else sizes.program.sizes(known))
-        if rule.holds(computed) or fewer.broken_rule(known) is not None:
-            continue
-        if not equal.holds(computed):
+        if not rule.holds(computed) and not equal.holds(computed):
             return sizes, []
-        refused.append(known)
+        if other in near and not rule.holds(computed) and fewer.broken_rule(known) is None:
+            refused.append(known)
     return accepted_range(fewer, example), [*refused[:1], *refused[1:][-1:]]
 
 
