@@ -302,7 +302,7 @@ def convert_pt2e(
     if fold is not None:
         options["fold_quantize"] = False
     info = getattr(model.graph._codegen, "pytree_info", None)
-    with alone(), _forgetting_models(), _deleting_fast():
+    with alone(), _forgetting_models():
         if info is not None:
             _set_structure(model, info._replace(out_spec=None))
         try:
@@ -338,18 +338,6 @@ def delete_unused_modules(graph_module: GraphModule) -> None:
                 break
     for name in [name for name, _ in graph_module.named_modules() if name not in used]:
         graph_module.delete_submodule(name)
-
-
-@contextmanager
-def _deleting_fast() -> Iterator[None]:
-    """Let GraphModules delete unused modules fast, as torchao's convert does at its end."""
-    before = GraphModule.delete_all_unused_submodules
-    cls: Any = GraphModule
-    try:
-        cls.delete_all_unused_submodules = delete_unused_modules
-        yield
-    finally:
-        cls.delete_all_unused_submodules = before
 
 
 @contextmanager
