@@ -325,7 +325,7 @@ def test_without_a_compiler_it_says_so_once_and_computes_the_same(without_a_comp
     given, made = without_a_compiler
     assert not made["has"]
     assert len(made["told"]) == 1
-    assert re.search(r"no-such-compiler.*Hint: install a C\+\+ compiler", made["told"][0])
+    assert re.search(r"no-such-compiler.*Hint: Install g\+\+", made["told"][0])
     first, second, whole = made["found"]
     assert leaves(first)[0].equal(leaves(second)[0])
     (cell,) = cells_of(converted.itself("split lstm"))
