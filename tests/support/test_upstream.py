@@ -7,7 +7,6 @@ import inspect
 import linecache
 from datetime import timedelta
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from torchao.quantization.pt2e.quantize_pt2e import prepare_pt2e, prepare_qat_pt
 
 from tests.helpers.package_trees import PACKAGE, package_trees
 from torchq_compat.support import upstream
-from torchq_compat.support.process_state import operators_found_once
 
 #: Public and private names of torch.ao have a module of their own.
 HOMES = (PACKAGE / "support" / "upstream.py", PACKAGE / "support" / "torch_ao.py")
@@ -303,18 +301,6 @@ def test_a_lazy_clone_shares_memory_until_one_side_writes() -> None:
     del capsule
     with pytest.raises(RuntimeError):
         upstream.lazy_clone(torch.from_numpy(alias))  # another library's memory
-
-
-def test_operators_are_found_once_for_all_namespaces() -> None:
-    utils = upstream.export_utils
-    expected = utils._collect_all_valid_cia_ops()
-    assert len(expected) > 100
-    with operators_found_once():
-        assert utils._collect_all_valid_cia_ops() == expected
-        utils._materialize_cpp_cia_ops = found = Mock()
-        utils._collect_all_valid_cia_ops()
-    assert found.call_count > 3  # this many times without
-    assert utils._materialize_cpp_cia_ops.__module__ == utils.__name__
 
 
 def test_every_name_is_tested_here() -> None:

@@ -364,15 +364,6 @@ def own_attribute(owner: object, name: str, value: Any) -> Iterator[None]:
 
 
 @contextmanager
-def operators_found_once() -> Iterator[None]:
-    """Let torch.export decompose programs without finding all composite operators for each namespace again
-    (torch 2.13): a seventh of what ExecuTorch's lowering takes."""
-    upstream.export_utils._materialize_cpp_cia_ops()
-    with own_attribute(upstream.export_utils, "_materialize_cpp_cia_ops", lambda: None):
-        yield
-
-
-@contextmanager
 def without_code(graph: Graph) -> Iterator[None]:
     """Let passes change ``graph``, and copies that they make of it, each of which has the code generated that
     nobody runs in between."""

@@ -16,7 +16,6 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-import torch._export.utils as export_utils
 import torch.distributed as dist
 import torch.utils._pytree as pytree
 import torchao.utils

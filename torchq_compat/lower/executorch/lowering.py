@@ -24,7 +24,7 @@ from torchq_compat.lower.export import export
 from torchq_compat.support.argument_checks import PATH, checked_arguments, optional
 from torchq_compat.support.atomic_files import whole_file
 from torchq_compat.support.dtypes import dtype_name
-from torchq_compat.support.process_state import alone, operators_found_once
+from torchq_compat.support.process_state import alone
 from torchq_compat.support.report import slow_stages
 from torchq_compat.support.upstream import pytree
 from torchq_compat.support.user_warnings import warn_user
@@ -394,7 +394,7 @@ def to_executorch(
         structure = exported.call_spec.out_spec
         try:
             # With gradients enabled, every pass over the graph would also trace the backward of its loops.
-            with alone(), operators_found_once(), torch.no_grad():
+            with alone(), torch.no_grad():
                 pte, report = _lower(exported, backend)
         except ExportError:
             raise

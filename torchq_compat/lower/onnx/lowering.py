@@ -28,7 +28,7 @@ from torchq_compat.recurrent.over_time import LoopShape
 from torchq_compat.support.argument_checks import PATH, Expected, checked_arguments, optional
 from torchq_compat.support.atomic_files import whole_file
 from torchq_compat.support.graph_nodes import tensors_in
-from torchq_compat.support.process_state import alone, draws_kept, operators_found_once
+from torchq_compat.support.process_state import alone, draws_kept
 from torchq_compat.support.report import slow_stages
 from torchq_compat.support.upstream import pytree
 from torchq_compat.support.user_warnings import silenced, warn_user
@@ -302,7 +302,7 @@ def _translate(program: ExportedProgram, opset: int) -> Any:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Suppress the progress that torch.onnx prints, and its warnings about future versions."""
-    with alone(), operators_found_once(), contextlib.redirect_stdout(io.StringIO()), silenced():
+    with alone(), contextlib.redirect_stdout(io.StringIO()), silenced():
         yield
 
 
