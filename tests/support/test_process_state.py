@@ -18,6 +18,7 @@ from torch.fx import GraphModule
 import torchq_compat as tc
 from tests.helpers.oracle import sqnr
 from torchq_compat.support import process_state
+from torchq_compat.support.graph_nodes import delete_unused_modules
 from torchq_compat.support.upstream import graph_sources
 
 #: torchao after 0.18 refuses a graph with one of them: https://github.com/pytorch/ao/pull/4861
@@ -163,7 +164,7 @@ def test_unused_modules_are_deleted_as_by_torch() -> None:
         for graph_module in (ours, theirs):
             graph_module.add_submodule("left.over", nn.Sequential(nn.ReLU()))
         assert "left.over.0" in dict(ours.named_modules())
-        process_state.delete_unused_modules(ours)
+        delete_unused_modules(ours)
         theirs.delete_all_unused_submodules()
         assert [name for name, _ in ours.named_modules()] == [name for name, _ in theirs.named_modules()]
         assert "left.over" not in dict(ours.named_modules())

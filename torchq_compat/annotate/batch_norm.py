@@ -20,16 +20,11 @@ from torchq_compat.read.qdq import FOLDED_SCALE
 from torchq_compat.support.graph_nodes import (
     attribute_of,
     constant_of,
+    delete_unused_modules,
     replace_node,
     source_of,
 )
-from torchq_compat.support.process_state import (
-    convert_pt2e,
-    delete_unused_modules,
-    prepare_pt2e,
-    prepare_qat_pt2e,
-    without_code,
-)
+from torchq_compat.support.process_state import convert_pt2e, prepare_pt2e, prepare_qat_pt2e, without_code
 from torchq_compat.support.upstream import BatchNormBase, is_activation_post_process
 
 # Batch norms with ``momentum=None``, whose running statistics are plain averages over all batches.

@@ -19,8 +19,7 @@ from torchq_compat.capture.origins import is_fx_leaf
 from torchq_compat.codes import error_line
 from torchq_compat.errors import ConfigError, InputError
 from torchq_compat.read.backend_configs import BackendTable, Pattern
-from torchq_compat.support.graph_nodes import copied_model, replace_node
-from torchq_compat.support.process_state import delete_unused_modules
+from torchq_compat.support.graph_nodes import copied_model, delete_unused_modules, replace_node
 from torchq_compat.support.upstream import USER_PRESERVED_ATTRIBUTES_KEY
 from torchq_compat.support.user_warnings import warn_user
 

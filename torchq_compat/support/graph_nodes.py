@@ -11,6 +11,7 @@ import re
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -157,6 +158,26 @@ def user_line_of(node: Node) -> str | None:
         if not path.startswith(LIBRARIES):
             return f"{Path(path).name}:{line} ({text.strip()})"
     return None
+
+
+def delete_unused_modules(graph_module: GraphModule) -> None:
+    """Do what torch's ``delete_all_unused_submodules`` does, whose time grows with the cube of the depth."""
+    used = set[str]()
+    for node in graph_module.graph.nodes:
+        if node.op not in ("call_module", "get_attr"):
+            continue
+        if node.op == "call_module" and node.target not in used:
+            with suppress(AttributeError):
+                inside = graph_module.get_submodule(node.target).named_modules(prefix=node.target)
+                used.update(name for name, _ in inside)
+        path = str(node.target)
+        while path:
+            used.add(path)
+            path = path.rpartition(".")[0]
+            if path in used:
+                break
+    for name in [name for name, _ in graph_module.named_modules() if name not in used]:
+        graph_module.delete_submodule(name)
 
 
 # Deep copies of models, which share the memory of their tensors until one side writes to it.

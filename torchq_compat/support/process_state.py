@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import partial, wraps
 from typing import Any, Generic, TypeVar
@@ -318,26 +318,6 @@ def convert_pt2e(
             _set_structure(converted, info)
             converted.recompile()
         return converted
-
-
-def delete_unused_modules(graph_module: GraphModule) -> None:
-    """Do what torch's ``delete_all_unused_submodules`` does, whose time grows with the cube of the depth."""
-    used = set[str]()
-    for node in graph_module.graph.nodes:
-        if node.op not in ("call_module", "get_attr"):
-            continue
-        if node.op == "call_module" and node.target not in used:
-            with suppress(AttributeError):
-                inside = graph_module.get_submodule(node.target).named_modules(prefix=node.target)
-                used.update(name for name, _ in inside)
-        path = str(node.target)
-        while path:
-            used.add(path)
-            path = path.rpartition(".")[0]
-            if path in used:
-                break
-    for name in [name for name, _ in graph_module.named_modules() if name not in used]:
-        graph_module.delete_submodule(name)
 
 
 @contextmanager
