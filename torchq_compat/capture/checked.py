@@ -21,10 +21,12 @@ from torchq_compat.capture.packed_sequences import PackingMode
 from torchq_compat.capture.row_order import check_row_order
 from torchq_compat.capture.sizes.find_sizes import (
     Group,
+    SizeGroups,
     admit_equal,
     admit_ones,
     find_sizes,
     group_of,
+    sizes_at,
     sizes_of_symbols,
 )
 from torchq_compat.capture.sizes.input_sizes import Dimension, InputSizes, Place, SizeRule, sizes_of
@@ -41,12 +43,10 @@ from torchq_compat.capture.trial_runs import (
     FloatRun,
     GraphRunner,
     Runs,
-    SizeGroups,
     difference,
     in_double,
     resized,
     run_prepared,
-    sizes_at,
     sqnr,
     trial_sizes,
     with_sizes,

@@ -20,8 +20,8 @@ from torch.nn.utils.rnn import PackedSequence
 from torchq_compat.capture.call_layouts import Structure
 from torchq_compat.capture.float_lstms import without_packing
 from torchq_compat.capture.opaque_stub import OPAQUE_OP, RecordedCalls, StubRegistry
-from torchq_compat.capture.sizes.find_sizes import Group, group_of
-from torchq_compat.capture.sizes.input_sizes import InputSizes, Place
+from torchq_compat.capture.sizes.find_sizes import Group, SizeGroups, group_of, sizes_at
+from torchq_compat.capture.sizes.input_sizes import InputSizes
 from torchq_compat.capture.torch_export import copied_inputs
 from torchq_compat.read.qdq import BLOCK
 from torchq_compat.support.graph_nodes import (
@@ -45,8 +45,6 @@ from torchq_compat.support.user_warnings import silenced
 SMALL, LARGE = 8, 128
 #: What counts as a long sequence, and the numbers of steps that are tried in its place.
 LONG, SHORT = 32, (12, 7)
-#: The groups of sizes that change -> their new sizes.
-SizeGroups = Mapping[Group, int]
 
 
 def trial_sizes(sizes: InputSizes, *, are_short: bool = False) -> Iterator[SizeGroups]:
@@ -100,15 +98,6 @@ def _choose(sizes: InputSizes, candidates: Mapping[Group, Iterable[int]]) -> Siz
                 chosen = trial
                 break
     return chosen
-
-
-def sizes_at(sizes: InputSizes, groups: SizeGroups) -> dict[Place, int]:
-    """Return the size of each dimension where ``groups`` have those sizes, and what depends on them too."""
-    result = {item.place: groups.get(group_of(item), item.example) for item in sizes.free}
-    for dimension in sizes.dimensions:
-        if not dimension.is_free:
-            result[dimension.place] = dimension.example if dimension.root is None else result[dimension.root]
-    return result
 
 
 def resized(

@@ -34,6 +34,8 @@ from torchq_compat.capture.sizes.size_reads import ReadSizes
 #: (size in the example, dimension for a size of 1, else -1). Sizes of 1 are mostly equal by chance, so they
 #: belong together only if they have the same dimension index.
 Group = tuple[int, int]
+#: The groups of sizes that change -> their new sizes.
+SizeGroups = Mapping[Group, int]
 Sizes = Mapping[Place, int]
 #: How far from the example's size it is looked for sizes that only one rule refuses.
 NEARBY = 40
@@ -43,6 +45,15 @@ def group_of(dimension: Dimension) -> Group:
     """Return the group of dimensions that change together with ``dimension``: in the example they have the
     same size, because they are the batch of all inputs, or the length of all sequences."""
     return dimension.example, dimension.index if dimension.example == 1 else -1
+
+
+def sizes_at(sizes: InputSizes, groups: SizeGroups) -> dict[Place, int]:
+    """Return the size of each dimension where ``groups`` have those sizes, and what depends on them too."""
+    result = {item.place: groups.get(group_of(item), item.example) for item in sizes.free}
+    for dimension in sizes.dimensions:
+        if not dimension.is_free:
+            result[dimension.place] = dimension.example if dimension.root is None else result[dimension.root]
+    return result
 
 
 def find_sizes(inputs: Mapping[str, Any], read: ReadSizes, accepts: Callable[[Sizes], bool]) -> InputSizes:
@@ -71,8 +82,7 @@ def admit_ones(sizes: InputSizes, group: Group, example: Sizes) -> InputSizes:
         f"s{n}": item for n, item in enumerate(sizes.dimensions) if item.is_free and group_of(item) == group
     }
     places = {name: item.place for name, item in members.items()}
-    ones = (item.place for item in sizes.dimensions if {item.place, item.root} & {*places.values()})
-    known = {**example, **dict.fromkeys(ones, 1)}
+    known = sizes_at(sizes, {group: 1})
     known |= sizes.program.sizes(known) if sizes.program is not None else {}
     are_ones = " and ".join(f"{name} == 1" for name in members)
     rules: list[SizeRule] = []
@@ -105,9 +115,7 @@ def admit_equal(
     near = range(max(1, size - NEARBY), size + NEARBY)
     far = (*(size * part // 8 for part in range(1, 8)), *(size * times for times in (2, 3, 4, 8)))
     for other in (*near, *far, *(() if rule.is_computed else COMMON)):
-        changed = {item.place: other for item in sizes.dimensions if item.is_free and group_of(item) == group}
-        known = {**example, **changed}
-        known |= {item.place: known[item.root] for item in sizes.dimensions if item.root is not None}
+        known = sizes_at(sizes, {group: other})
         computed = known | ({} if sizes.program is None else sizes.program.sizes(known))
         if not rule.holds(computed) and not equal.holds(computed):
             return sizes, []
