@@ -111,8 +111,7 @@ class _Guarded:
     def broken_at(self, groups: SizeGroups) -> list[str]:
         """Return the guards that refuse the sizes ``groups``."""
         names, call = self.model.record.signature.names, self.call_at(groups)
-        by_name = names is not None and not self.is_streaming
-        given = dict(zip(names, call, strict=True)) if by_name and names else {"args": call}
+        given = dict(zip(names, call, strict=True)) if names and not self.is_streaming else {"args": call}
         broken = []
         for guard in guards_of(self.program):
             with suppress(Exception):  # It may call what only torch.export has.
@@ -120,13 +119,18 @@ class _Guarded:
                     broken.append(guard)
         return broken
 
+    @functools.cached_property
+    def unguarded(self) -> torch.nn.Module:
+        """The program as a module without guards."""
+        return self.program.module(check_guards=False)
+
     def is_right_at(self, groups: SizeGroups) -> bool:
         """Return whether the program, without guards, has the bits of the model at the sizes ``groups``."""
-        module, call = self.program.module(check_guards=False), self.call_at(groups)
+        call = self.call_at(groups)
         try:
             # A streaming program writes to its states.
-            with torch.no_grad(), kept_buffers(module):
-                return _same_bits(self.model(*call), module(*call))
+            with torch.no_grad(), kept_buffers(self.unguarded):
+                return _same_bits(self.model(*call), self.unguarded(*call))
         except Exception:
             # A kernel refuses what the guard refused: keep the guard, which names the size.
             return False
