@@ -22,7 +22,7 @@ from torchq_compat.errors import CustomModuleError
 from torchq_compat.fx_state.numbered import Required
 from torchq_compat.fx_state.states import FxState
 from torchq_compat.modules import parts, parts_handler
-from torchq_compat.modules.registry import ConvertRequest, ObserveRequest, RequiredByModel, register
+from torchq_compat.modules.registry import ObserveRequest, RequiredByModel, register
 from torchq_compat.read.qparams import QParams
 from torchq_compat.read.qspecs import OpSpecs
 from torchq_compat.support.argument_checks import checked_arguments, instance_of
@@ -441,18 +441,14 @@ def _prepare(
 # The handler of nn.MultiheadAttention, which the stages call.
 
 
-LEGACY_OBSERVED = quantizable.MultiheadAttention
-LEGACY_CONVERTED = quantized.MultiheadAttention
 QUANTIZED_INPUTS = ("query", "key", "value")
 
 
-class AttentionHandler(parts_handler.PartOwnerHandler):
+class AttentionHandler(parts_handler.FamilyHandler):
     """The handler of nn.MultiheadAttention -> ObservedMultiheadAttention -> ConvertedMultiheadAttention."""
 
     lowers_graphs = True
-
-    def takes(self, float_class: type[nn.Module], observed_class: type[nn.Module]) -> bool:
-        return issubclass(float_class, nn.MultiheadAttention) and issubclass(observed_class, LEGACY_OBSERVED)
+    unusable = "TQ940.not_observed_here"
 
     def fake_call(self, module: nn.Module, path: str) -> FakeCall:
         assert isinstance(module, nn.MultiheadAttention)
@@ -467,26 +463,6 @@ class AttentionHandler(parts_handler.PartOwnerHandler):
             return call.results(structure, torch.empty_like(call.query), weights)
 
         return fake
-
-    def owns(self, opaque: nn.Module) -> bool:
-        return isinstance(opaque, AttentionModule)
-
-    def loses_forward(self, module: nn.Module) -> bool:
-        return parts_handler.has_own_forward(module, nn.MultiheadAttention)
-
-    def observe(self, request: ObserveRequest) -> OpaqueModule:
-        attention = request.module
-        assert isinstance(attention, nn.MultiheadAttention)
-        parts_handler.warn_if_forward_overridden(attention, nn.MultiheadAttention, request.path)
-        observed = parts_handler.observed_by_its_class(
-            request,
-            (ObservedMultiheadAttention, LEGACY_OBSERVED),
-            lambda: ObservedMultiheadAttention.observe(attention, parts.PartSpecs(request.specs)),
-        )
-        if not isinstance(observed, ObservedMultiheadAttention):
-            raise CustomModuleError.of("TQ940.not_observed_here", result=observed)
-        observed.module_path = request.path
-        return observed
 
     def boundary(self, opaque: OpaqueModule, request: ObserveRequest, layout: CallLayout) -> OpaqueBoundary:
         """Return a boundary that quantizes query, key and value, but not masks, which may hold -inf."""
@@ -504,16 +480,6 @@ class AttentionHandler(parts_handler.PartOwnerHandler):
             if returned or fault is not ObserverFault.UNSEEN or not name.startswith("returned_weights")
         ]
 
-    def convert(self, request: ConvertRequest) -> OpaqueModule:
-        result = parts_handler.converted_by_its_class(
-            request,
-            (ConvertedMultiheadAttention, LEGACY_CONVERTED),
-            lambda: ConvertedMultiheadAttention.from_observed(request.observed),
-        )
-        if not isinstance(result, ConvertedMultiheadAttention):
-            raise CustomModuleError.of("TQ940.not_observed_here", result=result)
-        return result
-
     def required_of_fx(
         self, opaque: OpaqueModule, state: FxState, prefix: str, required_by_model: RequiredByModel
     ) -> Required:
@@ -528,15 +494,20 @@ class AttentionHandler(parts_handler.PartOwnerHandler):
             expected += parts_handler.required_by_parts(graph, prefix).below(path)
         return expected
 
-    def mapping_hint(self, module: nn.Module) -> str | None:
-        if not isinstance(module, nn.MultiheadAttention):
-            return None
-        return parts_handler.hint_to_map(nn.MultiheadAttention, "torch.ao.nn.quantizable.MultiheadAttention")
-
 
 def _appended(module: nn.MultiheadAttention) -> int:
     """Return the number of keys that the module appends to its input keys."""
     return int(module.bias_k is not None) + int(module.add_zero_attn)
 
 
-register(AttentionHandler())
+register(
+    AttentionHandler(
+        parts_handler.ModuleFamily(
+            nn.MultiheadAttention,
+            ObservedMultiheadAttention,
+            ConvertedMultiheadAttention,
+            quantizable.MultiheadAttention,
+            quantized.MultiheadAttention,
+        )
+    )
+)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
@@ -12,17 +13,24 @@ from torch.fx import GraphModule, Node
 from torchq_compat.annotate.observed_graph import ObserverFault, observer_faults, observer_nodes
 from torchq_compat.capture.call_layouts import CallLayout
 from torchq_compat.capture.opaque_calls import OpaqueBoundary, OpaqueModule
+from torchq_compat.errors import CustomModuleError
 from torchq_compat.fx_state.numbered import Required, RequiredObserver, RequiredTensor
 from torchq_compat.model.quantized_interface import quantized_values, result_details
-from torchq_compat.modules.parts import Part, PartOwner, measured_parts, part_nodes, part_of, saturated_parts
+from torchq_compat.modules.parts import (
+    Part,
+    PartOwner,
+    PartSpecs,
+    measured_parts,
+    part_nodes,
+    part_of,
+    saturated_parts,
+)
 from torchq_compat.modules.registry import ConvertRequest, CustomModuleHandler, ExplainModel, ObserveRequest
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.dtypes import is_integer
 from torchq_compat.support.graph_nodes import attribute_of
 from torchq_compat.support.user_warnings import warn_user
 
-#: The classes of a kind: the package's own, and torch.ao's if there is one.
-Standard = tuple[type[nn.Module] | None, ...]
 #: A part is far worse than others if its dB are below the first, and by the second below the median.
 FAR_WORSE, FAR_BELOW = 28.0, 8.0
 
@@ -100,65 +108,120 @@ def has_own_forward(module: nn.Module, float_class: type[nn.Module]) -> bool:
     return "forward" in vars(module) or type(module).forward is not float_class.forward
 
 
-def warn_if_forward_overridden(module: nn.Module, float_class: type[nn.Module], path: str) -> None:
-    """Warn if ``module`` has another ``forward`` than ``float_class``: only the parts of ``float_class`` are
-    observed."""
-    if has_own_forward(module, float_class):
-        name = type(module).__name__
-        warn_user("TQ408", kind=name, path=path, observed=f"nn.{float_class.__name__} with its parameters")
-
-
-def observed_by_its_class(request: ObserveRequest, standard: Standard, build: Callable[[], Any]) -> Any:
-    """Return ``build()`` if the observed class has the ``from_float`` of a ``standard`` class; else the
-    result of its own ``from_float``."""
-    if inherits(request.observed_class, "from_float", standard):
-        result = build()
-    else:
-        request.module.qconfig = request.qconfig  # type: ignore[assignment]  # where FX puts it
-        result = request.observed_class.from_float(request.module)  # type: ignore[attr-defined]
-    _warn_if_observed_class_unused(request, standard, result)
-    return result
-
-
-def _warn_if_observed_class_unused(request: ObserveRequest, standard: Standard, value: object) -> None:
-    """Warn if the user's observed class has its own ``forward``, which ``made`` does not call."""
-    observed = request.observed_class
-    is_standard = any(_computes_alike(observed, item) for item in standard if item is not None)
-    if is_standard or (type(value) is observed and not issubclass(observed, OpaqueModule)):
-        return
-    warn_user("TQ408", kind=observed.__name__, path=request.path, observed="the class it inherits from")
-
-
-def _computes_alike(observed: type[nn.Module], standard: type[nn.Module]) -> bool:
-    return issubclass(observed, standard) and all(
-        getattr(observed, method, None) is getattr(standard, method, None)
-        for method in ("forward", "opaque_call")
-    )
-
-
-def converted_by_its_class(request: ConvertRequest, standard: Standard, build: Callable[[], Any]) -> Any:
-    """Return ``build()`` if the script names no quantized class, or one with the ``from_observed`` of a
-    ``standard`` class; else the result of its own ``from_observed``."""
-    if request.quantized_class is None or inherits(request.quantized_class, "from_observed", standard):
-        return build()
-    return request.quantized_class.from_observed(request.observed)  # type: ignore[attr-defined]
-
-
-def hint_to_map(float_class: type[nn.Module], observed: str) -> str:
-    """Return a hint on how to map a class of torch.nn that no mapping names."""
-    return map_class(f"torch.nn.{float_class.__name__}", observed)
-
-
 def map_class(float_class: str, observed: str) -> str:
     """Return a hint on how to map ``float_class``, which no mapping names."""
     setter = "PrepareCustomConfig().set_float_to_observed_mapping"
     return f"map it: {setter}({float_class}, {observed})"
 
 
-def inherits(cls: type[nn.Module], method: str, standard: Standard) -> bool:
-    """Return whether ``cls`` inherits ``method`` unchanged from one of the ``standard`` classes."""
-    own = getattr(cls, method).__func__
-    return any(getattr(known, method).__func__ is own for known in standard if known is not None)
+@dataclass(frozen=True)
+class ModuleFamily:
+    """A float class of torch.nn, its observed class and its converted class.
+
+    Attributes:
+        observed: the class that replaces it in a prepared model, with ``observe(module, specs)``.
+        converted: the class that replaces it in a converted model.
+        legacy_observed: the class of torch.ao that scripts map it to, if there is one.
+        legacy_converted: the class of torch.ao that it is converted to, if there is one.
+    """
+
+    float_class: type[nn.Module]
+    observed: Any
+    converted: Any
+    legacy_observed: type[nn.Module] | None = None
+    legacy_converted: type[nn.Module] | None = None
+
+    @property
+    def map_to(self) -> str:
+        """The name of the class to map the float class to, for messages."""
+        package = "torchq_compat" if self.legacy_observed is None else "torch.ao"
+        return f"{package}.nn.quantizable.{self.float_class.__name__}"
+
+    def observes(self, cls: type[nn.Module]) -> bool:
+        """Return whether ``cls`` is, or derives from, an observed class."""
+        return issubclass(cls, tuple(filter(None, (self.observed, self.legacy_observed))))
+
+    def has_standard(self, method: str, cls: type[nn.Module]) -> bool:
+        """Return whether ``cls`` inherits ``method``, one that makes modules, unchanged from one of ours."""
+        is_observed = method == "from_float"
+        ours = self.observed if is_observed else self.converted
+        legacy = self.legacy_observed if is_observed else self.legacy_converted
+        own = getattr(cls, method).__func__
+        return any(getattr(known, method).__func__ is own for known in (ours, legacy) if known is not None)
+
+
+class FamilyHandler(PartOwnerHandler):
+    """Base of the handlers of one family."""
+
+    #: The error about a result of ``from_float`` or ``from_observed`` that is not of the family.
+    unusable: ClassVar[str]
+
+    def __init__(self, family: ModuleFamily) -> None:
+        self.family = family
+
+    def takes(self, float_class: type[nn.Module], observed_class: type[nn.Module]) -> bool:
+        return issubclass(float_class, self.family.float_class) and self.family.observes(observed_class)
+
+    def owns(self, opaque: nn.Module) -> bool:
+        return isinstance(opaque, (self.family.observed, self.family.converted))
+
+    def loses_forward(self, module: nn.Module) -> bool:
+        return has_own_forward(module, self.family.float_class)
+
+    def mapping_hint(self, module: nn.Module) -> str | None:
+        if not isinstance(module, self.family.float_class):
+            return None
+        return map_class(f"torch.nn.{self.family.float_class.__name__}", self.family.map_to)
+
+    def observe(self, request: ObserveRequest) -> OpaqueModule:
+        """Observe by the observed class of the mapping: a class that inherits ``from_float`` stands for ours,
+        which copies the parameters that it reads."""
+        family, observed_class, path = self.family, request.observed_class, request.path
+        if has_own_forward(request.module, family.float_class):
+            observed = f"nn.{family.float_class.__name__} with its parameters"
+            warn_user("TQ408", kind=type(request.module).__name__, path=path, observed=observed)
+        if family.has_standard("from_float", observed_class):
+            result: Any = family.observed.observe(request.module, PartSpecs(request.specs))
+        else:
+            request.module.qconfig = request.qconfig  # type: ignore[assignment]  # where FX puts it
+            result = observed_class.from_float(request.module)  # type: ignore[attr-defined]
+        is_its_own = type(result) is observed_class and not issubclass(observed_class, OpaqueModule)
+        if not is_its_own and not self._computes_alike(observed_class):
+            # It has a ``forward`` of its own, which ``result`` does not call.
+            observed = "the class it inherits from"
+            warn_user("TQ408", kind=observed_class.__name__, path=path, observed=observed)
+        usable = self.observed_result(result, request)
+        usable.module_path = path
+        return usable
+
+    def observed_result(self, result: Any, request: ObserveRequest) -> PartOwner:
+        """Return the module for ``result`` of an observed class."""
+        if isinstance(result, PartOwner) and isinstance(result, self.family.observed):
+            return result
+        raise self._unusable("from_float", result, request.path)
+
+    def convert(self, request: ConvertRequest) -> OpaqueModule:
+        cls: Any = request.quantized_class
+        if cls is None or self.family.has_standard("from_observed", cls):
+            cls = self.family.converted
+        converted: OpaqueModule = cls.from_observed(request.observed)
+        if isinstance(converted, self.family.converted):
+            return converted  # type: ignore[no-any-return]
+        raise self._unusable("from_observed", converted, request.path)
+
+    def _computes_alike(self, observed_class: type[nn.Module]) -> bool:
+        return any(
+            issubclass(observed_class, standard)
+            and all(
+                getattr(observed_class, method, None) is getattr(standard, method, None)
+                for method in ("forward", "opaque_call")
+            )
+            for standard in (self.family.observed, self.family.legacy_observed)
+            if standard is not None
+        )
+
+    def _unusable(self, method: str, result: object, path: str) -> CustomModuleError:
+        return CustomModuleError.of(self.unusable, method=method, path=path, value=result, result=result)
 
 
 def _observation(graph: GraphModule, node: Node) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 from torchq_compat.capture.checked import capture_by_structure
 from torchq_compat.errors import CustomModuleError
 from torchq_compat.modules.parts import DynamicPartSpecs, PartGraphModule, PartKind, PartSpecs, prepare_parts
+from torchq_compat.modules.parts_handler import ModuleFamily
 from torchq_compat.read.qspecs import OpSpecs
 from torchq_compat.recurrent import recurrent_module
 from torchq_compat.recurrent.cell_graph import CellGraphModule, float_cell
@@ -114,47 +115,17 @@ class ConvertedRNNCell(recurrent_module.ConvertedRecurrent):
     observed = ObservedRNNCell
 
 
-@dataclass(frozen=True)
-class RecurrentFamily:
-    """A float class of torch.nn, its observed class and its converted class.
-
-    Attributes:
-        observed: the class that replaces it in a prepared model.
-        converted: the class that replaces it in a converted model.
-        legacy_observed: the class of torch.ao that scripts map it to, if there is one.
-        legacy_converted: the class of torch.ao that it is converted to, if there is one.
-    """
-
-    observed: type[recurrent_module.ObservedRecurrent]
-    converted: type[recurrent_module.ConvertedRecurrent]
-    legacy_observed: type[nn.Module] | None = None
-    legacy_converted: type[nn.Module] | None = None
-
-    @property
-    def float_class(self) -> type[nn.Module]:
-        """The class of torch.nn."""
-        return self.observed.float_class
-
-    @property
-    def map_to(self) -> str:
-        """The name of the class to map the float class to, for messages."""
-        name = self.float_class.__name__
-        if self.legacy_observed is not None:
-            return f"torch.ao.nn.quantizable.{name}"
-        return f"torchq_compat.nn.quantizable.{name}"
-
-
 FAMILIES = (
-    RecurrentFamily(ObservedLSTM, ConvertedLSTM, quantizable.LSTM, quantized.LSTM),
-    RecurrentFamily(ObservedGRU, ConvertedGRU),
-    RecurrentFamily(ObservedRNN, ConvertedRNN),
-    RecurrentFamily(ObservedLSTMCell, ConvertedLSTMCell, quantizable.LSTMCell),
-    RecurrentFamily(ObservedGRUCell, ConvertedGRUCell),
-    RecurrentFamily(ObservedRNNCell, ConvertedRNNCell),
+    ModuleFamily(nn.LSTM, ObservedLSTM, ConvertedLSTM, quantizable.LSTM, quantized.LSTM),
+    ModuleFamily(nn.GRU, ObservedGRU, ConvertedGRU),
+    ModuleFamily(nn.RNN, ObservedRNN, ConvertedRNN),
+    ModuleFamily(nn.LSTMCell, ObservedLSTMCell, ConvertedLSTMCell, quantizable.LSTMCell),
+    ModuleFamily(nn.GRUCell, ObservedGRUCell, ConvertedGRUCell),
+    ModuleFamily(nn.RNNCell, ObservedRNNCell, ConvertedRNNCell),
 )
 
 
-def family_of(module: object) -> RecurrentFamily | None:
+def family_of(module: object) -> ModuleFamily | None:
     """Return the family of a float module; None if it is not recurrent."""
     return next((family for family in FAMILIES if isinstance(module, family.float_class)), None)
 
@@ -391,7 +362,10 @@ def get_individually_observed_parts(
     specs = recurrent_module.given_specs(
         float_module, example_inputs, backend_config, split_gates=split_gates, constructors=constructors
     )
-    return family.observed.observe(float_module, specs, split_gates=split_gates)
+    observed: recurrent_module.ObservedRecurrent = family.observed.observe(
+        float_module, specs, split_gates=split_gates
+    )
+    return observed
 
 
 def with_profile(observed: type[nn.Module], profile: Callable[..., dict[str, Any]]) -> type[nn.Module]:

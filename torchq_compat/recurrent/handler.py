@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 from torch.fx import GraphModule
@@ -16,7 +17,7 @@ from torchq_compat.errors import CustomModuleError
 from torchq_compat.fx_state.numbered import Required
 from torchq_compat.fx_state.states import FxState
 from torchq_compat.modules import parts_handler
-from torchq_compat.modules.parts import DynamicPartSpecs, Part, PartSpecs
+from torchq_compat.modules.parts import DynamicPartSpecs, Part, PartOwner, PartSpecs
 from torchq_compat.modules.registry import ConvertRequest, ObserveRequest, RequiredByModel, WriteOps, register
 from torchq_compat.read.backend_configs import BackendTable
 from torchq_compat.read.qspecs import OpSpecs
@@ -25,7 +26,7 @@ from torchq_compat.recurrent.contracts import SequenceContract, contract_of
 from torchq_compat.recurrent.exported_lstm.whole_op import whole_op_writer
 from torchq_compat.recurrent.fx_names import required_by_dynamic, required_by_observed
 from torchq_compat.recurrent.kernel.build import kernel_build
-from torchq_compat.recurrent.recurrent_module import ConvertedRecurrent, ObservedRecurrent, RecurrentModule
+from torchq_compat.recurrent.recurrent_module import ObservedRecurrent, RecurrentModule
 from torchq_compat.recurrent.states import give_initial_states, has_seen_no_hidden_state
 from torchq_compat.support.dtypes import is_integer
 from torchq_compat.support.user_warnings import warn_user
@@ -41,15 +42,10 @@ class _LoweredByTheCellLoop(parts_handler.PartOwnerHandler):
         return problems[0] if problems else opaque.lowered()
 
 
-class RecurrentHandler(_LoweredByTheCellLoop):
+class RecurrentHandler(_LoweredByTheCellLoop, parts_handler.FamilyHandler):
     """The handler of one family: a float class, its observed class and its converted class."""
 
-    def __init__(self, family: families.RecurrentFamily) -> None:
-        self.family = family
-
-    def takes(self, float_class: type[nn.Module], observed_class: type[nn.Module]) -> bool:
-        ours = tuple(filter(None, (self.family.observed, self.family.legacy_observed)))
-        return issubclass(float_class, self.family.float_class) and issubclass(observed_class, ours)
+    unusable = "TQ941.unusable_result"
 
     def takes_unmapped(self, module: nn.Module, specs: OpSpecs, backend: BackendTable) -> bool:
         """Return whether ``module`` is an observed class that the model was built with, not yet observed."""
@@ -73,46 +69,32 @@ class RecurrentHandler(_LoweredByTheCellLoop):
         return whole_op_writer(module, self.family.float_class)
 
     def fake_call(self, module: nn.Module, path: str) -> FakeCall:
-        if isinstance(module, self.family.observed):
-            return module.contract.fake_call(path)
-        return contract_of(module).fake_call(path)
-
-    def owns(self, opaque: nn.Module) -> bool:
-        return isinstance(opaque, (self.family.observed, self.family.converted))
-
-    def loses_forward(self, module: nn.Module) -> bool:
-        return parts_handler.has_own_forward(module, self.family.float_class)
+        contract = module.contract if isinstance(module, ObservedRecurrent) else contract_of(module)
+        return contract.fake_call(path)
 
     def observe(self, request: ObserveRequest) -> OpaqueModule:
-        if isinstance(request.module, self.family.observed):
-            built = request.module
-            observed = self.family.observed.observe(
-                built.as_float(), PartSpecs(request.specs), split_gates=built.split_gates
-            )
-            observed.module_path = request.path
-            return observed
-        parts_handler.warn_if_forward_overridden(request.module, self.family.float_class, request.path)
-        observed = self._observed(request)
+        if not isinstance(request.module, self.family.observed):
+            return super().observe(request)
+        built: Any = request.module
+        specs = PartSpecs(request.specs)
+        observed: ObservedRecurrent = self.family.observed.observe(
+            built.as_float(), specs, split_gates=built.split_gates
+        )
         observed.module_path = request.path
         return observed
 
-    def _observed(self, request: ObserveRequest) -> ObservedRecurrent:
-        specs = PartSpecs(request.specs)
-        result = parts_handler.observed_by_its_class(
-            request,
-            (self.family.observed, self.family.legacy_observed),
-            lambda: self.family.observed.observe(request.module, specs),
+    def observed_result(self, result: Any, request: ObserveRequest) -> PartOwner:
+        legacy = self.family.legacy_observed
+        if isinstance(result, self.family.observed) or legacy is None or not isinstance(result, legacy):
+            return super().observed_result(result, request)
+        if any(isinstance(m, GraphModule) for m in result.modules()):
+            raise CustomModuleError.of("TQ941.observed_by_fx", path=request.path)
+        # The eager engine observed every part by the qconfig: the cells built here do the same.
+        is_split = any(isinstance(getattr(m, "igates", None), nn.ModuleDict) for m in result.modules())
+        observed: ObservedRecurrent = self.family.observed.observe(
+            request.module, PartSpecs(request.specs), split_gates=is_split
         )
-        if isinstance(result, self.family.observed):
-            return result
-        if self.family.legacy_observed is not None and isinstance(result, self.family.legacy_observed):
-            if any(isinstance(m, GraphModule) for m in result.modules()):
-                raise CustomModuleError.of("TQ941.observed_by_fx", path=request.path)
-            # The eager engine observed every part by the qconfig: the cells built here do the same.
-            return self.family.observed.observe(request.module, specs, split_gates=_is_split(result))
-        raise CustomModuleError.of(
-            "TQ941.unusable_result", method="from_float", path=request.path, value=result
-        )
+        return observed
 
     def boundary(self, opaque: OpaqueModule, request: ObserveRequest, layout: CallLayout) -> OpaqueBoundary:
         """Return the base class's boundary, in which states that the parts keep in floats are not
@@ -131,26 +113,19 @@ class RecurrentHandler(_LoweredByTheCellLoop):
 
     def copies_parameters(self, quantized_class: type[nn.Module] | None) -> bool:
         """Cells are copied one at a time, so that a large module is never there twice."""
-        return quantized_class is None or parts_handler.inherits(
-            quantized_class, "from_observed", self._converted_classes
-        )
-
-    @property
-    def _converted_classes(self) -> tuple[type[nn.Module] | None, ...]:
-        return self.family.converted, self.family.legacy_converted
+        return quantized_class is None or self.family.has_standard("from_observed", quantized_class)
 
     def convert(self, request: ConvertRequest) -> OpaqueModule:
-        _warn_of_single_steps(request)
-        result = parts_handler.converted_by_its_class(
-            request,
-            self._converted_classes,
-            lambda: self.family.converted.from_observed(request.observed),
-        )
-        if not isinstance(result, ConvertedRecurrent):
-            raise CustomModuleError.of(
-                "TQ941.unusable_result", method="from_observed", path=request.path, value=result
-            )
-        return result
+        """Convert; warn if calibration ran only single steps from zeros. Cells are left out: a cell
+        calibrated without states is also run without states."""
+        observed = request.observed
+        if (
+            isinstance(observed, ObservedRecurrent)
+            and isinstance(observed.contract, SequenceContract)
+            and has_seen_no_hidden_state(cell for _, cell in observed.cells())
+        ):
+            warn_user("TQ409", path=request.path)
+        return super().convert(request)
 
     def required_of_fx(
         self, opaque: OpaqueModule, state: FxState, prefix: str, required_by_model: RequiredByModel
@@ -163,15 +138,14 @@ class RecurrentHandler(_LoweredByTheCellLoop):
         return f": torchq_compat.profiles.{profile} keeps it in 16 bits"
 
     def mapping_hint(self, module: nn.Module) -> str | None:
-        if not isinstance(module, self.family.float_class):
-            return None
-        if type(module).forward is not self.family.float_class.forward:
-            name = type(module).__name__
-            return (
-                f"{name} has a forward of its own: {parts_handler.map_class(name, self.family.map_to)}, and "
-                f"what is quantized is nn.{self.family.float_class.__name__} without it"
-            )
-        return parts_handler.hint_to_map(self.family.float_class, self.family.map_to)
+        hint, float_class = super().mapping_hint(module), self.family.float_class
+        if hint is None or type(module).forward is float_class.forward:
+            return hint
+        name = type(module).__name__
+        return (
+            f"{name} has a forward of its own: {parts_handler.map_class(name, self.family.map_to)}, and "
+            f"what is quantized is nn.{float_class.__name__} without it"
+        )
 
 
 def _places_of_states(opaque: RecurrentModule, layout: CallLayout) -> tuple[int, ...]:
@@ -182,22 +156,6 @@ def _places_of_states(opaque: RecurrentModule, layout: CallLayout) -> tuple[int,
     if hidden is None:
         return ()
     return (hidden,) if isinstance(hidden, int) else tuple(hidden)
-
-
-def _warn_of_single_steps(request: ConvertRequest) -> None:
-    """Warn if calibration ran only single steps from zeros. Cells are left out: a cell calibrated without
-    states is also run without states."""
-    observed = request.observed
-    if (
-        isinstance(observed, ObservedRecurrent)
-        and isinstance(observed.contract, SequenceContract)
-        and has_seen_no_hidden_state(cell for _, cell in observed.cells())
-    ):
-        warn_user("TQ409", path=request.path)
-
-
-def _is_split(module: nn.Module) -> bool:
-    return any(isinstance(getattr(m, "igates", None), nn.ModuleDict) for m in module.modules())
 
 
 class DynamicRecurrentHandler(_LoweredByTheCellLoop):
