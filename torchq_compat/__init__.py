@@ -110,7 +110,7 @@ HOMES.update(
         "run_for_onnx": "torchq_compat.lower.onnx.forms",
         "lower_to_script": "torchq_compat.quantize_eager",
         "scripted_graph": "torchq_compat.lower.torchscript.scripted",
-        "scripted_recurrent": "torchq_compat.lower.torchscript.recurrent",
+        "scripted_recurrent": "torchq_compat.lower.torchscript.scripted",
     }
 )
 

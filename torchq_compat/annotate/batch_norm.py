@@ -17,13 +17,7 @@ from torchq_compat import ops
 from torchq_compat.annotate.annotation import WrappingQuantizer
 from torchq_compat.capture.training import batch_counters, drop_batch_counters, has_fixed_mode, training_flag
 from torchq_compat.read.qdq import FOLDED_SCALE
-from torchq_compat.support.graph_nodes import (
-    attribute_of,
-    constant_of,
-    delete_unused_modules,
-    replace_node,
-    source_of,
-)
+from torchq_compat.support import graph_nodes
 from torchq_compat.support.process_state import convert_pt2e, prepare_pt2e, prepare_qat_pt2e, without_code
 from torchq_compat.support.upstream import BatchNormBase, is_activation_post_process
 
@@ -156,7 +150,7 @@ def _value(graph_module: GraphModule, node: Argument) -> Tensor | None:
     if node is None:
         return None
     assert isinstance(node, Node)
-    return constant_of(graph_module, node)
+    return graph_nodes.constant_of(graph_module, node)
 
 
 # Calibration: folded before anything is observed.
@@ -183,15 +177,15 @@ def fold_constants(graph_module: GraphModule, may_fold: MayFold) -> None:
             factors = [torch.rsqrt(variance + node.args[ops.EPS])]  # type: ignore[arg-type, operator]
             factors += [] if gamma is None else [gamma]
             factors = [math.prod(factors)] if op.target is ATEN.linear.default else factors  # type: ignore[list-item]
-            value = constant_of(graph_module, weight)
+            value = graph_nodes.constant_of(graph_module, weight)
             new = _folded_bias(graph_module, node, bias, *factors).to(value.dtype)
             _assign(graph_module, name, _folded_weight(op, value, *factors))
             _assign(graph_module, biases[name], new)
         with graph_module.graph.inserting_before(op):
             new_bias = graph_module.graph.get_attr(biases[name])
-        new_bias.meta["val"] = attribute_of(graph_module, new_bias)
+        new_bias.meta["val"] = graph_nodes.attribute_of(graph_module, new_bias)
         op.args = (*op.args[:2], new_bias, *op.args[3:])
-        replace_node(node, op)
+        graph_nodes.replace_node(node, op)
     if pairs:
         graph_module.graph.eliminate_dead_code()
         graph_module.recompile()
@@ -295,7 +289,7 @@ def _can_be_fused(prepared: GraphModule, op: Node, batch_norm: Node) -> bool:
 def _fuse(graph: Graph, op: Node, batch_norm: Node) -> None:
     fake_quantize = op.args[1]
     assert isinstance(fake_quantize, Node)
-    weight = source_of(fake_quantize)
+    weight = graph_nodes.source_of(fake_quantize)
     bias, options = op.args[2] if len(op.args) > 2 else None, op.args[3:]
 
     def call(target: Any, *args: Any) -> Node:
@@ -354,13 +348,13 @@ def fold_batch_norms(prepared: GraphModule) -> None:
         if fused is not None:
             _fold_fused(prepared, node, fused)
     prepared.graph.eliminate_dead_code()
-    delete_unused_modules(prepared)
+    graph_nodes.delete_unused_modules(prepared)
 
 
 def _fold_fused(prepared: GraphModule, batch_norm: Node, fused: _Fused) -> None:
     gamma, variance = (_value(prepared, batch_norm.args[i]) for i in (ops.GAMMA, ops.RUNNING_VAR))
     scale = _scale(_compute, gamma, variance, batch_norm.args[ops.EPS])
-    weight = attribute_of(prepared, fused.weight)
+    weight = graph_nodes.attribute_of(prepared, fused.weight)
     bias = _folded_bias(prepared, batch_norm, fused.bias, scale).to(weight.dtype)
     beside = _beside_weight(_compute, scale, fused.op, weight.shape).to(weight.dtype).detach()
     # Unique: two convolutions may share a weight, and each folds its own batch norm.
@@ -376,7 +370,7 @@ def _fold_fused(prepared: GraphModule, batch_norm: Node, fused: _Fused) -> None:
     scaled.meta["val"] = fused.weight.meta["val"]
     fused.weight_observer.args = (scaled,)
     fused.op.args = (*fused.op.args[:2], nodes[1], *fused.op.args[3:])
-    replace_node(batch_norm, fused.op)
+    graph_nodes.replace_node(batch_norm, fused.op)
 
 
 def _calls(node: object, target: object) -> bool:

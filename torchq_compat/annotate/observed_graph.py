@@ -29,14 +29,8 @@ from torchq_compat.read.observer_classes import FusedFakeQuantize, converts_othe
 from torchq_compat.read.qdq import LARGE, constant_value, fold_weights, is_scaled_weight
 from torchq_compat.read.qparams import fold_weight, has_loaded_qparams, qparams_of, set_loaded_observer
 from torchq_compat.read.torch_ao_classes import is_of_torch_ao
-from torchq_compat.support import metadata
+from torchq_compat.support import graph_nodes, metadata
 from torchq_compat.support.dtypes import SIXTEEN_BITS, dtype_range, is_integer, plain_dtype
-from torchq_compat.support.graph_nodes import (
-    called_modules,
-    give_back_freed,
-    module_path_of,
-    source_of,
-)
 from torchq_compat.support.process_state import prepare_pt2e, without_code
 from torchq_compat.support.torch_ao import observer as legacy_observer
 from torchq_compat.support.upstream import FakeTensor, is_activation_post_process
@@ -74,20 +68,20 @@ def observed_op(observer_node: Node) -> str:
 def observed_places(prepared: GraphModule) -> Iterator[ObservedPlace]:
     """Yield the places that ``prepared`` observes, in graph order."""
     for node, _ in observer_nodes(prepared):
-        yield ObservedPlace(str(node.target), observed_op(node), source_of(node).op == "get_attr")
+        yield ObservedPlace(str(node.target), observed_op(node), graph_nodes.source_of(node).op == "get_attr")
 
 
 def adopt_observers(prepared: GraphModule) -> tuple[str, ...]:
     """Adapt the observers of torch.ao in ``prepared``, which is changed, to torchao's convert; they keep what
     they have observed. Return their paths."""
     adopted: dict[int, nn.Module] = {}
-    for node, module in called_modules(prepared):
+    for node, module in graph_nodes.called_modules(prepared):
         if is_of_torch_ao(module):
             # A shared observer is one module under several names.
             prepared.set_submodule(
                 str(node.target), adopted.setdefault(id(module), observers.adapted(module))
             )
-    calls = (node for node, module in called_modules(prepared) if module in adopted.values())
+    calls = (node for node, module in graph_nodes.called_modules(prepared) if module in adopted.values())
     return tuple(dict.fromkeys(str(node.target) for node in calls))
 
 
@@ -146,7 +140,7 @@ def prepare_with(
 def calibrate_with_float_weights(prepared: GraphModule) -> None:
     """Let the fake-quantizes of weights only observe, for calibration: FX has them in training only."""
     for node, module in observer_nodes(prepared):
-        if _fake_quantizes_weight(source_of(node), module):
+        if _fake_quantizes_weight(graph_nodes.source_of(node), module):
             module.disable_fake_quant()  # type: ignore[operator]
 
 
@@ -193,7 +187,7 @@ def _fold_all(converted: GraphModule) -> None:
 
 def observer_nodes(graph_module: GraphModule) -> Iterator[tuple[Node, nn.Module]]:
     """Yield each node that calls an observer or fake-quantize, with the module it calls."""
-    called = called_modules(graph_module)
+    called = graph_nodes.called_modules(graph_module)
     return ((node, module) for node, module in called if is_activation_post_process(module))
 
 
@@ -241,8 +235,8 @@ def observers_without_infinity(graph_module: GraphModule) -> list[str]:
 
 def observer_label(node: Node) -> str:
     """Return a readable label of the observer that ``node`` calls: module path, observed op, observer."""
-    source = source_of(node)
-    path = module_path_of(source)
+    source = graph_nodes.source_of(node)
+    path = graph_nodes.module_path_of(source)
     if not path:
         return f"{source.name} ({node.target})"
     name = path if path.replace(".", "_") == source.name else f"{path}/{source.name}"
@@ -285,7 +279,7 @@ def _observe_weights(prepared: GraphModule) -> None:
     call in evaluation would: since the last call the optimizer and the folded batch norm changed the weights.
     """
     for node, module in observer_nodes(prepared):
-        source = source_of(node)
+        source = graph_nodes.source_of(node)
         if isinstance(module, observers.WeightObserver):
             module.observe_weight(constant_value(prepared, source), str(source.target))
         elif _fake_quantizes_weight(source, module) and not has_loaded_qparams(module):
@@ -304,7 +298,7 @@ def _observe_weight(prepared: GraphModule, source: Node, module: nn.Module) -> N
     result = module(value.clone() if source.op == "get_attr" else value)  # Kernels ask for it as if to write.
     if result.numel() > LARGE:
         del result, value
-        give_back_freed()
+        graph_nodes.give_back_freed()
 
 
 def _fake_quantizes_weight(source: Node, module: nn.Module) -> bool:
@@ -349,14 +343,14 @@ def activations_as_observed(prepared: GraphModule) -> None:
     """Let the fake-quantizes of activations convert with their observers' qparams, for custom modules, which
     read them before the graph is converted."""
     for node, module in observer_nodes(prepared):
-        if source_of(node).op != "get_attr":
+        if graph_nodes.source_of(node).op != "get_attr":
             use_observer_qparams(module)
 
 
 def _fold_float_qparams(prepared: GraphModule) -> None:
     """Fold the weights with float zero points, whatever observes them and wherever their qparams are from."""
     for node, module in observer_nodes(prepared):
-        is_weight = source_of(node).op == "get_attr"
+        is_weight = graph_nodes.source_of(node).op == "get_attr"
         if is_weight and getattr(module, "qscheme", None) is torch.per_channel_affine_float_qparams:
             fold_weight(prepared, node, *qparams_of(module), module)
 
@@ -390,7 +384,7 @@ def _cast_around_observers(prepared: GraphModule) -> None:
     """
     graph = prepared.graph
     for node, module in list(observer_nodes(prepared)):
-        source = source_of(node)
+        source = graph_nodes.source_of(node)
         value = source.meta.get("val")
         if not isinstance(value, Tensor) or not _comes_out_narrow(module, value.dtype):
             continue

@@ -15,12 +15,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
-from torchq_compat.capture.opaque_calls import (
-    OpaqueModule,
-    opaque_call_nodes,
-    opaque_modules,
-    qparams_of_integers,
-)
+from torchq_compat.capture import opaque_calls
 from torchq_compat.checkpoints import load_fx_state
 from torchq_compat.comparison import sides
 from torchq_compat.comparison.cases import Case
@@ -46,7 +41,7 @@ CELL_INPUT = "input of the cell"
 
 def cell_graphs(converted: GraphModule) -> Iterator[CellGraph]:
     """Yield every cell of every custom module in ``converted``."""
-    for path, opaque in opaque_modules(converted).items():
+    for path, opaque in opaque_calls.opaque_modules(converted).items():
         for cell_path, cell in opaque.graphs() if isinstance(opaque, PartOwner) else ():
             yield CellGraph(f"{path}.{cell_path}", tuple(_cell_nodes(cell)))
 
@@ -207,7 +202,7 @@ def _nodes(
     matches: dict[sides.Key, tuple[GraphModule, Node]] = {}
     by_name = {node.name: node for node in graph_module.graph.nodes}
     keys: dict[str, sides.OpKey] = {decision.node: key for key, decision in _op_keys(decisions)}
-    calls = opaque_call_nodes(graph_module)
+    calls = opaque_calls.opaque_call_nodes(graph_module)
     for node in by_name.values():
         if node.name in keys:
             matches[keys[node.name]] = graph_module, node
@@ -217,7 +212,7 @@ def _nodes(
 
 
 def _of_opaque_call(
-    graph_module: GraphModule, call: Node, opaque: OpaqueModule
+    graph_module: GraphModule, call: Node, opaque: opaque_calls.OpaqueModule
 ) -> Iterator[tuple[sides.Key, tuple[GraphModule, Node]]]:
     path = str(call.target)
     for cell_path, cell in opaque.graphs() if isinstance(opaque, PartOwner) else ():
@@ -286,7 +281,7 @@ def _integers_of(node: Node) -> tuple[Node, QParams | None]:
     """Return the node that holds the integers of ``node``, with their qparams; ``node`` and None if it stays
     float."""
     quantizes = (user for user in node.users if user.target is QUANTIZE)
-    known = ((item, qparams_of_integers(item)) for item in (node, *quantizes))
+    known = ((item, opaque_calls.qparams_of_integers(item)) for item in (node, *quantizes))
     return next((pair for pair in known if pair[1] is not None), (node, None))
 
 
@@ -294,7 +289,7 @@ def _output_qparams(converted: GraphModule, result: Any) -> tuple[QParams | None
     nodes = pytree.tree_leaves(converted.graph.output_node().args[0])
     pairs = zip(nodes, pytree.tree_leaves(result), strict=True)
     return tuple(
-        qparams_of_integers(source_of(node)) if is_dequantize(node) else None
+        opaque_calls.qparams_of_integers(source_of(node)) if is_dequantize(node) else None
         for node, leaf in pairs
         if isinstance(leaf, Tensor)
     )

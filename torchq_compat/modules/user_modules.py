@@ -10,13 +10,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e.quantizer import QuantizationSpec
 
-from torchq_compat.capture.call_layouts import (
-    CallLayout,
-    Structure,
-    input_labels,
-    most_specific,
-    output_labels,
-)
+from torchq_compat.capture import call_layouts
 from torchq_compat.capture.opaque_calls import OpaqueBoundary, OpaqueModule
 from torchq_compat.capture.opaque_stub import FakeCall
 from torchq_compat.errors import CustomModuleError, TorchQCompatError
@@ -71,7 +65,7 @@ def choose_specs(
             )
     chosen = []
     for label in calls[0]:
-        key = most_specific(by_label, label)
+        key = call_layouts.most_specific(by_label, label)
         named = f"{setting}[{key!r}] of the module at {path!r}"
         chosen.append(specs.activation if key is None else _spec(by_label[key], specs, named))
     return tuple(chosen)
@@ -164,8 +158,8 @@ class OpaqueUserModule(OpaqueModule):
     def opaque_hand_out(self, result: Tensor, qparams: QParams | None) -> Tensor:
         return super().opaque_hand_out(as_float(result), qparams)
 
-    def opaque_check_results(self, layout: CallLayout, results: Any) -> None:
-        result, _ = Structure.take_apart(results)
+    def opaque_check_results(self, layout: call_layouts.CallLayout, results: Any) -> None:
+        result, _ = call_layouts.Structure.take_apart(results)
         if result != layout.outputs:
             raise _other_results(self, self.opaque_path, _shown(layout.outputs), _shown(result))
 
@@ -218,7 +212,7 @@ def as_users_module(opaque: OpaqueUserModule) -> nn.Module:
     return module
 
 
-def _shown(structure: Structure) -> str:
+def _shown(structure: call_layouts.Structure) -> str:
     """Return a structure for messages, without dtypes."""
     return str(structure.put_together(["tensor"] * structure.count()))
 
@@ -273,15 +267,17 @@ class UserModuleHandler(registry.CustomModuleHandler):
         return isinstance(opaque, OpaqueUserModule)
 
     def boundary(
-        self, opaque: OpaqueModule, request: registry.ObserveRequest, layout: CallLayout
+        self, opaque: OpaqueModule, request: registry.ObserveRequest, layout: call_layouts.CallLayout
     ) -> OpaqueBoundary:
         """Return the boundary that ``quantized_inputs`` and ``quantized_outputs`` of the class describe."""
         assert isinstance(opaque, OpaqueUserModule)
         if not request.specs.is_static:
             return OpaqueBoundary.floats(layout.inputs.count(), layout.outputs.count())
         users_class, path = opaque.opaque_users_class, request.path
-        inputs = [input_labels(users_class, call.inputs) for call in (layout, *opaque.opaque_layouts)]
-        outputs = [output_labels(call.outputs) for call in (layout, *opaque.opaque_layouts)]
+        inputs = [
+            call_layouts.input_labels(users_class, call.inputs) for call in (layout, *opaque.opaque_layouts)
+        ]
+        outputs = [call_layouts.output_labels(call.outputs) for call in (layout, *opaque.opaque_layouts)]
         return OpaqueBoundary(
             input_specs=choose_specs(opaque, "quantized_inputs", inputs, request.specs, path),
             output_dtypes=(None,) * layout.outputs.count(),

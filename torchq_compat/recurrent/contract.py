@@ -71,10 +71,9 @@ class RecurrentStructure:
         """Width of every state, the hidden state first."""
         return (self.output_size, *(self.hidden_size for _ in self.kind.states[1:]))
 
-    @property
-    def state_rows(self) -> int:
-        """L*D, the number of rows of every state."""
-        return self.num_layers * self.num_directions
+    def state_shapes(self, batch: Any) -> list[list[Any]]:
+        """Return the shape of every state, (L*D, B, width)."""
+        return [[self.num_layers * self.num_directions, batch, width] for width in self.state_widths]
 
 
 def call_recurrent(
@@ -246,8 +245,10 @@ def _initial_state(
         return None
     states = check_state_count(structure.kind, path, hidden)
     return tuple(
-        _state(path, state.name, value, (structure.state_rows, x.shape[1], width), batched)
-        for state, value, width in zip(structure.kind.states, states, structure.state_widths, strict=True)
+        _state(path, state.name, value, shape, batched)
+        for state, value, shape in zip(
+            structure.kind.states, states, structure.state_shapes(x.shape[1]), strict=True
+        )
     )
 
 
@@ -266,7 +267,7 @@ def as_given(state: State) -> Any:
     return state if len(state) > 1 else state[0]
 
 
-def _state(path: str, name: str, state: Any, expected: tuple[int, Any, int], batched: bool) -> Tensor:
+def _state(path: str, name: str, state: Any, expected: list[Any], batched: bool) -> Tensor:
     if not isinstance(state, Tensor):
         raise CustomModuleError.call_failed(path, f"{name} must be a tensor, got {type(state).__name__}")
     check_is_float(path, name, state)
@@ -275,7 +276,7 @@ def _state(path: str, name: str, state: Any, expected: tuple[int, Any, int], bat
             path, f"{name} must have {3 if batched else 2} dimensions like the input, got {state.dim()}"
         )
     batched_state = state if batched else state.unsqueeze(1)
-    if tuple(batched_state.shape) != expected:
+    if list(batched_state.shape) != expected:
         raise CustomModuleError.call_failed(
             path, f"{name} must have shape {shown(expected)}, got {shown(batched_state.shape)}"
         )
@@ -319,8 +320,6 @@ def fake_layers(structure: RecurrentStructure) -> RunLayers:
     ) -> tuple[Tensor, State]:
         width = structure.num_directions * structure.output_size
         batch = batch_sizes[0] if isinstance(batch_sizes, list) else x.shape[1]
-        return x.new_empty(*x.shape[:-1], width), tuple(
-            x.new_empty(structure.state_rows, batch, width) for width in structure.state_widths
-        )
+        return x.new_empty(*x.shape[:-1], width), tuple(map(x.new_empty, structure.state_shapes(batch)))
 
     return run

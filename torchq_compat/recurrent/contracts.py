@@ -112,6 +112,10 @@ class RecurrentContract(ABC):
         raise NotImplementedError
 
     @abstractmethod
+    def state_shapes(self, x: Sequence[Any]) -> list[list[Any]]:
+        """Return the shape of every state of a call whose input has the shape ``x``."""
+
+    @abstractmethod
     def output_qparams(self, module: nn.Module, results: list[Tensor]) -> tuple[QParams | None, ...]:
         """Return the qparams of the flat ``results`` of a converted module."""
 
@@ -243,6 +247,10 @@ class SequenceContract(RecurrentContract):
         states = (as_dtype(torch.stack(item), x.dtype) for item in zip(*cells, strict=True))
         return tuple(state if batched else state.squeeze(1) for state in states)
 
+    def state_shapes(self, x: Sequence[Any]) -> list[list[Any]]:
+        batched = self.structure.state_shapes(x[0 if self.structure.batch_first else 1])
+        return batched if len(x) == 3 else [[rows, width] for rows, _, width in batched]
+
     def output_qparams(self, module: nn.Module, results: list[Tensor]) -> tuple[QParams | None, ...]:
         """Return the qparams of the output and the last states, per-channel where layers or directions have
         different qparams; None for the indices of a PackedSequence."""
@@ -361,6 +369,9 @@ class CellContract(RecurrentContract):
             check_is_float(path, state.name, value)
         return states
 
+    def state_shapes(self, x: Sequence[Any]) -> list[list[Any]]:
+        return [[*x[:-1], self.hidden_size] for _ in self.kind.states]
+
     def output_qparams(self, module: nn.Module, results: list[Tensor]) -> tuple[QParams | None, ...]:
         return converted_qparams(self._cell(module))
 
@@ -370,8 +381,7 @@ class CellContract(RecurrentContract):
     def fake_call(self, path: str) -> FakeCall:
         def fake(input: Tensor, hx: Any = None) -> Any:
             self.check_call(path, input, hx)
-            shape = (*input.shape[:-1], self.hidden_size)
-            return as_given(tuple(input.new_empty(shape) for _ in self.kind.states))
+            return as_given(tuple(map(input.new_empty, self.state_shapes(input.shape))))
 
         return fake
 

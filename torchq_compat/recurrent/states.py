@@ -14,6 +14,8 @@ from torch.fx import GraphModule, Node
 
 from torchq_compat.errors import InputError
 from torchq_compat.modules.parts import PartKind, part_nodes, part_of
+from torchq_compat.recurrent.contract import as_given
+from torchq_compat.recurrent.contracts import contract_of
 from torchq_compat.support.graph_nodes import attribute_of
 from torchq_compat.support.process_state import held
 
@@ -193,15 +195,4 @@ def _with_states(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     x = args[0] if args else kwargs.get("input")
     if given is not None or not isinstance(x, Tensor):
         return None
-    states = [x.new_zeros(shape) for shape in _shapes(module, x)]
-    return (x, states[0] if len(states) == 1 else tuple(states)), {}
-
-
-def _shapes(module: Any, x: Tensor) -> list[tuple[Any, ...]]:
-    count = 2 if isinstance(module, (nn.LSTM, nn.LSTMCell)) else 1
-    if not isinstance(module, nn.RNNBase):
-        return [(*x.shape[:-1], module.hidden_size)] * count
-    rows = module.num_layers * (2 if module.bidirectional else 1)
-    batch = () if x.dim() == 2 else (x.shape[0 if module.batch_first else 1],)
-    hidden = (rows, *batch, module.proj_size or module.hidden_size)
-    return [hidden, (rows, *batch, module.hidden_size)][:count]
+    return (x, as_given(tuple(map(x.new_zeros, contract_of(module).state_shapes(x.shape))))), {}

@@ -59,7 +59,7 @@ def lower_to_script(model: nn.Module, inputs: tuple[Any, ...]) -> nn.Module:
 def scripted_recurrent(module: nn.Module, contract: Any) -> nn.Module:
     """Return the plain module for a recurrent ``module`` of an eager model.
 
-    See ``lower/torchscript/recurrent.py``.
+    See ``lower/torchscript/scripted.py``.
     """
     scripted: nn.Module = _stage("scripted_recurrent")(module, contract)
     return scripted

@@ -8,7 +8,7 @@ import linecache
 import math
 import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Optional
@@ -24,6 +24,8 @@ from torchq_compat.errors import ExportError
 from torchq_compat.lower.torchscript.source import HELPERS, FunctionSource, flat_results, write_function
 from torchq_compat.model.other_tools import is_asked_by_torch_jit
 from torchq_compat.read.qparams import PerTensorQParams
+from torchq_compat.recurrent.contract import as_given
+from torchq_compat.recurrent.contracts import RecurrentContract
 from torchq_compat.recurrent.over_time import LoopShape, exporting_loops_as
 from torchq_compat.recurrent.recurrent_module import RecurrentModule
 from torchq_compat.support import metadata
@@ -62,7 +64,7 @@ class ScriptedGraph:
         Raises:
             ExportError: the model is what is traced, and returns what no trace can.
         """
-        unknown = _without_form(_out_spec(self.model))
+        unknown = _without_form(_out_spec(self.model.reference))
         if unknown is not None and is_asked_by_torch_jit():
             raise _structure_refused(unknown)
         flat = pytree.tree_leaves(args, is_leaf=lambda leaf: leaf is None)
@@ -70,21 +72,14 @@ class ScriptedGraph:
         results = iter(result if len(self.source.results) != 1 else (result,))
         returned = flat_results(self.model.reference.graph.output_node())
         leaves = [next(results) if isinstance(item, Node) else item for item in returned]
-        return pytree.tree_unflatten(leaves, _out_spec(self.model))
+        return pytree.tree_unflatten(leaves, _out_spec(self.model.reference))
 
     def module(self) -> nn.Module:
         """Return a plain module that torch.jit.script compiles."""
-        forward = compile_text(
-            _forward_text(self), "forward", {"graph_function": self.function, "Tensor": Tensor}
+        name, (parameters, lines) = type(self.model).__name__, _forward_lines(self)
+        return module_around(self.function, self.constants, name, parameters, lines).train(
+            self.model.training
         )
-        cls = type(f"Scripted{type(self.model).__name__}", (nn.Module,), {"forward": forward})
-        module: nn.Module = cls()
-        for name, value in self.constants.items():
-            if isinstance(value, Tensor):
-                module.register_buffer(name, value)
-            else:
-                setattr(module, name, value)
-        return module.train(self.model.training)
 
 
 def scripted_graph(model: QuantizationGraphModule) -> ScriptedGraph:
@@ -183,14 +178,9 @@ def _function_of_leaf(leaf: nn.Module, node: Node, model: QuantizationGraphModul
             raise observed from cause
         raise _refused(type(leaf).__name__, path, f"{type(cause).__name__}: {cause}") from cause
 
-    source = source_of_graph(captured, type(leaf).__name__, path)
+    source = _source_of_graph(captured, type(leaf).__name__, path)
     if not is_opaque:
-        flat = iter(source.results)
-        leaves = (
-            next(flat) if isinstance(item, Node) else repr(item)
-            for item in flat_results(captured.graph.output_node())
-        )
-        source.results = [_rebuilt(captured.graph._codegen.pytree_info.out_spec, leaves)]  # type: ignore[attr-defined]
+        source.results = [_result_of_call(captured, source.results)]
     return source
 
 
@@ -223,7 +213,7 @@ def _take_and_hand_integers(inner: FunctionSource, layout: CallLayout, node: Nod
         inner.results[position] = f"quantize_per_{kind}({result}, {written})"
 
 
-def source_of_graph(captured: GraphModule, kind: str = "the module", path: str = "") -> FunctionSource:
+def _source_of_graph(captured: GraphModule, kind: str = "the module", path: str = "") -> FunctionSource:
     """Return the function of a graph that calls no modules, with constants that require no gradient.
 
     Raises:
@@ -321,7 +311,22 @@ def compile_text(text: str, name: str, known: dict[str, Any]) -> Callable[..., A
 # --- the module around the function ---
 
 
-def _forward_text(scripted: ScriptedGraph) -> str:
+def module_around(
+    function: Any, constants: dict[str, Any], name: str, parameters: Sequence[str], lines: Sequence[str]
+) -> nn.Module:
+    """Return a module of ``constants``, with the body ``lines`` that call ``graph_function``."""
+    text = f"def forward(self, {', '.join(parameters)}):\n" + "".join(f"    {line}\n" for line in lines)
+    forward = compile_text(text, "forward", {"graph_function": function, "Tensor": Tensor})
+    module: nn.Module = type(f"Scripted{name}", (nn.Module,), {"forward": forward})()
+    for constant, value in constants.items():
+        if isinstance(value, Tensor):
+            module.register_buffer(constant, value)
+        else:
+            setattr(module, constant, value)
+    return module
+
+
+def _forward_lines(scripted: ScriptedGraph) -> tuple[list[str], list[str]]:
     model = scripted.model
     info = model.reference.graph._codegen.pytree_info  # type: ignore[attr-defined]
     spec = info.in_spec.children()[0]
@@ -333,14 +338,11 @@ def _forward_text(scripted: ScriptedGraph) -> str:
         flat += list(_leaves_of(child, name))
     lines = [*_checks(model, dict(zip(_labels(model), flat, strict=False)))]
     constants = [f"self.{name}" for name in scripted.constants]
-    call = f"graph_function({', '.join([*flat, *constants])})"
-    lines.append(f"results = {call}")
-    single = len(scripted.source.results) == 1
-    results = iter(["results"] if single else [f"results[{i}]" for i in range(len(scripted.source.results))])
-    returned = flat_results(model.reference.graph.output_node())
-    leaves = iter(next(results) if isinstance(item, Node) else repr(item) for item in returned)
-    lines.append(f"return {_rebuilt(_out_spec(model), leaves)}")
-    return f"def forward(self, {', '.join(typed)}):\n" + "".join(f"    {line}\n" for line in lines)
+    lines.append(f"results = graph_function({', '.join([*flat, *constants])})")
+    count = len(scripted.source.results)
+    results = ["results"] if count == 1 else [f"results[{i}]" for i in range(count)]
+    lines.append(f"return {_result_of_call(model.reference, results)}")
+    return typed, lines
 
 
 def _labels(model: QuantizationGraphModule) -> tuple[str, ...]:
@@ -365,8 +367,15 @@ def _checks(model: QuantizationGraphModule, inputs: dict[str, str]) -> Iterator[
         yield f"assert {condition}, {message!r}"
 
 
-def _out_spec(model: QuantizationGraphModule) -> Any:
-    return model.reference.graph._codegen.pytree_info.out_spec  # type: ignore[attr-defined]
+def _out_spec(model: GraphModule) -> Any:
+    return model.graph._codegen.pytree_info.out_spec  # type: ignore[attr-defined]
+
+
+def _result_of_call(model: GraphModule, flat: Sequence[str]) -> str:
+    """Return what a call of ``model`` returns, given those of its ``flat`` results that it computes."""
+    computed, returned = iter(flat), flat_results(model.graph.output_node())
+    leaves = iter(next(computed) if isinstance(item, Node) else repr(item) for item in returned)
+    return _rebuilt(_out_spec(model), leaves)
 
 
 def _is_leaf(spec: Any) -> bool:
@@ -423,3 +432,48 @@ def _structure_refused(spec: Any) -> ExportError:
 
 def _refused(kind: str, path: str, why: str) -> ExportError:
     return ExportError.of("TQ930.script_module", kind=kind, path=path, why=why)
+
+
+# --- a recurrent module of an eager model: torch.nn's signature around one compiled function ---
+
+
+class _Flat(nn.Module):
+    """The module, called with its states as separate arguments."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor, *states: Tensor) -> Any:
+        return self.module(x, as_given(states))
+
+
+def scripted_recurrent(module: nn.Module, contract: RecurrentContract) -> nn.Module:
+    """Return a plain module that torch.jit.script compiles, called like ``module`` with batched tensors."""
+    leading = (["batch", "steps"] if contract.batch_first else ["steps", "batch"])[3 - contract.rank :]
+    rank, batch, shapes = contract.rank, leading.index("batch"), contract.state_shapes([*leading, -1])
+    sizes = {"batch": 2, "steps": 3}
+    x, *states = (
+        torch.zeros([sizes.get(size, size) for size in shape])
+        for shape in ([*leading, contract.input_size], *shapes)
+    )
+    with exporting_loops_as(LoopShape.ROLLED), torch.no_grad():
+        captured = capture_freely(_Flat(module).eval(), (x, *states))
+    source = _source_of_graph(captured)
+    source.results = [_result_of_call(captured, source.results)]
+    zeros = [f"input.new_zeros([{', '.join(map(str, shape))}])" for shape in shapes]
+    kind, given, zero = "Tensor", ["hx"], zeros[0]
+    if len(shapes) > 1:
+        kind, zero = f"Tuple[{', '.join(['Tensor'] * len(shapes))}]", f"({', '.join(zeros)})"
+        given = [f"hx[{index}]" for index in range(len(shapes))]
+    constants = [f"self.{name}" for name in source.constants]
+    lines = [
+        f"assert input.dim() == {rank}, 'the input has to have {rank} dimensions in TorchScript'",
+        f"batch = input.size({batch})",
+        f"if hx is None: hx = {zero}",
+        f"return graph_function({', '.join(['input', *given, *constants])})",
+    ]
+    name, parameters = contract.kind.name, ["input: Tensor", f"hx: Optional[{kind}] = None"]
+    return module_around(
+        script_source(source, f"{name}_call"), source.constants, name, parameters, lines
+    ).eval()

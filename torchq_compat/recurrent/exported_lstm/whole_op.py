@@ -308,10 +308,9 @@ class _Writer(aten_recurrent.NodeWriter):
 
     def _zeros(self, x: Node, axis: int) -> list[Node]:
         """Return zeros for the states of a call that passes none, in the dtype and on the device of ``x``."""
-        structure = RecurrentStructure.of(self.recurrent)
         batch = self._op(ATEN.sym_size.int, x, axis, value=x.meta["val"].shape[axis])
-        rows = structure.state_rows
-        return [self._op(ATEN.new_zeros.default, x, [rows, batch, width]) for width in structure.state_widths]
+        shapes = RecurrentStructure.of(self.recurrent).state_shapes(batch)
+        return [self._op(ATEN.new_zeros.default, x, shape) for shape in shapes]
 
     def _parameter(self, name: str) -> Node:
         node = self.attribute(f"{self.path}.{name}", getattr(self.recurrent, name))
