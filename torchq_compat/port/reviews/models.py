@@ -1,4 +1,4 @@
-"""Find quantized models that are pickled whole, or exported to ONNX through TorchScript."""
+"""Find models of FX that are equalized, pickled whole, or exported to ONNX through TorchScript."""
 
 from __future__ import annotations
 
@@ -8,11 +8,20 @@ import libcst as cst
 
 from torchq_compat.port.constructs import Site
 from torchq_compat.port.finders import Finder
-from torchq_compat.port.legacy_api.fx_calls import fx_call, last_value
+from torchq_compat.port.legacy_api.fx_calls import fx_call, fx_calls, last_value
 from torchq_compat.port.source.parsed import ParsedSource
 
 OLD_EXPORTER = "torch.onnx.utils.export"
 EXPORTERS = {"torch.onnx.export", OLD_EXPORTER}
+
+
+def find_equalized(source: ParsedSource) -> Iterator[Site]:
+    """Yield ``_equalization_config``, which has no counterpart."""
+    for call in fx_calls(source):
+        arg = call.arg("_equalization_config")
+        if arg is not None and source.code(arg.value) != "None":
+            refusal = "PT2E has none; equalize the float model before, as the guide shows"
+            yield Site("TQ202", source.start(arg), source.code(arg), refusal=refusal)
 
 
 def find_saved(source: ParsedSource) -> Iterator[Site]:
@@ -56,3 +65,4 @@ def _is_result(source: ParsedSource, model: cst.BaseExpression, at: cst.CSTNode)
 
 SAVED = Finder("TQ205", find_saved)
 EXPORTED = Finder("TQ207", find_exported)
+EQUALIZED = Finder("TQ202", find_equalized)
