@@ -29,7 +29,14 @@ from torchq_compat.capture.sizes.find_sizes import (
     sizes_at,
     sizes_of_symbols,
 )
-from torchq_compat.capture.sizes.input_sizes import Dimension, InputSizes, Place, SizeRule, sizes_of
+from torchq_compat.capture.sizes.input_sizes import (
+    Dimension,
+    InputSizes,
+    Place,
+    SizeRule,
+    accepted_range,
+    sizes_of,
+)
 from torchq_compat.capture.sizes.shape_program import ShapeProgram, depends_on_values
 from torchq_compat.capture.sizes.size_reads import ReadSizes, SizeReads
 from torchq_compat.capture.torch_export import EVERY_SIZE, capture, capture_flat, clean_captured
@@ -206,7 +213,7 @@ def _with_needless(case: CaptureCase, result: Attempt) -> InputSizes:
     for rule in result.sizes.rules:
         admitted, trials = admit_equal(sizes, rule, example)
         if trials and all(_agrees(case, result, trial) for trial in trials):
-            sizes = admitted
+            sizes = accepted_range(admitted, example)
     return sizes
 
 

@@ -102,7 +102,8 @@ def admit_equal(
     sizes: InputSizes, rule: SizeRule, example: Sizes
 ) -> tuple[InputSizes, list[dict[Place, int]]]:
     """Return ``sizes`` without ``rule``, and sizes that only it refuses, to try; none unless it is Python's,
-    and refuses where two sides are equal, as in ``if padding > 0``."""
+    and refuses where two sides are equal, as in ``if padding > 0``. Where the trials agree, see
+    ``accepted_range``."""
     condition = ast.parse(rule.condition, mode="eval").body
     if not rule.by_python or not isinstance(condition, ast.Compare) or len(condition.ops) > 1:
         return sizes, []
@@ -121,7 +122,7 @@ def admit_equal(
             return sizes, []
         if other in near and not rule.holds(computed) and fewer.broken_rule(known) is None:
             refused.append(known)
-    return accepted_range(fewer, example), [*refused[:1], *refused[1:][-1:]]
+    return fewer, [*refused[:1], *refused[1:][-1:]]
 
 
 def _refuses(rule: SizeRule, example: Sizes) -> bool:

@@ -347,7 +347,6 @@ class _Tries:
     known: Mapping[Place, Any]
     _refused: set[tuple[Place, int]] = field(default_factory=set)
     _movers: dict[Place, Dimension] = field(default_factory=dict)
-    _known: dict[tuple[Place, int], tuple[SizeRule, ...]] = field(default_factory=dict)
 
     def broken_by(self, dimension: Dimension) -> list[SizeRule]:
         size = dimension.example
@@ -365,23 +364,18 @@ class _Tries:
     def is_accepted(self, dimension: Dimension, size: int) -> bool:
         return not self._broken_at(dimension, size) and (dimension.place, size) not in self._refused
 
-    def _broken_at(self, dimension: Dimension, size: int) -> Sequence[SizeRule]:
-        key = dimension.place, size
-        if key not in self._known:
-            changed = {
-                item.place: size
-                for item in self.sizes.dimensions
-                if dimension.place in (item.place, item.root)
-            }
-            known = {**self.example, **changed}
-            program = self.sizes.program
-            assert program is not None
-            computed = program.sizes(known)
-            known.update(computed)
-            for place, value in known.items():
-                if self.known[place] != value:
-                    self._movers.setdefault(place, dimension)
-            if len(computed) < len(program.asked):
-                self._refused.add(key)
-            self._known[key] = tuple(r for r in self.sizes.rules if r.is_computed and not r.holds(known))
-        return self._known[key]
+    def _broken_at(self, dimension: Dimension, size: int) -> list[SizeRule]:
+        changed = {
+            item.place: size for item in self.sizes.dimensions if dimension.place in (item.place, item.root)
+        }
+        known = {**self.example, **changed}
+        program = self.sizes.program
+        assert program is not None
+        computed = program.sizes(known)
+        known.update(computed)
+        for place, value in known.items():
+            if self.known[place] != value:
+                self._movers.setdefault(place, dimension)
+        if len(computed) < len(program.asked):
+            self._refused.add((dimension.place, size))
+        return [rule for rule in self.sizes.rules if rule.is_computed and not rule.holds(known)]

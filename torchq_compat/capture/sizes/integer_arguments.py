@@ -20,15 +20,15 @@ NO_COUNTS = ("dim", "start_dim", "end_dim", "axis", "group")
 
 
 def write_integers(
-    node: Node | None, args: Sequence[Any], kwargs: Mapping[str, Any], node_of: Callable[[Any], Any]
-) -> Iterator[Any]:
+    node: Node, args: Sequence[Any], kwargs: Mapping[str, Any], node_of: Callable[[Any], Any]
+) -> Iterator[tuple[Any, Any]]:
     """Write the numbers among ``args`` and ``kwargs`` of a function of torch into the call ``node`` that it
-    made, where this has their values, and yield these numbers.
+    made, where this has their values, and yield the expressions and values of these numbers.
 
     Args:
-        node_of: returns the node that computes a number.
+        node_of: returns the node that computes an expression.
     """
-    if node is None or not isinstance(node.target, OpOverload):
+    if not isinstance(node.target, OpOverload):
         return
     names = [argument.name for argument in node.target._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -43,13 +43,13 @@ def write_integers(
             numbers *= len(values)
         if [plain(number) for number in numbers] != values:
             continue
-        written = [node_of(number) if is_followed(number) else number for number in numbers]
+        written = [node_of(number.node.expression) if is_followed(number) else number for number in numbers]
         new = written if isinstance(value, (list, tuple)) else written[0]
         if is_positional:
             node.update_arg(index, new)
         else:
             node.update_kwarg(name, new)
-        yield from filter(is_followed, numbers)
+        yield from ((number.node.expression, number.node.value) for number in filter(is_followed, numbers))
 
 
 def first_call(slot: Callable[[Tensor], Node | None], result: Any) -> Node | None:

@@ -30,6 +30,8 @@ META = torch.device("meta")
 KNOWN_SHAPES: Kept[Any] = Kept(8192)
 #: How many results of its nodes a program keeps.
 MOST_RESULTS = 65536
+#: For how many sizes of its inputs a program keeps what is asked for.
+MOST_SIZES = 1024
 MISSING = object()
 
 
@@ -85,13 +87,23 @@ class ShapeProgram:
     def sizes(self, known: Mapping[tuple[str, int], Any]) -> dict[tuple[str, int], Any]:
         """Return the sizes that are asked for, by ``("", number)``, where the inputs have the ``known`` ones;
         those in front of the first operator that refuses its arguments, if one does."""
-        values = self._on_shapes.run_at(self.inputs, known, partly=True)
-        tensors = [values.get(node) for node in self._results]
-        return {
-            ("", number): tensor.shape[dim]
-            for number, (index, dim) in enumerate(self.asked)
-            if (tensor := tensors[index]) is not None
-        }
+
+        def computed() -> dict[tuple[str, int], Any]:
+            values = self._on_shapes.run_at(self.inputs, known, partly=True)
+            tensors = [values.get(node) for node in self._results]
+            return {
+                ("", number): tensor.shape[dim]
+                for number, (index, dim) in enumerate(self.asked)
+                if (tensor := tensors[index]) is not None
+            }
+
+        key = tuple(known.get((label, dim)) for label, _, rank in self.inputs for dim in range(rank))
+        are_plain = all(type(size) is int for size in key)
+        return self._kept_sizes.of(key, computed) if are_plain else computed()
+
+    @cached_property
+    def _kept_sizes(self) -> Kept[dict[tuple[str, int], Any]]:
+        return Kept(MOST_SIZES)
 
     @cached_property
     def _on_shapes(self) -> _OnShapes:

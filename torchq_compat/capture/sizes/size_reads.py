@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 import types
@@ -348,25 +349,18 @@ class SizeReads(TorchFunctionMode):
     def _called_with_integers(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Call a function of torch, which may ask for the value of some of its arguments: these need no guard
         where the operator that it calls can have their computation as argument."""
-        known = set(self.guards)
+        before = len(self.guards)
         result = function(*args, **kwargs)
-        if asked := self.guards.keys() - known:
+        asked = list(itertools.islice(self.guards, before, None)) if len(self.guards) > before else []
+        if asked and (node := first_call(self._slot, result)) is not None:
             numbers = filter(is_followed, pytree.tree_leaves((args, kwargs)))
             left = Counter((number.node.expression, number.node.value) for number in numbers)
-            left.subtract(self._written_into(first_call(self._slot, result), args, kwargs))
+            with node.graph.inserting_before(node):
+                left.subtract(write_integers(node, args, kwargs, lambda part: self._node_of(part, node)))
             for key in asked:
                 if left.get(key, 1) <= 0:
                     del self.guards[key]
         return result
-
-    def _written_into(self, node: Node | None, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
-        """Write the numbers that ``node`` has as integers, and yield their expressions and values."""
-        if node is not None:
-            with node.graph.inserting_before(node):
-                for number in write_integers(
-                    node, args, kwargs, lambda item: self._node_of(item.node.expression, node)
-                ):
-                    yield number.node.expression, number.node.value
 
     # Reads.
 
