@@ -1,4 +1,4 @@
-"""Float LSTMs of trial runs, step by step: torch's results without the weights that oneDNN packs."""
+"""Float LSTMs of trial runs: torch's results without the weights that oneDNN packs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from torchq_compat.capture.float_lstms import LSTM, StepByStep, without_packing
+from torchq_compat.capture.float_lstms import LSTM, WithoutOneDNN, without_packing
 
-STEP_BY_STEP: dict[str, dict[str, Any]] = {
+SETTINGS: dict[str, dict[str, Any]] = {
     "two layers": {"num_layers": 2},
     "both ways": {"num_layers": 2, "bidirectional": True},
     "without biases": {"bias": False},
@@ -21,7 +21,7 @@ STEP_BY_STEP: dict[str, dict[str, Any]] = {
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("settings", STEP_BY_STEP.values(), ids=STEP_BY_STEP)
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_the_results_of_torch(settings: dict[str, Any]) -> None:
     torch.manual_seed(0)
     lstm, x = nn.LSTM(6, 5, **settings).eval(), torch.randn(4, 4, 6)
@@ -31,29 +31,30 @@ def test_the_results_of_torch(settings: dict[str, Any]) -> None:
     by_graph = (x, list(state), lstm._flat_weights, lstm.bias, lstm.num_layers, 0.0, False)
     ways = (lstm.bidirectional, lstm.batch_first)
     expected = [*(lstm(*call) for call in calls), LSTM(*by_graph, *ways)]
-    with StepByStep():
+    with WithoutOneDNN():
         results = [*(lstm(*call) for call in calls), LSTM(*by_graph, *ways)]
     torch.testing.assert_close(results, expected, rtol=1e-5, atol=1e-6)
-    # Sums in another order show that it was not torch's kernel.
+    # Sums in another order show that it was not oneDNN's kernel.
     assert not all(torch.equal(one[0], other[0]) for one, other in zip(results, expected, strict=True))
 
 
 @torch.no_grad()
-def test_what_torch_does_not_pack_is_left_to_torch() -> None:
+def test_whatever_the_form_of_the_call() -> None:
     torch.manual_seed(0)
     x, packed = torch.randn(4, 3, 6), pack_padded_sequence(torch.randn(4, 3, 6), torch.tensor([4, 2, 1]))
     projected, training = nn.LSTM(6, 5, proj_size=2).eval(), nn.LSTM(6, 5, 2, dropout=0.5).train()
     double = nn.LSTM(6, 5).double()
     for lstm, given in ((projected, x), (nn.LSTM(6, 5), packed), (training, x), (double, x.double())):
         results = []
-        for mode in (nullcontext(), StepByStep()):
+        for mode in (nullcontext(), WithoutOneDNN()):
             torch.manual_seed(1)
             with mode:
                 results.append(lstm(given))
-        torch.testing.assert_close(*results, rtol=0, atol=0)
+        torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
+    assert torch._C._get_mkldnn_enabled()
 
 
 def test_only_for_models_with_large_ones() -> None:
     small, large = nn.LSTM(8, 8), nn.Sequential(nn.LSTM(1024, 512))
     assert isinstance(without_packing(small, nn.Linear(2048, 2048)), nullcontext)
-    assert isinstance(without_packing(small, large), StepByStep)
+    assert isinstance(without_packing(small, large), WithoutOneDNN)
