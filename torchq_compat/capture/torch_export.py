@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from functools import partial
 from pathlib import Path
@@ -26,7 +25,7 @@ from torchq_compat.capture.writes import make_out_of_place
 from torchq_compat.codes import error_line
 from torchq_compat.errors import CaptureError, InputError, TorchQCompatError
 from torchq_compat.support import upstream
-from torchq_compat.support.graph_nodes import SLICE_END, copied_model
+from torchq_compat.support.graph_nodes import SLICE_END, copied_model, tensors_in
 from torchq_compat.support.process_state import alone, without_code
 from torchq_compat.support.user_warnings import silenced
 
@@ -155,7 +154,7 @@ def export_with(model: nn.Module, args: tuple[Any, ...], dynamic_shapes: Any) ->
     """
     args = _distinct(args)
     if dynamic_shapes is EVERY_SIZE:
-        dynamic_shapes = _every_dimension(model, args)
+        dynamic_shapes = _every_dimension(args)
     elif dynamic_shapes is NO_SIZE:
         dynamic_shapes = None
     export = partial(torch.export.export, model, args, strict=False, dynamic_shapes=dynamic_shapes)
@@ -250,50 +249,14 @@ def _distinct(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return distinct
 
 
-def _every_dimension(model: nn.Module, args: tuple[Any, ...]) -> Any:
+def _every_dimension(args: tuple[Any, ...]) -> torch.export.ShapesCollection:
     # Without this setting torch makes no symbol of a size of 1, and warns about each.
     least = 0 if upstream.symbolic_shapes_config.backed_size_oblivious else 2
-
-    def dimensions(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return None
-        return {index: torch.export.Dim.AUTO for index, size in enumerate(leaf.shape) if size >= least}
-
-    shapes = _map_as_export_wants(dimensions, args)
-    kinds = [parameter.kind for parameter in inspect.signature(model.forward).parameters.values()]
-    if inspect.Parameter.VAR_POSITIONAL in kinds[: len(args)]:
-        # torch.export treats all of *args as one argument.
-        first = kinds.index(inspect.Parameter.VAR_POSITIONAL)
-        return (*shapes[:first], shapes[first:])
+    shapes = torch.export.ShapesCollection()  # type: ignore[no-untyped-call]
+    for tensor in tensors_in(args):
+        sizes = enumerate(tensor.shape)
+        shapes[tensor] = {index: torch.export.Dim.AUTO for index, size in sizes if size >= least}
     return shapes
-
-
-def _map_as_export_wants(function: Callable[[Any], Any], value: Any) -> Any:
-    """Return ``pytree.tree_map``, but with a list in the place of each dataclass or other container
-    registered with pytree, as torch.export requires."""
-
-    def inside(item: Any) -> Any:
-        if not _is_other_container(item):
-            return function(item)
-        return [_map_as_export_wants(function, child) for child in _children(item)]
-
-    return upstream.pytree.tree_map(inside, value, is_leaf=_is_other_container)
-
-
-def _is_other_container(value: Any) -> bool:
-    if isinstance(value, (Tensor, tuple, list, dict)):
-        return False
-    children = _children(value)
-    return len(children) != 1 or children[0] is not value
-
-
-def _children(value: Any) -> list[Any]:
-    return upstream.pytree.tree_leaves(value, is_leaf=lambda item: item is not value)
-
-
-def line_of_failure(cause: BaseException) -> str:
-    """Return the user's line at which ``cause`` was raised, and the first line of its message."""
-    return " ".join(filter(None, (_user_line(cause), error_line(cause))))
 
 
 def _user_line(cause: BaseException) -> str | None:
