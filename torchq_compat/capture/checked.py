@@ -292,14 +292,8 @@ def least_sqnr(blocks: tuple[Block, ...], least: float = CAPTURED) -> float:
 
 
 def _compare(case: CaptureCase, result: Attempt, run: FloatRun) -> str | None:
-    return _differs(case, result.graph_module, run, least_sqnr(result.blocks))
-
-
-def _differs(case: CaptureCase, graph_module: GraphModule, run: FloatRun, least: float) -> str | None:
-    def run_again(*, double: bool) -> Any:
-        return case.runs.of_graph(graph_module, run.args, double=double)
-
-    return compare_runs(case.runs, run, run_again, least)
+    run_graph = partial(case.runs.of_graph, result.graph_module, run.args)
+    return compare_runs(case.runs, run, run_graph, least_sqnr(result.blocks))
 
 
 def compare_runs(runs: Runs, run: FloatRun, other: Callable[..., Any], least: float) -> str | None:
@@ -652,6 +646,7 @@ def _with_parameters(graph_module: GraphModule, parameters: Mapping[str, nn.Para
 LARGE = 1e8
 #: ... if all smaller ones are at most this fraction of it.
 APART = 1e-4
+Extremes = tuple[float, float]
 
 
 def mark_infinite_values(graph_module: GraphModule, case: CaptureCase, first: tuple[Any, ...] = ()) -> None:
@@ -665,23 +660,26 @@ def mark_infinite_values(graph_module: GraphModule, case: CaptureCase, first: tu
     inputs = [args for args in (case.args, first) if args]
     if not any(_may_have_any(graph_module, args) for args in inputs):
         return
-    nodes = {node.name: node for node in graph_module.graph.nodes}
-    met: dict[Node, tuple[float, float]] = {}
+    runs = [_reached(case, graph_module, args) for args in inputs]
+    for node in graph_module.graph.nodes:
+        known = [run[node.name] for run in runs if node.name in run]
+        if known and stand_for_infinity(*map(max, zip(*known, strict=True))):
+            metadata.INFINITE.write(node, True)
+
+
+def _reached(case: CaptureCase, graph_module: GraphModule, args: tuple[Any, ...]) -> dict[str, Extremes]:
+    """Return name of a node -> the ``extremes`` of its floats in a run of the graph on ``args``."""
+    reached: dict[str, Extremes] = {}
 
     class Collecting(GraphRunner):
         def run_node(self, n: Node) -> Any:
             result = super().run_node(n)
             if isinstance(result, Tensor) and result.is_floating_point():
-                before = met.get(nodes[n.name], (-1.0, -1.0))
-                now = extremes(result)
-                met[nodes[n.name]] = max(before[0], now[0]), max(before[1], now[1])
+                reached[n.name] = extremes(result)
             return result
 
-    for args in inputs:
-        case.runs.of_graph(graph_module, args, runner=Collecting)
-    for node, reached in met.items():
-        if stand_for_infinity(*reached):
-            metadata.INFINITE.write(node, True)
+    case.runs.of_graph(graph_module, args, runner=Collecting)
+    return reached
 
 
 #: From which ratio on the largest value at twice a size counts as grown: that of noise grows by 1.4.
@@ -704,16 +702,16 @@ def growing_values(
     if has_loops or any(map(_goes_over, result.graph_module.graph.nodes)):
         for dimension in {group_of(item): item for item in result.sizes.free if item.example > 1}.values():
             tried[dimension.name] = _longer(case, result, dimension)
-    before = _largest(case, result, case.args) if tried else {}
+    before = _reached(case, result.graph_module, case.args) if tried else {}
     grown: dict[str, tuple[str, float]] = {}
     for size, inputs in tried.items():
         factors: dict[str, float] = {}
         with suppress(Exception):  # A table has no entries for as many.
             last, names = before, set(before)
             for args in inputs:
-                now = _largest(case, result, args)
-                names = {name for name in names if 0 < GROWN * last[name] <= now.get(name, 0.0) < math.inf}
-                factors = {name: factors.get(name, now[name] / last[name]) for name in names}
+                now = _reached(case, result.graph_module, args)
+                names = {n for n in names & now.keys() if 0 < GROWN * last[n][0] <= now[n][0] < math.inf}
+                factors = {name: factors.get(name, now[name][0] / last[name][0]) for name in names}
                 if not names:
                     break
                 last = now
@@ -738,32 +736,19 @@ def _goes_over(node: Node) -> bool:
     return node.target in those("cumulative") and not all(bags)
 
 
-def _largest(case: CaptureCase, built: Attempt, args: tuple[Any, ...]) -> dict[str, float]:
-    largest: dict[str, float] = {}
-
-    class Collecting(GraphRunner):
-        def run_node(self, n: Node) -> Any:
-            result = super().run_node(n)
-            if isinstance(result, Tensor) and result.is_floating_point() and result.numel():
-                largest[n.name] = float(result.abs().max())
-            return result
-
-    case.runs.of_graph(built.graph_module, args, runner=Collecting)
-    return largest
-
-
 def stand_for_infinity(largest: float, others: float) -> bool:
     """Return whether the ``largest`` values are infinite, or so much larger than the others as to mean it."""
     return largest >= LARGE and (math.isinf(largest) or 0 <= others <= APART * largest)
 
 
-def extremes(values: Tensor) -> tuple[float, float]:
+def extremes(values: Tensor) -> Extremes:
     """Return the largest absolute value, and the largest below ``LARGE``; -1 if there is none."""
     sizes = values.detach().abs().double().flatten()
-    largest, others = (
-        float(known.max()) if known.numel() else -1.0 for known in (sizes, sizes[sizes < LARGE])
-    )
-    return largest, others
+    largest = float(sizes.max()) if sizes.numel() else -1.0
+    if largest < LARGE:
+        return largest, largest
+    others = sizes[sizes < LARGE]
+    return largest, float(others.max()) if others.numel() else -1.0
 
 
 def _may_have_any(graph_module: GraphModule, args: tuple[Any, ...]) -> bool:
