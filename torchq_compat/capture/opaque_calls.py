@@ -327,21 +327,13 @@ def _call_nested(
 TO_DTYPE = torch.ops.aten.to.dtype
 
 
-@dataclass(frozen=True)
-class _Input:
-    """An argument of an opaque call: the node to pass, and the qparams of its integers; None for floats."""
-
-    node: Node
-    qparams: QParams | None
-
-
 def quantize_boundaries(graph_module: GraphModule) -> None:
     """Make the calls of all opaque modules in a converted graph pass and return integers."""
     for call, module in opaque_call_nodes(graph_module).items():
         inputs = [_decide_input(arg) for arg in tensor_arguments(call, module)]
-        call.args = (*(entry.node for entry in inputs), *call.args[len(inputs) :])
+        call.args = (*(node for node, _ in inputs), *call.args[len(inputs) :])
         output_qparams = module.opaque_output_qparams(call.meta["val"])
-        input_qparams = tuple(entry.qparams for entry in inputs)
+        input_qparams = tuple(qparams for _, qparams in inputs)
         module.opaque_set_qparams(layout_index(call), input_qparams, output_qparams)
         for getitem in list(call.users):
             qparams = output_qparams[position_of(getitem)]
@@ -366,14 +358,15 @@ def qparams_of_integers(arg: Node) -> QParams | None:
     return PerTensorQParams.of_call(arg, QUANTIZE) or metadata.INTEGERS.of(arg)
 
 
-def _decide_input(arg: Node) -> _Input:
+def _decide_input(arg: Node) -> tuple[Node, QParams | None]:
+    """Return the node to pass in place of ``arg``, and the qparams of its integers; None for floats."""
     if arg.target is TO_DTYPE and isinstance(arg.args[0], Node) and arg.args[0].target is DEQUANTIZE:
         arg = arg.args[0]
     if metadata.DEQUANTIZED.is_on(arg):
-        return _Input(source_of(arg), metadata.DEQUANTIZED.required(arg))
+        return source_of(arg), metadata.DEQUANTIZED.required(arg)
     if arg.target is DEQUANTIZE:
-        return _Input(source_of(arg), PerTensorQParams.of_node(arg))
-    return _Input(arg, None)
+        return source_of(arg), PerTensorQParams.of_node(arg)
+    return arg, None
 
 
 def _insert_dequantize(graph_module: GraphModule, getitem: Node, qparams: QParams) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,27 +31,6 @@ from torchq_compat.support.process_state import held
 # module.
 
 
-@dataclass
-class CallResults:
-    """The results of opaque calls during capture.
-
-    Attributes:
-        results: the nested results that the model receives.
-        returns_whole_result: whether the model returns one of them as it is.
-    """
-
-    results: list[Any] = field(default_factory=list)
-    returns_whole_result: bool = False
-
-    def watch(self, model: nn.Module) -> RemovableHandle:
-        """Record whether ``model`` returns one of the results during capture; return the hook's handle."""
-
-        def note(_model: nn.Module, _args: Any, result: Any) -> None:
-            self.returns_whole_result = any(result is whole for whole in self.results)
-
-        return model.register_forward_hook(note)
-
-
 #: Computes the nested result of a call from fake arguments: shapes and dtypes only.
 FakeCall = Callable[..., Any]
 
@@ -67,11 +47,13 @@ class StubRegistry:
 
     Attributes:
         by_handle: each stub's fake call and the layouts of its calls in order, by handle.
-        results: the results of the calls.
+        results: the nested results of the calls, which the model receives.
+        returns_whole_result: whether the model returns one of them as it is.
     """
 
     by_handle: dict[str, _Stub] = field(default_factory=dict)
-    results: CallResults = field(default_factory=CallResults)
+    results: list[Any] = field(default_factory=list)
+    returns_whole_result: bool = False
 
     def add(self, handle: str, original: nn.Module, fake_call: FakeCall) -> CaptureStub:
         """Register a stub and return the module to put in the place of ``original``."""
@@ -81,11 +63,17 @@ class StubRegistry:
     def layouts(self, handle: str) -> list[CallLayout]:
         return self.by_handle[handle].layouts
 
-    @contextmanager
-    def active(self) -> Iterator[None]:
+    def watch(self, model: nn.Module) -> RemovableHandle:
+        """Record whether ``model`` returns one of the results during capture; return the hook's handle."""
+
+        def note(_model: nn.Module, _args: Any, result: Any) -> None:
+            self.returns_whole_result = any(result is whole for whole in self.results)
+
+        return model.register_forward_hook(note)
+
+    def active(self) -> AbstractContextManager[None]:
         """Make the opaque op resolve its handles in this registry while the context is active."""
-        with held(_REGISTRY, self), standing_in(self):
-            yield
+        return held(_KERNELS, self)
 
     @contextmanager
     def capturing(self, model: nn.Module) -> Iterator[None]:
@@ -112,23 +100,8 @@ class StubRegistry:
             stub.layouts.clear()
 
 
-_REGISTRY: ContextVar[StubRegistry] = ContextVar("torchq_compat_stubs")
-
-
-class FakeKernels(Protocol):
-    """Computes the fake results of the opaque op."""
-
-    def fake_results(
-        self, tensors: list[Tensor], sizes: list[int], handle: str, layout: int
-    ) -> list[Tensor]: ...
-
-
-_STAND_IN: ContextVar[FakeKernels] = ContextVar("torchq_compat_fake_kernels")
-
-
-def standing_in(kernels: FakeKernels) -> AbstractContextManager[None]:
-    """Let ``kernels`` compute the fake results of the opaque op while the context is active."""
-    return held(_STAND_IN, kernels)
+#: What computes the fake results of the opaque op: a ``StubRegistry``, or ``HiddenCalls``.
+_KERNELS: ContextVar[Any] = ContextVar("torchq_compat_fake_kernels")
 
 
 #: The attribute of a CaptureStub with the module that it replaces.
@@ -179,7 +152,7 @@ class CaptureStub(nn.Module):
         vars(self)[name] = param
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        registry = _REGISTRY.get()
+        registry: StubRegistry = _KERNELS.get()
         stub = registry.by_handle[self.stub_handle]
         inputs, tensors, sizes = Structure.take_apart_with_sizes((args, kwargs))
         batch = batch_of_arguments((args, kwargs))
@@ -197,7 +170,7 @@ class CaptureStub(nn.Module):
             for built, item in zip(flat, shown, strict=True):
                 reads.hand_on_sizes(built, like=item)
         result = outputs.put_together(_with_handed_on(flat, shown, tensors))
-        registry.results.results.append(result)
+        registry.results.append(result)
         return result
 
     def _check(self, inputs: Structure, outputs: Structure, computed: list[Any]) -> None:
@@ -215,7 +188,8 @@ def _custom_module(tensors: list[Tensor], sizes: list[int], handle: str, layout:
 
 @_custom_module.register_fake
 def _custom_module_fake(tensors: list[Tensor], sizes: list[int], handle: str, layout: int) -> list[Tensor]:
-    return _STAND_IN.get().fake_results(tensors, sizes, handle, layout)
+    results: list[Tensor] = _KERNELS.get().fake_results(tensors, sizes, handle, layout)
+    return results
 
 
 OPAQUE_OP = torch.ops.torchq_compat.custom_module.default
@@ -238,32 +212,24 @@ def _unknown_container(path: str, value: object) -> CustomModuleError:
 # Records the arguments of custom modules while the float model runs on the example inputs.
 
 
-@dataclass
-class RecordedCalls:
-    """The tensor arguments of recorded calls.
+#: Handle -> the tensor arguments of each call, in order.
+RecordedCalls = dict[str, list[list[Tensor]]]
 
-    Attributes:
-        tensors: the tensors of each call, by handle, in the order of the calls.
-    """
 
-    tensors: dict[str, list[list[Tensor]]] = field(default_factory=dict)
+@contextmanager
+def recording(calls: RecordedCalls, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Add to ``calls`` the tensors that ``modules``, by handle, are called with in the context."""
 
-    @contextmanager
-    def recording(self, modules: Mapping[str, nn.Module]) -> Iterator[None]:
-        """Record the tensors that ``modules``, by handle, are called with while the context is active."""
+    def keep(handle: str, _module: nn.Module, args: Any, kwargs: Any) -> None:
+        _, tensors = Structure.take_apart((args, kwargs))
+        calls.setdefault(handle, []).append([tensor.detach().clone() for tensor in tensors])
 
-        def keep(handle: str) -> Callable[..., None]:
-            def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
-                _, tensors = Structure.take_apart((args, kwargs))
-                self.tensors.setdefault(handle, []).append([tensor.detach().clone() for tensor in tensors])
-
-            return hook
-
-        with ExitStack() as hooks:
-            for handle, module in modules.items():
-                if not isinstance(module, torch.jit.ScriptModule):  # It takes no hooks.
-                    hooks.enter_context(module.register_forward_pre_hook(keep(handle), with_kwargs=True))
-            yield
+    with ExitStack() as hooks:
+        for handle, module in modules.items():
+            if not isinstance(module, torch.jit.ScriptModule):  # It takes no hooks.
+                hook = module.register_forward_pre_hook(partial(keep, handle), with_kwargs=True)
+                hooks.enter_context(hook)
+        yield
 
 
 # Puts the opaque op in the places of the ``call_module`` nodes of a graph, while a
@@ -310,7 +276,7 @@ class HiddenCalls:
 
     def active(self) -> AbstractContextManager[None]:
         """Let the operators of the hidden calls run on fake tensors while the context is active."""
-        return standing_in(self)
+        return held(_KERNELS, self)
 
     def fake_results(self, tensors: list[Tensor], sizes: list[int], handle: str, layout: int) -> list[Tensor]:
         """Return empty tensors like the results of the hidden call ``layout`` in the example."""

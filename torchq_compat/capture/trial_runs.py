@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from torchq_compat.capture.call_layouts import Structure
 from torchq_compat.capture.float_lstms import without_packing
-from torchq_compat.capture.opaque_stub import OPAQUE_OP, RecordedCalls, StubRegistry
+from torchq_compat.capture.opaque_stub import OPAQUE_OP, RecordedCalls, StubRegistry, recording
 from torchq_compat.capture.sizes.find_sizes import Group, SizeGroups, group_of, sizes_at
 from torchq_compat.capture.sizes.input_sizes import InputSizes
 from torchq_compat.capture.torch_export import copied_inputs
@@ -233,7 +233,7 @@ class Runs:
     model: nn.Module
     stubs: StubRegistry
     modules: Mapping[str, nn.Module]
-    calls: RecordedCalls = field(default_factory=RecordedCalls)
+    calls: RecordedCalls = field(default_factory=dict)
     example: tuple[Any, ...] = ()
 
     def of_float_model(
@@ -252,11 +252,11 @@ class Runs:
             error = _error_on_cpu(model, args)
             if error is not None:
                 return FloatRun(args, error=error)
-        recording = self.calls.recording({path: model.get_submodule(path) for path in recorded})
+        recorder = recording(self.calls, {path: model.get_submodule(path) for path in recorded})
         if double:
             model, args = copied_model(model).double(), in_double(args)
         try:
-            with alone_and_seeded(), without_packing(model), recording, watching(model):
+            with alone_and_seeded(), without_packing(model), recorder, watching(model):
                 return FloatRun(args, model(*copied_inputs(args)))
         except Exception as cause:
             return FloatRun(args, error=cause)

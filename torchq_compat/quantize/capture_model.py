@@ -135,7 +135,7 @@ def capture_model(
     args, stubs = request.example_inputs, tried.runs.stubs
     apply_swaps(working, swaps, stubs)
     show_identities(working)
-    watching = stubs.results.watch(working)
+    watching = stubs.watch(working)
     inputs = signature.labelled(args)
     case = CaptureCase(
         working,
@@ -217,8 +217,8 @@ def boundaries_of(
         request, handler = by_path[path].request, handler_of(opaque)
         assert request is not None
         assert handler is not None
-        if path in calls.tensors:
-            arguments, expected = opaque_calls.example_call(node, opaque, calls.tensors[path][index])
+        if path in calls:
+            arguments, expected = opaque_calls.example_call(node, opaque, calls[path][index])
             handler.check_call(opaque, path, index, arguments, expected)
         boundaries[node] = handler.boundary(opaque, request, opaque.opaque_layouts[index])
     return boundaries

@@ -295,7 +295,7 @@ def _observe(state: _Preparing) -> None:
         settings.output_quantized_indexes,
         request.example_inputs,
         graph_module,
-        whole_result=state.captured.stubs.results.returns_whole_result,
+        whole_result=state.captured.stubs.returns_whole_result,
     )
     state.batch_norms = batch_norms_by_path(graph_module)
     if request.quantizer is None:
