@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -134,8 +134,8 @@ class _Roller:
     graph_module: GraphModule
     flow: Flow
     name: str
-    values: dict[tuple[Read, int], int] = field(default_factory=dict)
-    stacked: list[tuple[Read, int]] = field(default_factory=list)
+    #: What is stacked of all steps, and the dimension -> the result of the loop.
+    stacked: dict[tuple[Read, int], Node] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.steps = self.flow.steps
@@ -148,15 +148,16 @@ class _Roller:
     def roll(self) -> RolledLoop:
         flow, graph = self.flow, self.graph_module.graph
         self._keep_invariants()
-        replaced = list(self._plan_uses())
+        self.in_lists = {position for position in range(len(self.steps[0])) if self._is_in_lists(position)}
+        users = self._users()
         taken = self._taken()
         same = self._same()
         last = max(
             (node for step in self.steps for node in step if node is not None), key=self.order.__getitem__
         )
         with graph.inserting_after(last):
-            anchor = graph.call_function(operator.add, (0, 0))
-        with graph.inserting_before(anchor):
+            self.anchor = graph.call_function(operator.add, (0, 0))
+        with graph.inserting_before(self.anchor):
             wholes = self._wholes([flow.taken[position] for position in taken])
             for number in flow.counted:
                 end = number.start + number.slope * len(self.steps)
@@ -164,20 +165,14 @@ class _Roller:
             if not wholes:
                 wholes = [self.call(ATEN.arange.default, len(self.steps))]
             self.graph_module.add_module(self.name, nn.Identity())
-            call = graph.call_module(self.name, ([s.first for s in self.states], wholes, list(same)))
-            values = [
-                *(state.first.meta["val"] for state in self.states),
-                *map(self._stacked_value, self.stacked),
-            ]
-            results = []
-            for index, value in enumerate(values):
-                results.append(graph.call_function(operator.getitem, (call, index)))
-                results[-1].meta["val"] = value
-            self._write_results(results)
-        for use in replaced:
-            with graph.inserting_before(use.user):
-                use.apply(self, results)
-        graph.erase_node(anchor)
+            self.loop = graph.call_module(self.name, ([s.first for s in self.states], wholes, list(same)))
+        self.last = [self._result(i, state.first.meta["val"]) for i, state in enumerate(self.states)]
+        for user in users:
+            with graph.inserting_before(user):
+                self._read_results(user)
+        with graph.inserting_before(self.anchor):
+            self._write_results()
+        graph.erase_node(self.anchor)
         form = LoopForm(
             len(self.states),
             (*(_part(flow.taken[p]) for p in taken), *[Part(0)] * len(flow.counted)) or (Part(0),),
@@ -195,12 +190,6 @@ class _Roller:
         node.meta["val"] = target(*values)
         return node
 
-    def _stacked_value(self, key: tuple[Read, int]) -> Tensor:
-        read, dim = key
-        assert isinstance(read, (Inside, Carried))
-        node = self.flow.template[read.position]
-        return torch.stack([node.meta["val"]] * len(self.steps), dim)
-
     def _keep_invariants(self) -> None:
         for position in self.flow.invariant:
             kept = self.steps[0][position]
@@ -210,13 +199,20 @@ class _Roller:
                 if node is not None:
                     node.replace_all_uses_with(kept)
 
-    def value(self, read: Read, dim: int) -> int:
-        """Return the index of the result that stacks ``read`` of all steps along ``dim``."""
-        key = (read, dim)
-        if key not in self.values:
-            self.values[key] = len(self.stacked)
-            self.stacked.append(key)
-        return self.values[key] + len(self.states)
+    def _result(self, index: int, value: Tensor) -> Node:
+        with self.graph_module.graph.inserting_before(self.anchor):
+            result = self.graph_module.graph.call_function(operator.getitem, (self.loop, index))
+        result.meta["val"] = value
+        return result
+
+    def stack(self, read: Read, dim: int) -> Node:
+        """Return the result that stacks ``read`` of all steps along ``dim``."""
+        if (read, dim) not in self.stacked:
+            assert isinstance(read, (Inside, Carried))
+            values = [self.flow.template[read.position].meta["val"]] * len(self.steps)
+            index = len(self.states) + len(self.stacked)
+            self.stacked[read, dim] = self._result(index, torch.stack(values, dim))
+        return self.stacked[read, dim]
 
     def values_read(self, user: Node) -> list[Node]:
         """Return the nodes of steps, other than parts and invariants, that ``user`` reads."""
@@ -225,26 +221,84 @@ class _Roller:
             node for node in user.all_input_nodes if node in self.where and self.where[node][1] not in kept
         ]
 
-    def _plan_uses(self) -> Iterator[_Use]:
-        """Yield the nodes behind the loop that read nodes of steps, with the results to read instead."""
+    def _users(self) -> list[Node]:
+        """Return the nodes behind the loop that read nodes of steps."""
         users: dict[Node, None] = {}
         for step in self.steps:
             for position, node in enumerate(step):
                 if node is not None and position not in {*self.flow.invariant, *self.flow.taken}:
                     users.update(dict.fromkeys(_outside(self.flow, node)))
-        for user in sorted(users, key=self.order.__getitem__):
-            if user.target in those("joins"):
-                yield _ListUse.plan(self, user)
-            else:
-                yield _SingleUse.plan(self, user)
-        for written in self.flow.written.values():
-            self.value(written.value, written.place.dim)
+        return sorted(users, key=self.order.__getitem__)
 
-    def _write_results(self, results: Sequence[Node]) -> None:
+    def _is_in_lists(self, position: int) -> bool:
+        """Return whether the values at ``position``, but that of the last step, are read in lists of them
+        only: what reads one step alike in each may be a loop itself."""
+        earlier = {node for step in self.steps[:-1] if (node := step[position]) is not None}
+        readers = {user for node in earlier for user in _outside(self.flow, node)}
+        return all(
+            user.target in those("joins") and len(earlier.intersection(user.all_input_nodes)) > 1
+            for user in readers
+        )
+
+    def _read_results(self, user: Node) -> None:
+        """Let ``user``, a node behind the loop, read results in place of nodes of steps: it joins the values
+        of steps, or reads the last state or a value at one step."""
+        values = self.values_read(user)
+        if user.target not in those("joins"):
+            for source in values:
+                user.replace_input_with(source, self._at_step(source))
+            return
+        listed: Any = user.args[0]
+        rank, is_cat = user.meta["val"].dim(), user.target is ATEN.cat.default
+        dim = int(user.args[1] if len(user.args) > 1 else user.kwargs.get("dim", 0)) % rank  # type: ignore[arg-type]
+        runs: list[list[Node]] = []
+        for node in listed:
+            if runs and node in values and runs[-1][-1] in values and self._follows(runs[-1], node):
+                runs[-1].append(node)
+            else:
+                runs.append([node])
+        pieces = []
+        for run in runs:
+            if len(run) > 1:
+                piece = self._stacked_run(run, dim)
+                piece = self.call(ATEN.flatten.using_ints, piece, dim, dim + 1) if is_cat else piece
+            else:
+                piece = self._at_step(run[0]) if run[0] in values else run[0]
+                piece = piece if is_cat else self.call(ATEN.unsqueeze.default, piece, dim)
+            pieces.append(piece)
+        result = pieces[0] if len(pieces) == 1 else self.call(ATEN.cat.default, pieces, dim)
+        result.meta = {**_origin(user), "val": result.meta["val"]}
+        replace_node(user, result)
+
+    def _follows(self, run: Sequence[Node], node: Node) -> bool:
+        """Return whether ``node`` is the value of the next step, or of the one before, as in the ``run``."""
+        (k, j), (last, position) = self.where[node], self.where[run[-1]]
+        slopes = {k - last, *(last - self.where[before][0] for before in run[-2:-1])}
+        return j == position and slopes in ({1}, {-1})
+
+    def _stacked_run(self, run: Sequence[Node], dim: int) -> Node:
+        (first, position), (last, _) = self.where[run[0]], self.where[run[-1]]
+        low, high, count = min(first, last), max(first, last), len(self.steps)
+        piece = self.stack(Inside(position), dim)
+        if (low, high) != (0, count - 1):
+            end = SLICE_END if high == count - 1 else high + 1
+            piece = self.call(ATEN.slice.Tensor, piece, dim, low, end)
+        return self.call(ATEN.flip.default, piece, [dim]) if last < first else piece
+
+    def _at_step(self, source: Node) -> Node:
+        """Return the value of ``source``, a node of one step, behind the loop."""
+        k, position = self.where[source]
+        is_last = k == len(self.steps) - 1 and position in self.in_lists
+        state = next((i for i, s in enumerate(self.states) if s.position == position), None)
+        if is_last and state is not None:
+            return self.last[state]
+        return self.call(ATEN.select.int, self.stack(Inside(position), 0), 0, -1 if is_last else k)
+
+    def _write_results(self) -> None:
         count, current = len(self.steps), dict[Node, Node]()
         for write in self.flow.written.values():
             place = write.place
-            whole = results[self.value(write.value, place.dim)]
+            whole = self.stack(write.value, place.dim)
             if place.slope < 0:
                 whole = self.call(ATEN.flip.default, whole, [place.dim])
             if place.keeps:
@@ -378,136 +432,6 @@ class _Roller:
             if node.users:
                 raise AssertionError(f"{node} is read by {list(node.users)}")
             graph.erase_node(node)
-
-
-@dataclass
-class _Use:
-    user: Node
-
-    def apply(self, roller: _Roller, results: Sequence[Node]) -> None:
-        raise NotImplementedError
-
-
-@dataclass
-class _SingleUse(_Use):
-    """A node that reads single steps: the last state, or a value at one step."""
-
-    reads: dict[Node, _AtStep]
-
-    @classmethod
-    def plan(cls, roller: _Roller, user: Node) -> _SingleUse:
-        return cls(user, {node: _AtStep.plan(roller, node) for node in roller.values_read(user)})
-
-    def apply(self, roller: _Roller, results: Sequence[Node]) -> None:
-        for source, read in self.reads.items():
-            self.user.replace_input_with(source, read.node(roller, results))
-
-
-@dataclass(frozen=True)
-class _AtStep:
-    """The value of one step: the last value of a state, or one of the stacked values; None as ``step`` of a
-    state, and -1 if it is the last."""
-
-    result: int
-    step: int | None
-
-    @classmethod
-    def plan(cls, roller: _Roller, source: Node) -> _AtStep:
-        k, j = roller.where[source]
-        steps = roller.steps
-        state = next((i for i, s in enumerate(roller.states) if s.position == j), None)
-        earlier = {node for step in steps[:-1] if (node := step[j]) is not None}
-        # What reads one step alike in each may be a loop itself; a list of all steps is not.
-        readers = {user for node in earlier for user in _outside(roller.flow, node)}
-        joined = [user for user in readers if user.target in those("joins")]
-        are_lists = all(len(earlier.intersection(user.all_input_nodes)) > 1 for user in joined)
-        only_last = k == len(steps) - 1 and len(joined) == len(readers) and are_lists
-        if only_last and state is not None:
-            return cls(state, None)
-        return cls(roller.value(Inside(j), 0), -1 if only_last else k)
-
-    def node(self, roller: _Roller, results: Sequence[Node]) -> Node:
-        result = results[self.result]
-        return result if self.step is None else roller.call(ATEN.select.int, result, 0, self.step)
-
-
-@dataclass(frozen=True)
-class _Run:
-    """The values at ``position`` of the steps from ``first`` to ``last``."""
-
-    position: int
-    first: int
-    last: int
-    slope: int = 0
-
-    def with_step(self, k: int) -> _Run | None:
-        """Return the run with step ``k`` behind it; None if ``k`` does not follow."""
-        slope = k - self.last
-        return replace(self, last=k, slope=slope) if slope in (1, -1) and self.slope in (0, slope) else None
-
-    def node(self, roller: _Roller, results: Sequence[Node], dim: int) -> Node:
-        count = len(roller.steps)
-        low, high = min(self.first, self.last), max(self.first, self.last)
-        piece = results[roller.value(Inside(self.position), dim)]
-        if (low, high) != (0, count - 1):
-            end = SLICE_END if high == count - 1 else high + 1
-            piece = roller.call(ATEN.slice.Tensor, piece, dim, low, end)
-        return roller.call(ATEN.flip.default, piece, [dim]) if self.slope < 0 else piece
-
-
-@dataclass
-class _ListUse(_Use):
-    """A stack or cat of the values of steps."""
-
-    dim: int
-    entries: list[Node | _AtStep | _Run]
-
-    @classmethod
-    def plan(cls, roller: _Roller, user: Node) -> _ListUse:
-        listed: Any = user.args[0]
-        rank = user.meta["val"].dim()
-        dim = int(user.args[1] if len(user.args) > 1 else user.kwargs.get("dim", 0)) % rank  # type: ignore[arg-type]
-        entries: list[Node | _Run] = []
-        values = roller.values_read(user)
-        for node in listed:
-            if node not in values:
-                entries.append(node)
-                continue
-            k, j = roller.where[node]
-            before = entries[-1] if entries else None
-            longer = before.with_step(k) if isinstance(before, _Run) and before.position == j else None
-            if longer is None:
-                entries.append(_Run(j, k, k))
-            else:
-                entries[-1] = longer
-        planned: list[Node | _AtStep | _Run] = []
-        for entry in entries:
-            if isinstance(entry, _Run) and not entry.slope:
-                source = roller.steps[entry.first][entry.position]
-                assert source is not None
-                planned.append(_AtStep.plan(roller, source))
-                continue
-            if isinstance(entry, _Run):
-                roller.value(Inside(entry.position), dim)
-            planned.append(entry)
-        return cls(user, dim, planned)
-
-    def apply(self, roller: _Roller, results: Sequence[Node]) -> None:
-        is_cat = self.user.target is ATEN.cat.default
-        pieces = []
-        for entry in self.entries:
-            if isinstance(entry, _Run):
-                piece = entry.node(roller, results, self.dim)
-                if is_cat:
-                    piece = roller.call(ATEN.flatten.using_ints, piece, self.dim, self.dim + 1)
-            else:
-                piece = entry.node(roller, results) if isinstance(entry, _AtStep) else entry
-                if not is_cat:
-                    piece = roller.call(ATEN.unsqueeze.default, piece, self.dim)
-            pieces.append(piece)
-        result = pieces[0] if len(pieces) == 1 else roller.call(ATEN.cat.default, pieces, self.dim)
-        result.meta = {**_origin(self.user), "val": result.meta["val"]}
-        replace_node(self.user, result)
 
 
 def _bounds(taken: Taken, count: int) -> tuple[int, int]:

@@ -27,6 +27,7 @@ from torchq_compat.read.qparams import PerTensorQParams
 from torchq_compat.recurrent.contract import as_given
 from torchq_compat.recurrent.contracts import RecurrentContract
 from torchq_compat.recurrent.over_time import LoopShape, exporting_loops_as
+from torchq_compat.recurrent.python_loops import OpaqueLoop
 from torchq_compat.recurrent.recurrent_module import RecurrentModule
 from torchq_compat.support import metadata
 from torchq_compat.support.upstream import pytree, symbolic_shapes_config, tracing_paused
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 NAMES: dict[str, Any] = {"Dict": dict, "List": list, "Optional": Optional, "Tuple": tuple}
 _FILES = itertools.count()
-ATEN, SCAN = torch.ops.aten, torch.ops.higher_order.scan
+ATEN = torch.ops.aten
 #: Conditions about sizes that are valid in TorchScript too.
 PLAIN_CONDITION = re.compile(r"(?:[\w\s()+\-*%<>=!]|//)*")
 
@@ -164,15 +165,17 @@ def _function_of_leaf(leaf: nn.Module, node: Node, model: QuantizationGraphModul
     observed = ExportError.of("TQ930.script_observers", leaf=leaf, path=path)
     if model.is_prepared and isinstance(leaf, RecurrentModule):
         raise observed  # Its loop would be unrolled.
+    has_loop = any(isinstance(module, OpaqueLoop) for module in leaf.modules())
     try:
         with exporting_loops_as(LoopShape.ROLLED), torch.no_grad():
             called = Called().train(leaf.training)
-            captured = capture_freely(called, examples)
-            if captured.graph.find_nodes(op="call_function", target=SCAN) and _reads_sizes(leaf):
+            if has_loop and _reads_sizes(leaf):
                 # The body of a scan is traced on its own, where sizes are numbers unless torch has symbols.
                 with symbolic_shapes_config.patch(backed_size_oblivious=True):
                     captured, _ = capture(called, examples, EVERY_SIZE)
                 clean_captured(captured)
+            else:
+                captured = capture_freely(called, examples)
     except Exception as cause:
         if model.is_prepared:
             raise observed from cause
