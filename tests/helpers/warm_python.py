@@ -18,13 +18,16 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType, SimpleNamespace
+from typing import IO
 
 import torch
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 from torchq_compat.port.process import import_noise_held_back
 
@@ -80,6 +83,7 @@ def serve() -> None:
     for name in ("port.run_command", "comparison.compare_command"):
         module = importlib.import_module(f"torchq_compat.{name}")
         vars(module)["subprocess"] = SimpleNamespace(Popen=Fork, TimeoutExpired=subprocess.TimeoutExpired)
+    vars(subprocess_handler)["Popen"] = Fork
     gc.freeze()
     gc.enable()
     for line in sys.stdin:
@@ -95,25 +99,42 @@ def serve() -> None:
 
 
 class Fork:
-    """What the commands use of ``subprocess.Popen``; this process has what the new one would import."""
+    """What commands and torchrun use of ``subprocess.Popen``; it has what the new process would import."""
 
     def __init__(
-        self, command: Sequence[str], stdout: int | None = None, *, start_new_session: bool = False
+        self,
+        args: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        stdout: int | IO[str] | None = None,
+        stderr: int | IO[str] | None = None,
+        start_new_session: bool = False,
     ) -> None:
-        self.pid, self.code = os.fork(), 0
+        self.code: int | None = None
+        self.pid = os.fork()
         if not self.pid:
             if start_new_session:
                 os.setsid()
-            if stdout is not None:
-                os.dup2(stdout, 1)
-            _run_and_exit(command[1:])
+            if env is not None:
+                os.environ.clear()
+                os.environ.update(env)
+            for descriptor, file in ((1, stdout), (2, stderr)):
+                if file is not None:
+                    os.dup2(file if isinstance(file, int) else file.fileno(), descriptor)
+            _run_and_exit(args[1:])
 
     def wait(self, timeout: float | None = None) -> int:
-        assert timeout is None
-        self.code = _code_of(self.pid)
-        return self.code
+        end = time.monotonic() + (SECONDS if timeout is None else timeout)
+        while (code := self.poll()) is None:
+            if time.monotonic() > end:
+                raise subprocess.TimeoutExpired([], SECONDS if timeout is None else timeout)
+            time.sleep(0.01)
+        return code
 
-    def poll(self) -> int:
+    def poll(self) -> int | None:
+        if self.code is None:
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            self.code = os.waitstatus_to_exitcode(status) if ended else None
         return self.code
 
 
@@ -146,7 +167,7 @@ def _run_and_exit(command: Sequence[str]) -> None:
 
 def _run(first: str, *args: str) -> None:
     sys.modules["__main__"] = ModuleType("__main__")
-    if first == "-P":
+    if first in ("-P", "-u"):
         _run(*args)
     elif first == "-c":
         sys.argv = ["-c", *args[1:]]
