@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 import torchq_compat as tc
+from tests.helpers.captured_once import captured_once
 from tests.helpers.oracle import activation_qparams, fx_activation_qparams, leaves
 from tests.parity.cases import Case
 from tests.parity.configs import BACKENDS, MAPPINGS, QAT_MAPPINGS
@@ -102,7 +103,8 @@ def _sides(
     model = with_statistics(entry.make()).train(is_qat)
     batches = [entry.batch() for _ in range(BATCHES)]
     try:
-        sides = _run(engine, model, batches, make_mapping(), BACKENDS[case.backend](), is_qat)
+        with captured_once((case.model, is_qat)):
+            sides = _run(engine, model, batches, make_mapping(), BACKENDS[case.backend](), is_qat)
     except refusals:
         return None
     return *sides, batches[0]
