@@ -5,7 +5,7 @@ The old namespaces still work and have the same objects, so only files that use 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import libcst as cst
 
@@ -13,7 +13,7 @@ from torchq_compat.port.constructs import Edit, ImportRequest, Site
 from torchq_compat.port.finders import Finder
 from torchq_compat.port.legacy_api.fx_calls import uses_fx
 from torchq_compat.port.legacy_api.names import NAMESPACES, NOT_IN_NAMESPACES, new_module
-from torchq_compat.port.source.imports import COMMENTS_BETWEEN_NAMES, NewImport, statement_edits, why_not_free
+from torchq_compat.port.source.imports import moved_modules, why_not_free
 from torchq_compat.port.source.moved_tables import LEGACY_NAMES
 from torchq_compat.port.source.parsed import ParsedSource, dotted, imported_module
 
@@ -23,14 +23,22 @@ ONLY_IN_PART = "not everything used of it is under torch.ao"
 def find(source: ParsedSource) -> Iterator[Site]:
     if not uses_fx(source):
         return
-    for node in source.nodes(cst.ImportFrom):
-        if not isinstance(node.names, cst.ImportStar):
-            yield from _import_from(source, node, node.names)
-    for statement in source.nodes(cst.Import):
-        for alias in statement.names:
-            yield from _import(source, statement, alias)
-    for attribute in source.nodes(cst.Attribute):
-        yield from _attribute(source, attribute)
+    staying = []
+
+    def now(node: cst.ImportFrom, alias: cst.ImportAlias) -> tuple[str, str] | None:
+        module = imported_module(node)
+        new = new_namespace(f"{module}.{dotted(alias.name)}")
+        if new is None or node.module is None:
+            return None
+        if any(_is_excluded(use) for use in _attribute_uses(source, node, alias, module)):
+            what = f"from {module} import {dotted(alias.name)}"
+            staying.append(Site("TQ104", source.start(alias), what, refusal=ONLY_IN_PART))
+            return None
+        package, _, name = new.rpartition(".")
+        return package, name
+
+    yield from moved_modules(source, "TQ104", now, _import, _attribute)
+    yield from staying
 
 
 def new_namespace(name: str) -> str | None:
@@ -42,31 +50,6 @@ def _is_excluded(name: str) -> bool:
     parts = name.split(".")
     prefixes = {".".join(parts[:cut]) for cut in range(1, len(parts) + 1)}
     return not prefixes.isdisjoint(NOT_IN_NAMESPACES) or any(part.startswith("_") for part in parts)
-
-
-def _import_from(
-    source: ParsedSource, node: cst.ImportFrom, aliases: Sequence[cst.ImportAlias]
-) -> Iterator[Site]:
-    """Yield the sites of a from-import: the names that moved get a statement of their own if others stay."""
-    module = imported_module(node)
-    moving, staying = [], []
-    for alias in aliases:
-        new = new_namespace(f"{module}.{dotted(alias.name)}")
-        if new is None or node.module is None:
-            continue
-        if any(_is_excluded(use) for use in _attribute_uses(source, node, alias, module)):
-            staying.append(alias)
-        else:
-            package, _, name = new.rpartition(".")
-            local = alias.evaluated_alias
-            moving.append(NewImport(alias, package, f"{name} as {local}" if local else name))
-    site = Site("TQ104", source.start(node), f"from {module}")
-    edits = statement_edits(source, node, moving)
-    if moving:
-        yield site.settled("" if edits else COMMENTS_BETWEEN_NAMES, edits)
-    for alias in staying:
-        what = f"from {module} import {dotted(alias.name)}"
-        yield Site("TQ104", source.start(alias), what, refusal=ONLY_IN_PART)
 
 
 def _import(source: ParsedSource, node: cst.Import, alias: cst.ImportAlias) -> Iterator[Site]:

@@ -20,7 +20,7 @@ from torchq_compat.port.legacy_api.names import (
     REMOVED,
     new_module,
 )
-from torchq_compat.port.source.imports import COMMENTS_BETWEEN_NAMES, NewImport, statement_edits, why_not_free
+from torchq_compat.port.source.imports import moved_modules, why_not_free
 from torchq_compat.port.source.parsed import ParsedSource, dotted, imported_module
 from torchq_compat.port.source.source_tree import installed_lacks
 
@@ -29,13 +29,15 @@ OF_PT2E = frozenset(row.legacy for row in MOVED_PT2E)
 
 
 def find(source: ParsedSource) -> Iterator[Site]:
+    def now(node: cst.ImportFrom, alias: cst.ImportAlias) -> tuple[str, str] | None:
+        return _now(imported_module(node), dotted(alias.name))
+
     for node in source.nodes(cst.ImportFrom):
-        yield from _import_from(source, node)
-    for statement in source.nodes(cst.Import):
-        for alias in statement.names:
-            yield from _import(source, statement, alias)
-    for attribute in source.nodes(cst.Attribute):
-        yield from _attribute(source, attribute)
+        new = new_module(imported_module(node)) if isinstance(node.names, cst.ImportStar) else None
+        if new is not None and node.module is not None:
+            edit = Edit(source.start(node.module), source.end(node.module), new)
+            yield Site(CODE, source.start(node), f"from {imported_module(node)}", edits=(edit,))
+    yield from moved_modules(source, CODE, now, _import, _attribute)
     yield from MovedNames(CODE, (), guests=MOVED_OF_EXPORTED).find(source)
 
 
@@ -52,26 +54,6 @@ def _now(module: str, name: str) -> tuple[str, str] | None:
     if name in NAMES_ELSEWHERE and installed_lacks(new, name):
         return NAMES_ELSEWHERE[name]
     return new, name
-
-
-def _import_from(source: ParsedSource, node: cst.ImportFrom) -> Iterator[Site]:
-    module = imported_module(node)
-    site = Site(CODE, source.start(node), f"from {module}")
-    if isinstance(node.names, cst.ImportStar):
-        new = new_module(module)
-        if new is not None and node.module is not None:
-            yield replace(site, edits=(Edit(source.start(node.module), source.end(node.module), new),))
-        return
-    moving = []
-    for alias in node.names:
-        name = dotted(alias.name)
-        now = _now(module, name)
-        if now is not None:
-            local = alias.evaluated_alias or name
-            moving.append(NewImport(alias, now[0], now[1] if now[1] == local else f"{now[1]} as {local}"))
-    edits = statement_edits(source, node, moving)
-    if moving:
-        yield site.settled("" if edits else COMMENTS_BETWEEN_NAMES, edits)
 
 
 def _import(source: ParsedSource, node: cst.Import, alias: cst.ImportAlias) -> Iterator[Site]:

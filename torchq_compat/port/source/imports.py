@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import libcst as cst
 
-from torchq_compat.port.constructs import Edit, ImportRequest
+from torchq_compat.port.constructs import Edit, ImportRequest, Site
 from torchq_compat.port.source.moved_tables import MOVED, Moved
 from torchq_compat.port.source.parsed import ParsedSource, dotted, imported_module
 
@@ -272,6 +272,40 @@ def _edit_in_place(
             end = source.end(name.alias.asname.name if name.alias.asname else name.alias.name)
             edits.append(Edit(source.start(name.alias), end, name.imported))
     return tuple(edits)
+
+
+def moved_modules(
+    source: ParsedSource,
+    code: str,
+    now: Callable[[cst.ImportFrom, cst.ImportAlias], tuple[str, str] | None],
+    of_import: Callable[[ParsedSource, cst.Import, cst.ImportAlias], Iterator[Site]],
+    of_attribute: Callable[[ParsedSource, cst.Attribute], Iterator[Site]],
+) -> Iterator[Site]:
+    """Yield the sites of names from modules that moved.
+
+    Args:
+        now: the module and the name that a name of a from-import has now; None if it did not move.
+        of_import: yields the sites of one name of ``import ...``.
+        of_attribute: yields the sites of a dotted name.
+    """
+    for node in source.imports():
+        if isinstance(node, cst.Import):
+            for alias in node.names:
+                yield from of_import(source, node, alias)
+        elif not isinstance(node.names, cst.ImportStar):
+            places = ((alias, now(node, alias)) for alias in node.names)
+            moving = [_from_new_place(alias, *place) for alias, place in places if place is not None]
+            edits = statement_edits(source, node, moving)
+            if moving:
+                site = Site(code, source.start(node), f"from {imported_module(node)}")
+                yield site.settled("" if edits else COMMENTS_BETWEEN_NAMES, edits)
+    for attribute in source.nodes(cst.Attribute):
+        yield from of_attribute(source, attribute)
+
+
+def _from_new_place(alias: cst.ImportAlias, module: str, name: str) -> NewImport:
+    old, local = dotted(alias.name), alias.evaluated_alias
+    return NewImport(alias, module, f"{name} as {local or old}" if local or name != old else name)
 
 
 def _alias_code(alias: cst.ImportAlias) -> str:
