@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 
 from torch import Tensor, nn
@@ -30,13 +30,8 @@ NO_PATH = "no module of the model has such a path"
 def decide_unmatched_rules(model: nn.Module, rules: QConfigRules) -> Iterator[Decision]:
     """Yield a decision about each rule of a QConfigMapping that names nothing in ``model``."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    for name in rules.module_names:
-        if name not in modules:
-            yield _unmatched(f"module_name {name!r}", NO_PATH + near(name, modules))
-    for pattern, _ in rules.module_name_regexes:
-        if not any(pattern.match(path) for path in modules):
-            where = " from its beginning on" if any(pattern.search(path) for path in modules) else ""
-            yield _unmatched(f"module_name_regex {pattern.pattern!r}", f"no module path matches it{where}")
+    for setting, reason in _names_no_module(rules, modules, "module"):
+        yield _unmatched(setting, reason)
     for object_type in rules.object_types:
         # FX's default mappings name methods that tensors do not have, like hardsigmoid.
         if isinstance(object_type, str) and not (
@@ -46,6 +41,19 @@ def decide_unmatched_rules(model: nn.Module, rules: QConfigRules) -> Iterator[De
             yield _unmatched(f"object_type {object_type!r}", reason)
     for rule in rules.orders:
         yield from _unmatched_order(rule, modules)
+
+
+def _names_no_module(
+    rules: QConfigRules, paths: Collection[str], what: str, but: Collection[str] = ()
+) -> Iterator[tuple[str, str]]:
+    """Yield the names and patterns of paths, ``but`` those, that none of the ``paths`` has, and why."""
+    for name in rules.module_names:
+        if name not in paths and name not in but:
+            yield f"module_name {name!r}", f"no {what} of the model has such a path{near(name, paths)}"
+    for pattern, _ in rules.module_name_regexes:
+        if pattern.pattern not in but and not any(map(pattern.match, paths)):
+            where = " from its beginning on" if any(map(pattern.search, paths)) else ""
+            yield f"module_name_regex {pattern.pattern!r}", f"no module path matches it{where}"
 
 
 def _unmatched_order(rule: OrderRule, modules: dict[str, nn.Module]) -> Iterator[Decision]:
@@ -180,7 +188,9 @@ def unmatched_at_convert(
         if name not in kept and not hasattr(prepared, name):
             yield f"preserved_attributes {name!r} is not used: the prepared model has no such attribute."
     if before is not None and after is not None:
-        yield from _new_rules(_module_paths(prepared), before, after)
+        known = {*before.module_names, *(pattern.pattern for pattern, _ in before.module_name_regexes)}
+        for setting, reason in _names_no_module(after, _module_paths(prepared), "op", known):
+            yield f"{setting} is not used: {reason}."
 
 
 def _observed_classes(prepared: GraphModule) -> set[type[nn.Module]]:
@@ -192,15 +202,6 @@ def _observed_classes(prepared: GraphModule) -> set[type[nn.Module]]:
     observed: set[type[nn.Module]] = {type(module) for module in prepared.modules()}
     mapped = (m.opaque_observed_class for m in prepared.modules() if isinstance(m, OpaqueModule))
     return observed | {cls for cls in mapped if cls is not None}
-
-
-def _new_rules(paths: set[str], before: QConfigRules, after: QConfigRules) -> Iterator[str]:
-    for name in after.module_names.keys() - before.module_names.keys() - paths:
-        yield f"module_name {name!r} is not used: no op of the model has such a path{near(name, paths)}."
-    known = {pattern.pattern for pattern, _ in before.module_name_regexes}
-    for pattern, _ in after.module_name_regexes:
-        if pattern.pattern not in known and not any(pattern.match(path) for path in paths):
-            yield f"module_name_regex {pattern.pattern!r} is not used: no module path matches it."
 
 
 def _module_paths(prepared: GraphModule) -> set[str]:

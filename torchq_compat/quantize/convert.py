@@ -106,20 +106,6 @@ def remove_observers(prepared: GraphModule, switched_off: SwitchedOff) -> None:
     prepared.recompile()
 
 
-def with_switched_off(decisions: tuple[Decision, ...], switched_off: SwitchedOff) -> tuple[Decision, ...]:
-    """Return ``decisions`` with the ops in ``switched_off`` as float."""
-    return tuple(
-        replace(
-            decision,
-            action=Action.FLOAT,
-            reason=f"its qconfig is None in the mapping given to convert ({switched_off[decision.path]})",
-        )
-        if decision.node and decision.path in switched_off
-        else decision
-        for decision in decisions
-    )
-
-
 # The decisions about ops that convert with the qparams of their observers, as FX converts trained models.
 
 
@@ -127,19 +113,13 @@ FROM_OBSERVER = "with its observer's qparams and the dtype's range, as in FX, no
 KEEPS_TRAINED = "its parts keep the qparams they trained with"
 
 
-def with_observer_qparams(
-    decisions: tuple[Decision, ...], changed: Collection[str], owners: Collection[str]
-) -> tuple[Decision, ...]:
-    """Return ``decisions`` with the reason why qparams are not, or are, those of the training.
+def _with_observer_qparams(decision: Decision, changed: Collection[str], owners: Collection[str]) -> Decision:
+    """Return ``decision`` with the reason why qparams are not, or are, those of the training.
 
     Args:
         changed: the paths of ops whose qparams or ranges differ from those they trained with.
         owners: the paths of trained custom modules with parts.
     """
-    return tuple(_with_reason(decision, changed, owners) for decision in decisions)
-
-
-def _with_reason(decision: Decision, changed: Collection[str], owners: Collection[str]) -> Decision:
     if decision.action not in (Action.QUANTIZED, Action.SHARED):
         return decision
     if decision.path in owners and not decision.node:
@@ -264,16 +244,14 @@ def _quant_type(rules: qconfig_mappings.QConfigRules | None, path: str, module: 
 @carries_out(CONVERT, "wrap")
 def _wrap(state: _Converting) -> None:
     record, prepared = state.record, state.prepared
-    decisions = tuple(
-        _with_quantized_class(decision, state.replaced)
-        for decision in with_switched_off(record.decisions, state.switched_off)
-    )
+    decisions = tuple(_told_at_convert(decision, state) for decision in record.decisions)
     decisions = with_removed_observers(decisions, state.removed, record.observed)
     otherwise = metadata.FX_CONVERTS_OTHERWISE.of(state.converted) or ()
     if otherwise and not state.observer_qparams:
         warn_user("TQ511", observers=listed(list(otherwise)))
     if state.observer_qparams:
-        decisions = with_observer_qparams(decisions, otherwise, state.owners if record.is_qat else ())
+        owners = state.owners if record.is_qat else ()
+        decisions = tuple(_with_observer_qparams(item, otherwise, owners) for item in decisions)
     record = replace(
         record,
         stage=graph_module.Stage.CONVERTED,
@@ -310,11 +288,16 @@ def _decide_switched_off(
     return decide_switched_off(prepared, record.rules, rules)
 
 
-def _with_quantized_class(decision: Decision, replaced: dict[str, type[nn.Module]]) -> Decision:
-    if decision.path not in replaced or decision.node:
-        return decision
-    reason = f"observed_to_quantized_mapping makes it {replaced[decision.path].__name__}"
-    return replace(decision, action=Action.QUANTIZED, reason=reason)
+def _told_at_convert(decision: Decision, state: _Converting) -> Decision:
+    """Return ``decision`` as the settings given to convert change it."""
+    rule, cls = state.switched_off.get(decision.path), state.replaced.get(decision.path)
+    if decision.node and rule is not None:
+        reason = f"its qconfig is None in the mapping given to convert ({rule})"
+        return replace(decision, action=Action.FLOAT, reason=reason)
+    if not decision.node and cls is not None:
+        reason = f"observed_to_quantized_mapping makes it {cls.__name__}"
+        return replace(decision, action=Action.QUANTIZED, reason=reason)
+    return decision
 
 
 def _working_copy(prepared: GraphModule, settings: ConvertSettings, parts: dict[int, Any]) -> GraphModule:

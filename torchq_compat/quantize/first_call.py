@@ -95,7 +95,7 @@ def takes_waiting_models(function: Callable[P, R]) -> Callable[P, R]:
             warn_user("TQ325", function=function.__name__)
         waiting = copy.deepcopy(source)
         waiting.eval()
-        vars(waiting).update(make=_Conversion(source.make, function, args[1:], others), is_converted=True)
+        vars(waiting).update(make=_Conversion(function, args[1:], others, source.make), is_converted=True)
         return cast("R", waiting)
 
     setattr(convert, AT_ONCE, function)
@@ -144,7 +144,7 @@ class _Preparation:
         return prepared
 
     def __reduce__(self) -> Any:
-        return _preparation, (*_name_of(self.function), self.args, dict(self.kwargs))
+        return _named_again, (_Preparation, *_name_of(self.function), self.args, dict(self.kwargs))
 
 
 def _is_static(preparation: _Preparation) -> bool:
@@ -170,34 +170,27 @@ def _put(function: Function, args: list[Any], kwargs: dict[str, Any], name: str,
 
 @dataclass(frozen=True)
 class _Conversion:
-    prepare: Function
     function: Function
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+    prepare: Function
 
     def __call__(self, model: nn.Module, examples: tuple[Any, ...]) -> nn.Module:
         converted: nn.Module = self.function(self.prepare(model, examples), *self.args, **self.kwargs)
         return converted
 
     def __reduce__(self) -> Any:
-        return _conversion, (self.prepare, *_name_of(self.function), self.args, dict(self.kwargs))
+        named = _name_of(self.function)
+        return _named_again, (_Conversion, *named, self.args, dict(self.kwargs), self.prepare)
 
 
 def _name_of(function: Function) -> tuple[str, str]:
     return function.__module__, function.__qualname__
 
 
-def _function(module: str, name: str) -> Function:
+def _named_again(kind: Callable[..., Any], module: str, name: str, *others: Any) -> Any:
     named: Any = functools.reduce(getattr, name.split("."), importlib.import_module(module))
-    return at_once(named)
-
-
-def _preparation(module: str, name: str, args: Any, kwargs: Any) -> _Preparation:
-    return _Preparation(_function(module, name), args, kwargs)
-
-
-def _conversion(prepare: Function, module: str, name: str, args: Any, kwargs: Any) -> _Conversion:
-    return _Conversion(prepare, _function(module, name), args, kwargs)
+    return kind(at_once(named), *others)
 
 
 @dataclass

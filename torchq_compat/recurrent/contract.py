@@ -105,48 +105,42 @@ def _call_packed(
     structure: RecurrentStructure, path: str, run_layers: RunLayers, packed: PackedSequence, hidden: Any
 ) -> tuple[PackedSequence, Any]:
     """Run a PackedSequence. Its rows are in sorted order, the state's rows in the caller's order."""
-    batch = batch_in_call()
-    if batch is None and is_exporting() and packs_are_padded():
-        return _call_padded(structure, path, run_layers, packed, hidden)
-    if batch is None and is_exporting():
-        _refuse_packed(path)
-    check_is_float(path, "the input", packed.data)
-    if packed.data.shape[-1] != structure.input_size:
-        raise CustomModuleError.call_failed(
-            path, f"the input's last dimension must be {structure.input_size}, got {packed.data.shape[-1]}"
-        )
-    # In a capture the batch sizes are data, and only the first of them, the batch size, is needed.
-    batch_sizes = [int(size) for size in packed.batch_sizes] if batch is None else [batch]
-    state = _initial_state(structure, path, packed.data.new_empty(0, batch_sizes[0], 0), hidden, True)
+    batch, x = batch_in_call(), packed.data
+    is_padded = batch is None and is_exporting()
+    batch_sizes: list[int] | Tensor
+    if is_padded:
+        # In an exported program ``packed`` holds the rows of padded sequences.
+        if not packs_are_padded():
+            _refuse_packed(path)
+        steps = packed.batch_sizes.shape[0]
+        batch = x.shape[0] // steps
+        x, batch_sizes = x.reshape(steps, batch, x.shape[1]), is_step(packed.batch_sizes, batch)
+    else:
+        check_is_float(path, "the input", x)
+        if x.shape[-1] != structure.input_size:
+            raise CustomModuleError.call_failed(
+                path, f"the input's last dimension must be {structure.input_size}, got {x.shape[-1]}"
+            )
+        # In a capture the batch sizes are data, and only the first of them, the batch size, is needed.
+        batch_sizes = [int(size) for size in packed.batch_sizes] if batch is None else [batch]
+        batch = batch_sizes[0]
+    # Of the input it takes only the batch size.
+    steps_first = x if is_padded else x.new_empty(0, batch, 0)
+    state = _initial_state(structure, path, steps_first, hidden, True)
     if state is not None and packed.sorted_indices is not None:
         state = tuple(entry[:, packed.sorted_indices] for entry in state)
-    rows, last = run_layers(packed.data, state, batch_sizes)
+    rows, last = run_layers(x, state, batch_sizes)
+    if is_padded:
+        rows = rows.flatten(0, 1)
     if packed.unsorted_indices is not None:
         last = tuple(item[:, packed.unsorted_indices] for item in last)
-    output = PackedSequence(rows, packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices)
-    return output, as_given(last)
+    return packed._replace(data=rows), as_given(last)
 
 
 # Dynamo runs it as it is, and lets the error out.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _refuse_packed(path: str) -> None:
     raise CustomModuleError.of("TQ941.packed", path=path)
-
-
-def _call_padded(
-    structure: RecurrentStructure, path: str, run_layers: RunLayers, packed: PackedSequence, hidden: Any
-) -> tuple[PackedSequence, Any]:
-    """Run a call in an exported program, where ``packed`` holds the rows of padded sequences."""
-    steps = packed.batch_sizes.shape[0]
-    batch = packed.data.shape[0] // steps
-    x = packed.data.reshape(steps, batch, packed.data.shape[1])
-    state = _initial_state(structure, path, x, hidden, True)
-    if state is not None and packed.sorted_indices is not None:
-        state = tuple(entry[:, packed.sorted_indices] for entry in state)
-    output, last = run_layers(x, state, is_step(packed.batch_sizes, batch))
-    if packed.unsorted_indices is not None:
-        last = tuple(item[:, packed.unsorted_indices] for item in last)
-    return packed._replace(data=output.reshape(steps * batch, output.shape[2])), as_given(last)
 
 
 def check_devices(kind: CellKind, path: str, arguments: tuple[Any, Any], device: torch.device | None) -> None:
