@@ -160,6 +160,36 @@ def test_torch_jit_trace(trained: Any) -> None:
     assert torch.equal(traced(x), trained(x))
 
 
+class ThereAndBack(nn.Module):
+    """A weight that one kernel reads as it is, and of which a constant is made for another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.drawn = nn.Parameter(torch.randn(4, 3, 3, 3)), nn.Conv2d(3, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.conv_transpose2d(nn.functional.conv2d(self.drawn(x), self.weight), self.weight)
+
+
+def test_each_tensor_of_the_state_may_be_written() -> None:
+    torch.manual_seed(0)
+    prepared = tc.prepare_fx(ThereAndBack().eval(), MAPPING, (images(),))
+    calibrate(prepared, [(images(),)])
+    converted, x = tc.convert_fx(prepared), images()
+    kernels = [str(node.target) for node in converted.graph.nodes if "convolution" in str(node.target)]
+    assert len(kernels) == 3
+    state = converted.state_dict()
+    names = [name for name, value in state.items() if isinstance(value, Tensor) and name != "_extra_state"]
+    assert len(names) == 8
+    for name in names:
+        value, before = state[name], converted(x)
+        with torch.no_grad():
+            value.copy_(value.flip(0) if value.unique().numel() > 1 else value + 1)
+        after = converted(x)
+        assert sqnr(converted.reference(x), after) > 40, name
+        assert not torch.equal(before, after), name
+
+
 def test_another_device_is_the_reference(other: Any) -> None:
     other.to("meta")
     (decision,) = [d for d in tc.explain(other) if d.action == "reference"]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import operator
 import re
 import weakref
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import wraps
 from itertools import chain
@@ -36,6 +38,7 @@ from torchq_compat.model.graph_module import (
 from torchq_compat.model.quantized_interface import quantize_inputs, take_integers
 from torchq_compat.modules.standalone import ConvertedStandalone, standalone
 from torchq_compat.quantize.passes import LOWER, carries_out, run_passes
+from torchq_compat.read.qdq import is_dequantize
 from torchq_compat.read.qparams import QParams
 from torchq_compat.support import upstream
 from torchq_compat.support.decisions import Action, Decision, warn_of_decisions
@@ -90,27 +93,42 @@ def _home_of(module: nn.Module, key: str) -> dict[str, Any] | None:
 counted_writes = attrgetter("_version")
 
 
+def read_at_each_call(reference: GraphModule, graph: Graph) -> set[int]:
+    """Return the ids of the tensors of which the lowered ``graph`` has each use that ``reference`` has: no
+    constant was made of them."""
+    uses = Counter[int]()
+    for of, sign in ((reference.graph, 1), (graph, -1)):
+        for node in of.find_nodes(op="get_attr"):
+            if not str(node.target).startswith(f"{CONSTANTS}."):
+                readers = [len(user.users) if is_dequantize(user) else 1 for user in node.users]
+                uses[id(attrgetter(str(node.target))(reference))] += sign * sum(readers)
+    return {key for key, count in uses.items() if count == 0}
+
+
 class StateVersions:
-    """The tensors of a module and how often each was written in place, at construction.
+    """The tensors of a module, and how often each was written in place, at construction.
 
     Writes that bypass torch's version counter, through ``tensor.data`` or numpy, are not detected.
+
+    Args:
+        live: ids of the tensors that may be written.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, live: Collection[int]) -> None:
         homes = [home for item in module.modules() for home in (item._parameters, item._buffers)]
         self._homes = [home for home in homes if home]
-        result = [value for home in self._homes for value in home.values()]
-        self._ids = list(map(id, result))
-        self._tensors = [tensor for tensor in result if tensor is not None]
+        self._all = [value for home in self._homes for value in home.values()]
+        self._tensors = [tensor for tensor in self._all if tensor is not None and id(tensor) not in live]
         self._versions = list(map(_version, self._tensors))
         # Whether a tensor counts versions never changes.
         self._counting = [tensor for tensor in self._tensors if not tensor.is_inference()]
         self._quick = self._read_quickly()
 
     def are_current(self) -> bool:
-        """Return whether no tensor was replaced, moved or written since."""
+        """Return whether no tensor was replaced, and none of those that must not be was moved or written."""
         # Called before every model call, so written with loops that run in C where possible.
-        if list(map(id, chain.from_iterable([home.values() for home in self._homes]))) != self._ids:
+        tensors = chain.from_iterable([home.values() for home in self._homes])
+        if sum(map(len, self._homes)) != len(self._all) or not all(map(operator.is_, tensors, self._all)):
             return False
         if self._quick is not None:
             return self._read_quickly() == self._quick
@@ -153,7 +171,7 @@ class _Lowering:
 
     Attributes:
         is_stale: whether qparams changed since the lowering.
-        versions: versions of the state that constants of the graph were made from.
+        versions: of the state that constants of the graph were made from.
         input_qparams: see ``ConvertedGraphModule``.
         refused: name of an op -> why it does not run on integers here.
         generation: which of the graphs made so far it is.
@@ -277,7 +295,7 @@ class LoweredGraphModule(ConvertedModel):
         lowering = _Lowering(
             reference,
             is_stale=False,
-            versions=StateVersions(reference),
+            versions=StateVersions(reference, read_at_each_call(reference, graph)),
             decisions=(elsewhere,)
             if elsewhere is not None
             else (*rewriter.decisions(), *(decision for item in opaque for decision in item.decisions)),
