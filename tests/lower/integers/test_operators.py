@@ -191,6 +191,18 @@ def test_convolutions(rank: int) -> None:
                     check_steps("convolution", *args, step=step * 1e-2 if ends[-1] == "float32" else 1.0)
 
 
+@pytest.mark.parametrize("inputs", [12, 300])
+def test_convolutions_of_any_number_of_pixels(inputs: int) -> None:
+    """Pixels are computed in strips of some lengths."""
+    torch.manual_seed(0)
+    step = 64 * 64 * 0.005 * 0.02 * inputs**0.5 / 20
+    for outputs, pixels in itertools.product((16, 40, 64, 130), (*range(1, 15), 17, 25, 49, 60, 61, 73)):
+        weight = torch.randint(-127, 128, (outputs, inputs, 1), dtype=torch.int8)
+        scales, x = torch.rand(outputs) * 0.01 + 0.001, unsigned((1, pixels, inputs)).transpose(1, 2)
+        args = (x, 0.02, 3, weight, scales, None, [1], [0], [1], 1, step, 100, 0, 255, "uint8")
+        check_steps("convolution", *args)
+
+
 def test_linears() -> None:
     torch.manual_seed(0)
     for rows, (inputs, outputs) in itertools.product((1, 5, 12, 13, 40, 0), ((64, 64), (100, 33), (8, 4))):
@@ -222,6 +234,20 @@ def test_packed_weights_are_those_of_the_tensor() -> None:
     operators.forget_weights([weight.data_ptr()])
     assert NATIVE.kept_weights() == before
     check_steps("convolution", *args)
+
+
+@pytest.mark.parametrize("outputs", [3, 1500, 5000])
+def test_any_number_that_is_written_is_noticed(outputs: int) -> None:
+    """The last one too, of few numbers even past torch's count of versions."""
+    weight, scales, bias = signed((outputs, 8, 1)), torch.rand(outputs) * 0.01 + 0.001, torch.randn(outputs)
+    x = unsigned((1, 8, 4)) // 2
+    args = (x, 0.02, 3, weight, scales, bias, [1], [0], [1], 1, 0.5, 100, 0, 255, "uint8")
+    for tensor in (bias, scales):
+        first = NATIVE.convolution(*args)
+        written = tensor.data if outputs < 2000 else tensor
+        written[-1] += 50.0
+        check_steps("convolution", *args)
+        assert not torch.equal(NATIVE.convolution(*args)[:, -1], first[:, -1])
 
 
 def test_what_does_not_fit_is_an_error() -> None:

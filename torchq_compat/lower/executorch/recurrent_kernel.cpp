@@ -46,7 +46,7 @@ struct Key {
 
   static Key of(const Tensor& tensor) {
     const void* data = tensor.const_data_ptr();
-    return {data, torchq_compat_sample(data, static_cast<int64_t>(tensor.nbytes()) / 8)};
+    return {data, torchq_compat_sample(data, static_cast<int64_t>(tensor.nbytes()))};
   }
   bool operator==(const Key& other) const { return data == other.data && sample == other.sample; }
 };

@@ -1173,16 +1173,27 @@ extern "C" void torchq_compat_to_integers(const double* qparams, const float* va
                         static_cast<uint8_t*>(integers), count);
 }
 
-extern "C" uint64_t torchq_compat_sample(const void* data, int64_t words) {
-  const int64_t step = words > 512 ? words / 32 : 1;
+extern "C" uint64_t torchq_compat_sample(const void* data, int64_t size) {
   const char* bytes = static_cast<const char*>(data);
-  uint64_t hash = 14695981039346656037u, word = 0;
-  for (int64_t at = 0; at < words; at += step) {
-    std::memcpy(&word, bytes + 8 * at, 8);
+  const int64_t words = size / 8, step = size > TORCHQ_COMPAT_WHOLE_SAMPLE ? words / 32 : 1;
+  // Four hashes, none of which waits for another.
+  uint64_t hashes[4] = {14695981039346656037u, 1099511628211u, 0x9e3779b97f4a7c15u, 0xc2b2ae3d27d4eb4fu};
+  const auto add = [](uint64_t& hash, uint64_t word) {
     hash = (hash ^ word) * 1099511628211u;
     hash ^= hash >> 29;
-  }
-  return hash;
+  };
+  const auto word_at = [&](int64_t at, int64_t count) {
+    uint64_t word = 0;
+    std::memcpy(&word, bytes + 8 * at, count);
+    return word;
+  };
+  int64_t at = 0;
+  for (; at + 3 * step < words; at += 4 * step)
+    for (int64_t i = 0; i < 4; ++i) add(hashes[i], word_at(at + i * step, 8));
+  for (; at < words; at += step) add(hashes[0], word_at(at, 8));
+  add(hashes[1], word_at(words, size % 8));
+  for (int64_t i = 1; i < 4; ++i) add(hashes[0], hashes[i]);
+  return hashes[0];
 }
 
 extern "C" void torchq_compat_to_floats(const double* qparams, const void* integers, int64_t count,

@@ -48,9 +48,10 @@ void torchq_compat_requantize(const double* qparams, float* values, int64_t coun
 void torchq_compat_to_integers(const double* qparams, const float* values, int64_t count, void* integers);
 void torchq_compat_to_floats(const double* qparams, const void* integers, int64_t count, float* values);
 
-// Returns a hash of some of the 8-byte words at `data`, or of all if they are few. It detects other weights
-// at the address of earlier ones, in storages that do not show the change.
-uint64_t torchq_compat_sample(const void* data, int64_t words);
+// Returns a hash of the `size` bytes at `data`, or of some of them if they are more than this. It detects other
+// weights at the address of earlier ones, in storages that do not show the change.
+#define TORCHQ_COMPAT_WHOLE_SAMPLE 8192
+uint64_t torchq_compat_sample(const void* data, int64_t size);
 
 // Returns the name of an instruction set that this CPU can use, the best first; null if `index` is not less
 // than their number. All compute the same bits.

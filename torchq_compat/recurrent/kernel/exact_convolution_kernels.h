@@ -275,10 +275,14 @@ __attribute__((noinline)) void multiply(const Product& of, int64_t pixel) {
   }
 }
 
+// One row by itself waits for its sums, so it joins a strip of `kCount` where the registers hold them.
 template <int kCount, int kGroups>
 void multiply_strips(const Product& of, int64_t count) {
+  constexpr int kOneMore = kGroups * (kCount + 1) <= 26 ? kCount + 1 : kCount;
   int64_t pixel = 0;
-  for (; pixel + kCount <= count; pixel += kCount) multiply<kCount, kGroups>(of, pixel);
+  for (; pixel + kCount <= count && pixel + kOneMore != count; pixel += kCount) multiply<kCount, kGroups>(of, pixel);
+  if (kOneMore != kCount && pixel + kOneMore == count) return multiply<kOneMore, kGroups>(of, pixel);
+  for (; kCount > 4 && pixel + 4 <= count; pixel += 4) multiply<4, kGroups>(of, pixel);
   for (; pixel < count; ++pixel) multiply<1, kGroups>(of, pixel);
 }
 
@@ -286,8 +290,8 @@ void multiply_strips(const Product& of, int64_t count) {
 void multiply_all(const Value* rows, int64_t row, int64_t count, const int8_t* weight, int64_t of_group,
                   int64_t outputs, int64_t steps, bool is_first, const Output& out, int64_t first, int32_t* sums,
                   uint8_t* bytes, int64_t next) {
-  // The weights of four groups are in the L1 cache only if they are few.
-  const int64_t widest = steps <= 64 ? kWide : 2 * kLanes;
+  // The weights of four groups are in the L1 cache only if they are few; few rows do not read them again.
+  const int64_t widest = steps <= 64 || count < 4 ? kWide : 2 * kLanes;
   for (int64_t output = 0, some = 0; output < outputs; output += some) {
     const int64_t left = outputs - output;
     some = std::min(left, left > 3 * kLanes ? widest : 2 * kLanes);
@@ -652,7 +656,8 @@ void run(const Shape& shape, const Input& x, const Weight& weight, const Output&
     return;
   }
   const int64_t of_block = shape.groups * chunks_of(shape);
-  const std::unique_ptr<Buffers> buffers(new Buffers);
+  // Kept: allocating and freeing so much takes as long as a small convolution.
+  thread_local const std::unique_ptr<Buffers> buffers(new Buffers);
   for (int64_t task = begin; task < end; ++task) {
     const int64_t group = task % of_block / chunks_of(shape), chunk = task % chunks_of(shape);
     run_block(read, weight, out, task / of_block, group, chunk * chunk_of(shape), *buffers);

@@ -254,7 +254,11 @@ VNNI inline void vnni_block(const uint8_t* x, const int8_t* w, int64_t columns, 
     const int64_t left = columns - k;
     const __mmask64 mask = left >= 64 ? ~0ull : (1ull << left) - 1;
     __m512i rows[kW];
-    for (int o = 0; o < kW; ++o) rows[o] = _mm512_maskz_loadu_epi8(mask, w + o * columns + k);
+    for (int o = 0; o < kW; ++o) {
+      rows[o] = _mm512_maskz_loadu_epi8(mask, w + o * columns + k);
+      // The rows of the block after the next, which are read first for their sums.
+      if (kX == 0) __builtin_prefetch(w + (2 * kW + o) * columns + k);
+    }
     for (int r = 0; r < kSums; ++r) {
       const __m512i values = kX ? _mm512_maskz_loadu_epi8(mask, x + r * columns + k) : ones;
       for (int o = 0; o < kW; ++o) sums[r][o] = _mm512_dpbusd_epi32(sums[r][o], values, rows[o]);

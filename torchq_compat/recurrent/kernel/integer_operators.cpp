@@ -761,12 +761,6 @@ bool is_channels_last(const Tensor& x) {
   return strides_in(sizes_of(x), channels_last) == Sizes(x.strides().begin(), x.strides().end());
 }
 
-// Rows of channels side by side, as oneDNN reads them: a batch of one behind a transpose has strides that no
-// layout has, and is mistaken for another.
-Tensor readable(const Tensor& x) {
-  return is_channels_last(x) ? x : torch::stable::contiguous(x);
-}
-
 // x, channels innermost, with `value` around it.
 Tensor padded(const Tensor& x, const Sizes& padding, uint8_t value) {
   const Tensor from = dense(x);
@@ -818,6 +812,34 @@ Tensor empty_convolution(const Sizes& sizes, ScalarType dtype) {
   return empty_strided(sizes, strides_in(sizes, channels_last), dtype);
 }
 
+// x of few channels with these innermost in memory; torch takes longer for it.
+Tensor interleaved(const Tensor& x) {
+  const Tensor out = empty_convolution(sizes_of(x), x.scalar_type());
+  const int64_t images = x.size(0), channels = x.size(1), pixels = x.numel() / std::max<int64_t>(1, images * channels);
+  for (int64_t at = 0; at < x.numel(); at += channels * pixels)
+    integers::interleave(bytes(x) + at, channels, pixels, new_bytes(out) + at);
+  return out;
+}
+
+bool has_few_channels(const Tensor& x) { return x.is_contiguous() && x.size(1) < 8; }
+
+// Rows of channels side by side, as oneDNN reads them: a batch of one behind a transpose has strides that no
+// layout has, and is mistaken for another.
+Tensor readable(const Tensor& x) {
+  if (is_channels_last(x)) return x;
+  return has_few_channels(x) ? interleaved(x) : torch::stable::contiguous(x);
+}
+
+// The values of x with channels innermost in memory.
+Tensor channels_innermost(const Tensor& x) {
+  if (is_channels_last(x)) return x;
+  if (has_few_channels(x)) return interleaved(x);
+  Sizes permutation(x.dim());
+  std::iota(permutation.begin(), permutation.end(), 0);
+  std::rotate(permutation.begin() + 1, permutation.begin() + 2, permutation.end());
+  return torch::stable::contiguous(permuted(x, permutation));
+}
+
 bool has_onednn() {
   return aoti_torch_cpu__qlinear_pointwise_tensor != nullptr && aoti_torch_cpu__qconv_pointwise_tensor != nullptr;
 }
@@ -852,23 +874,6 @@ exact::Shape shape_of(const Tensor& x, const Tensor& weight, const Window& windo
     shape.stride[d] = window.stride[i], shape.padding[d] = window.padding[i], shape.dilation[d] = window.dilation[i];
   }
   return shape;
-}
-
-// The values of x with channels innermost in memory.
-Tensor channels_innermost(const Tensor& x) {
-  if (is_channels_last(x)) return x;
-  const int64_t channels = x.size(1), images = x.size(0);
-  if (x.is_contiguous() && channels < 8) {
-    const Tensor out = empty_convolution(sizes_of(x), x.scalar_type());
-    const int64_t pixels = x.numel() / std::max<int64_t>(1, images * channels);
-    for (int64_t at = 0; at < x.numel(); at += channels * pixels)
-      integers::interleave(bytes(x) + at, channels, pixels, new_bytes(out) + at);
-    return out;
-  }
-  Sizes permutation(x.dim());
-  std::iota(permutation.begin(), permutation.end(), 0);
-  std::rotate(permutation.begin() + 1, permutation.begin() + 2, permutation.end());
-  return torch::stable::contiguous(permuted(x, permutation));
 }
 
 // Two products of integers up to this one fit into 16 bits.

@@ -58,19 +58,15 @@ inline Tensor empty(const torch::headeronly::IntHeaderOnlyArrayRef& sizes, Scala
 // addresses, in storages that do not own them.
 inline uint64_t sample_of(const Tensor& tensor) {
   if (!tensor.is_contiguous()) return 0;
-  const ScalarType dtype = tensor.scalar_type();
-  const int64_t size = dtype == ScalarType::Double || dtype == ScalarType::Long ? 8
-                       : dtype == ScalarType::Float                             ? 4
-                                                                                : 1;
-  return torchq_compat_sample(tensor.const_data_ptr(), tensor.numel() * size / 8);
+  return torchq_compat_sample(tensor.const_data_ptr(), tensor.numel() * tensor.element_size());
 }
 
-// What identifies a tensor: the address and count of its numbers, how often they were written in place, and a
-// sample of them.
+// What identifies a tensor: the address and count of its numbers, and a sample of them. Where the sample is not all
+// numbers, how often they were written in place, too.
 struct Key {
   const void* data;
   int64_t count;
-  bool counts_versions;  // inference tensors do not
+  bool counts_versions;
   int64_t version;
   uint64_t sample;
 
@@ -78,9 +74,10 @@ struct Key {
     return torch::stable::detail::to<int64_t>(call("aten::_version", tensor));
   }
   static Key of(const Tensor& tensor) {
-    const bool counts = !torch::stable::detail::to<bool>(call("aten::is_inference", tensor));
-    return {tensor.const_data_ptr(), tensor.numel(), counts, counts ? version_of(tensor) : 0,
-            sample_of(tensor)};
+    const bool is_whole = tensor.is_contiguous() && tensor.numel() * tensor.element_size() <= TORCHQ_COMPAT_WHOLE_SAMPLE;
+    // Inference tensors count no versions.
+    const bool counts = !is_whole && !torch::stable::detail::to<bool>(call("aten::is_inference", tensor));
+    return {tensor.const_data_ptr(), tensor.numel(), counts, counts ? version_of(tensor) : 0, sample_of(tensor)};
   }
   bool fits(const Tensor& tensor, bool asks_version) const {
     return tensor.const_data_ptr() == data && tensor.numel() == count &&
