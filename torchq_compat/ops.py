@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import operator
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,14 @@ def those(*tags: str) -> dict[Any, None]:
     """Return the operators with one of ``tags``, as a set in the order of the table."""
     assert set(tags) <= {tag for row in FACTS.values() for tag in row.tags}, tags
     return {target: None for target, row in FACTS.items() if not set(tags).isdisjoint(row.tags)}
+
+
+def written_by(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield the arguments that ``target`` writes into, if it is called with ``args`` and ``kwargs``."""
+    schema = getattr(target, "_schema", None)
+    for index, argument in enumerate(schema.arguments if schema is not None else ()):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield args[index] if index < len(args) else kwargs.get(argument.name)
 
 
 def weight_of(node: Node) -> Node | None:

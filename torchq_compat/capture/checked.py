@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -403,7 +404,7 @@ def _fix_wrong_sizes(case: CaptureCase, result: Attempt) -> Attempt:
         for group, size in differing or trial.groups.items():
             only_one = size == 1 and group not in rules
             rules[group] = list(_rules(result, group, only_one=only_one))
-    sizes = result.sizes.with_rules([rule for group in rules.values() for rule in group])
+    sizes = replace(result.sizes, rules=(*result.sizes.rules, *itertools.chain(*rules.values())))
     kept = [trial for trial in result.trials if trial.problem is None]
     return replace(result, sizes=sizes, trials=kept)
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from torchq_compat.ops import written_by
 from torchq_compat.support.graph_nodes import replace_node, replace_results
 from torchq_compat.support.upstream import FakeTensor
 
@@ -105,7 +106,7 @@ def _inline(graph_module: GraphModule, call: Node) -> tuple[Node, list[Node]]:
 
 def _write_without_gradient(node: Node) -> None:
     """Detach what ``node`` writes into a buffer: the next step of training would go back through this one."""
-    written = _written(node)
+    written = [item for item in written_by(node.target, node.args, node.kwargs) if isinstance(item, Node)]
     if not any(_home(item).op == "get_attr" for item in written):
         return
     with node.graph.inserting_before(node):
@@ -115,21 +116,6 @@ def _write_without_gradient(node: Node) -> None:
                 detached.meta = {key: value for key, value in node.meta.items() if key != "torch_fn"}
                 detached.meta["val"] = read.meta["val"].detach()
                 node.replace_input_with(read, detached)
-
-
-def _written(node: Node) -> list[Node]:
-    """Return the arguments that ``node`` writes into."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return []
-    given = {
-        **dict(zip((argument.name for argument in schema.arguments), node.args, strict=False)),
-        **node.kwargs,
-    }
-    names = [
-        item.name for item in schema.arguments if item.alias_info is not None and item.alias_info.is_write
-    ]
-    return [entry for name in names if isinstance(entry := given.get(name), Node)]
 
 
 def _home(node: Node) -> Node:

@@ -15,6 +15,9 @@ from torchq_compat.errors import InputError
 from torchq_compat.support.process_state import is_compiling
 from torchq_compat.support.upstream import pytree
 
+#: The most forms of calls that are remembered.
+MOST_ACCEPTED = 512
+
 
 @dataclass(frozen=True)
 class CallSignature:
@@ -65,13 +68,15 @@ class CallSignature:
         if kwargs or (self.names is not None and len(args) != len(self.names)):
             return False
         forms = _forms(args)
-        return forms is not None and self.sizes.were_accepted(forms)
+        return forms is not None and forms in self.sizes.accepted
 
     def accept(self, bound: tuple[Any, ...]) -> None:
         """Remember that a call with the shapes and dtypes of ``bound``, which ``bind`` returned, is valid."""
         forms = _forms(bound)
         if forms is not None:
-            self.sizes.accept(forms)
+            if len(self.sizes.accepted) >= MOST_ACCEPTED:
+                self.sizes.accepted.clear()
+            self.sizes.accepted.add(forms)
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         if self.names is None:

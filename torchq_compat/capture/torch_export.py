@@ -19,6 +19,7 @@ from torch.fx import GraphModule, Node
 from torchq_compat.capture.inlined_blocks import is_block
 from torchq_compat.capture.origins import OPERATOR_OF_METHOD, find_origin, innermost_call, is_fx_leaf_class
 from torchq_compat.capture.packed_sequences import ListOfTensor
+from torchq_compat.capture.sizes.numbers import is_of_libraries
 from torchq_compat.capture.sizes.size_reads import SizeReads
 from torchq_compat.capture.unseen_python import with_seen_python
 from torchq_compat.capture.writes import make_out_of_place
@@ -32,7 +33,6 @@ from torchq_compat.support.user_warnings import silenced
 # Shortens what torch prints about a failed capture: our error says it once, with the user's line.
 
 
-LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 #: Logger -> the messages of a failed attempt, which is followed by one with fewer free sizes.
 OF_ATTEMPTS = {
     "torch._subclasses.fake_tensor": "failed while attempting to run meta for",
@@ -50,7 +50,7 @@ def without_frames_of_torch(cause: Exception) -> Exception:
     frames = []
     step = cause.__traceback__
     while step is not None:
-        if not step.tb_frame.f_code.co_filename.startswith(LIBRARIES):
+        if not is_of_libraries(step.tb_frame.f_code.co_filename):
             frames.append(step)
         step = step.tb_next
     kept: TracebackType | None = None
@@ -87,8 +87,6 @@ class _WithoutGraphs:
 EVERY_SIZE: Any = object()
 #: As ``dynamic_shapes``: every size is that of the example.
 NO_SIZE: Any = object()
-#: The directories of torch and of this package: a user's line is in neither.
-LIBRARY_ROOTS = (Path(torch.__file__).parent, Path(__file__).parents[1])
 #: Advice on traceable forms of code that usually computes with the values of lengths.
 OF_LENGTHS = (
     "The values of lengths are known at run time only: give pack_padded_sequence the tensor itself; a bound "
@@ -260,10 +258,10 @@ def _every_dimension(args: tuple[Any, ...]) -> torch.export.ShapesCollection:
 
 
 def _user_line(cause: BaseException) -> str | None:
-    """Return file, line and text of the last frame that is neither torch's nor ours, or None."""
+    """Return file, line and text of the last frame of the user's, or None."""
     for frame in reversed(traceback.extract_tb(cause.__traceback__)):
         path = Path(frame.filename)
-        if path.exists() and not any(path.is_relative_to(root) for root in LIBRARY_ROOTS):
+        if path.exists() and not is_of_libraries(frame.filename):
             return f"{path.name}:{frame.lineno} ({(frame.line or '').strip()})"
     return None
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import inspect
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -11,19 +13,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.fx import GraphModule, Node
 from torch.overrides import TorchFunctionMode
 
-from torchq_compat.capture.float_lstms import without_packing
-from torchq_compat.capture.torch_export import copied_inputs
-from torchq_compat.capture.trial_runs import trial_copy
+from torchq_compat.capture.opaque_stub import StubRegistry
+from torchq_compat.capture.trial_runs import Runs, trial_copy
 from torchq_compat.codes import error_line, said
 from torchq_compat.ops import facts
 from torchq_compat.support import metadata
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.graph_nodes import module_path_of
-from torchq_compat.support.process_state import alone, draws_kept
 from torchq_compat.support.torch_ao import fused_module
 from torchq_compat.support.upstream import BatchNormBase, DropoutBase
 
@@ -224,27 +225,26 @@ def _set(node: Node, position: int | None, value: bool | int) -> bool:
 # the graph does not show which literals follow the mode.
 
 
-#: Python function -> (aten operator, and the name, position and default of the function's training flag).
-FUNCTIONS: dict[str, tuple[str, str, int, bool]] = {
-    "dropout": ("dropout", "training", 2, True),
-    "dropout1d": ("feature_dropout", "training", 2, True),
-    "dropout2d": ("feature_dropout", "training", 2, True),
-    "dropout3d": ("feature_dropout", "training", 2, True),
-    "alpha_dropout": ("alpha_dropout", "training", 2, False),
-    "feature_alpha_dropout": ("feature_alpha_dropout", "training", 2, False),
-    "rrelu": ("rrelu", "training", 3, False),
-    "batch_norm": ("batch_norm", "training", 5, False),
-    "instance_norm": ("instance_norm", "use_input_stats", 5, True),
-}
-TORCH_FUNCTIONS: dict[str, tuple[str, str, int, bool]] = {
-    **{
-        f"{kind}dropout": (f"{kind}dropout", "train", 2, True)
-        for kind in ("", "feature_", "alpha_", "feature_alpha_")
-    },
-    "rrelu": ("rrelu", "training", 3, False),
-    "batch_norm": ("batch_norm", "training", 5, True),
-    "instance_norm": ("instance_norm", "use_input_stats", 5, True),
-}
+#: Functions of torch.nn.functional -> the aten operator that they call, where it has another name.
+OPERATORS = dict.fromkeys(("dropout1d", "dropout2d", "dropout3d"), "feature_dropout")
+#: The names that functions of torch.nn.functional have for the training flag.
+FLAGS = ("training", "use_input_stats")
+
+
+@functools.cache
+def _training_argument(name: str, *, is_functional: bool) -> tuple[str, str, int, Any] | None:
+    """Return the aten operator that a function of torch calls, and the name, position and default of its
+    training flag; None if it has none."""
+    operator = OPERATORS.get(name, name)
+    overload = getattr(getattr(ATEN, operator, None), "default", None)
+    position = facts(overload).training
+    if overload is None or position is None:
+        return None
+    if not is_functional:
+        return operator.removesuffix("_"), overload._schema.arguments[position].name, position, True
+    parameters = list(inspect.signature(getattr(F, name)).parameters.values())
+    position = next(index for index, item in enumerate(parameters) if item.name in FLAGS)
+    return operator, parameters[position].name, position, parameters[position].default
 
 
 @dataclass(frozen=True)
@@ -262,21 +262,10 @@ class EvaluationRun:
 
 def run_in_evaluation(working: nn.Module, args: tuple[Any, ...]) -> EvaluationRun:
     """Run a copy of ``working`` in evaluation, and return its training flags."""
-    model = trial_copy(working).eval()
     recorder = _Recorder()
-    try:
-        with (
-            alone(),
-            draws_kept(),
-            without_packing(model),
-            torch.no_grad(),
-            _following(model, recorder),
-            recorder,
-        ):
-            model(*copied_inputs(args))
-    except Exception as cause:
-        return EvaluationRun(error=cause)
-    return EvaluationRun(recorder.flags)
+    runs = Runs(trial_copy(working).eval(), StubRegistry(), {}, example=args)
+    run = runs.of_float_model(args, watching=recorder.following)
+    return EvaluationRun(recorder.flags if run.error is None else {}, run.error)
 
 
 def decide_evaluation(working: nn.Module, run: EvaluationRun) -> Iterator[Decision]:
@@ -337,31 +326,31 @@ class _Recorder(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        known = FUNCTIONS if getattr(func, "__module__", "") == "torch.nn.functional" else TORCH_FUNCTIONS
-        if name in known:
-            operator, keyword, position, default = known[name]
+        is_functional = getattr(func, "__module__", "") == F.__name__
+        known = _training_argument(getattr(func, "__name__", ""), is_functional=is_functional)
+        if known is not None:
+            operator, keyword, position, default = known
             flag = args[position] if position < len(args) else kwargs.get(keyword, default)
             self.flags[self.path[-1], operator].append(bool(flag))
         return func(*args, **kwargs)
 
+    @contextmanager
+    def following(self, model: nn.Module) -> Iterator[None]:
+        """Record the calls of ``model`` while the context is active."""
 
-@contextmanager
-def _following(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
-    """Keep the path of the running module of ``model`` in ``recorder``."""
+        def enter(path: str) -> Callable[..., None]:
+            return lambda *_: self.path.append(path)
 
-    def enter(path: str) -> Callable[..., None]:
-        return lambda *_: recorder.path.append(path)
+        def leave(*_: Any) -> None:
+            self.path.pop()
 
-    def leave(*_: Any) -> None:
-        recorder.path.pop()
-
-    with ExitStack() as hooks:
-        for path, module in model.named_modules():
-            if not isinstance(module, torch.jit.ScriptModule):  # It takes no hooks.
-                hooks.enter_context(module.register_forward_pre_hook(enter(path)))
-                hooks.enter_context(module.register_forward_hook(leave))
-        yield
+        with ExitStack() as entered:
+            for path, module in model.named_modules():
+                if not isinstance(module, torch.jit.ScriptModule):  # It takes no hooks.
+                    entered.enter_context(module.register_forward_pre_hook(enter(path)))
+                    entered.enter_context(module.register_forward_hook(leave))
+            entered.enter_context(self)
+            yield
 
 
 def _module_path(node: Node) -> str:

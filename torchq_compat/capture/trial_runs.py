@@ -112,14 +112,17 @@ def with_sizes(
 ) -> tuple[Any, ...]:
     """Return ``args`` resized to the sizes in ``wanted``, by label and dimension."""
     labels = iter(inputs)
+    tensors = {label: value for label, value in inputs.items() if isinstance(value, Tensor)}
 
     def other(leaf: Any) -> Any:
         label = next(labels)
         if not isinstance(leaf, Tensor):
             return leaf
-        leaf = _repeated(leaf, [expected.get((label, index), size) for index, size in enumerate(leaf.shape)])
-        leaf = _as_offsets(leaf, inputs[label], label, inputs, expected)
-        return _as_lengths(leaf, inputs[label], label, inputs, expected)
+        new = _repeated(leaf, [expected.get((label, index), size) for index, size in enumerate(leaf.shape)])
+        if leaf.dim() != 1 or leaf.dtype not in (torch.int32, torch.int64) or not leaf.numel():
+            return new
+        others = {name: value for name, value in tensors.items() if name != label}
+        return _as_lengths(_as_offsets(new, leaf, others, expected), leaf, others, expected)
 
     changed: tuple[Any, ...] = pytree.tree_map(other, args)
     return changed
@@ -140,20 +143,16 @@ def _repeated(leaf: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def _as_offsets(
-    leaf: Tensor,
-    example: Tensor,
-    label: str,
-    inputs: Mapping[str, Any],
-    expected: Mapping[tuple[str, int], int],
+    leaf: Tensor, example: Tensor, others: Mapping[str, Tensor], expected: Mapping[tuple[str, int], int]
 ) -> Tensor:
-    """Return ``leaf``, the resized ``example``; if ``example`` may be the offsets of an EmbeddingBag into
-    another input, return valid offsets, because with invalid ones the kernel reads memory beyond its indices.
-    """
-    if not _are_offsets(example):
+    """Return ``leaf``, the resized ``example``; if ``example`` may be the offsets of an EmbeddingBag into one
+    of the ``others``, return valid offsets, because with invalid ones the kernel reads memory beyond its
+    indices. Offsets start at 0, never decrease, and are not a plain count 0, 1, 2, ..."""
+    steps, last = example.diff(), int(example[-1])
+    if example[0] != 0 or (steps < 0).any() or (steps == 1).all():
         return leaf
-    last = int(example[-1])
-    for other, value in inputs.items():
-        if other != label and isinstance(value, Tensor) and value.dim() and value.shape[0] >= last:
+    for other, value in others.items():
+        if value.dim() and value.shape[0] >= last:
             size = expected.get((other, 0), int(value.shape[0]))
             offsets = leaf.clamp(max=size).sort().values
             if last == value.shape[0] and offsets.numel():
@@ -162,34 +161,18 @@ def _as_offsets(
     return leaf
 
 
-def _are_offsets(example: Tensor) -> bool:
-    """Return whether ``example`` starts at 0, never decreases, and is not a plain count 0, 1, 2, ..."""
-    if example.dim() != 1 or example.numel() < 2 or example.dtype not in (torch.int32, torch.int64):
-        return False
-    steps = example.diff()
-    return bool((example[0] == 0) & (steps >= 0).all() & (steps != 1).any())
-
-
 def _as_lengths(
-    leaf: Tensor,
-    example: Tensor,
-    label: str,
-    inputs: Mapping[str, Any],
-    expected: Mapping[tuple[str, int], int],
+    leaf: Tensor, example: Tensor, others: Mapping[str, Tensor], expected: Mapping[tuple[str, int], int]
 ) -> Tensor:
     """Return ``leaf``, or valid lengths if ``example`` may be the lengths of the sequences in another input.
 
     No returned length exceeds the size of that input. If the longest sequence of the example fills the input,
     so does the longest returned one; if the lengths of the example are in descending order, so are these.
     """
-    if example.dim() != 1 or example.dtype not in (torch.int32, torch.int64) or not example.numel():
-        return leaf
     if int(example.min()) < 1:
         return leaf
-    for other, value in inputs.items():
-        if other == label or not isinstance(value, Tensor) or value.dim() < 2:
-            continue
-        for batch, time in ((0, 1), (1, 0)):
+    for other, value in others.items():
+        for batch, time in ((0, 1), (1, 0)) if value.dim() > 1 else ():
             steps = int(value.shape[time])
             if value.shape[batch] != example.numel() or steps < int(example.max()):
                 continue

@@ -63,7 +63,7 @@ def _rewrite(
     graph.erase_node(node)
 
 
-def _values(plain: OpOverload, args: Any, kwargs: Any) -> list[Tensor]:
+def _values(plain: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """Return the results of ``plain`` for the example values of its arguments; none if they are not known."""
     args, kwargs = pytree.tree_map_only(Node, lambda item: item.meta.get("val"), (args, kwargs))
     try:
@@ -434,14 +434,10 @@ def _is_view(node: Node, source: Node) -> bool:
 
 
 def _copies(node: Node) -> bool:
-    args, kwargs = pytree.tree_map_only(
-        Node, lambda item: item.meta.get("val"), (node.args, dict(node.kwargs))
-    )
-    try:
-        result = node.target(*args, **kwargs)  # type: ignore[operator]
-    except (RuntimeError, TypeError, ValueError):
-        return True
-    return bool(result.untyped_storage()._cdata != args[0].untyped_storage()._cdata)
+    source: Any = node.args[0]
+    results = _values(node.target, node.args, dict(node.kwargs))
+    of_source = source.meta["val"].untyped_storage()._cdata if results else None
+    return not results or bool(results[0].untyped_storage()._cdata != of_source)
 
 
 def _is_view_op(target: OpOverload) -> bool:

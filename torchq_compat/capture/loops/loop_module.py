@@ -6,7 +6,7 @@ import itertools
 import linecache
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -19,7 +19,7 @@ from torch.fx.traceback import preserve_node_meta
 from torch.overrides import TorchFunctionMode
 
 from torchq_compat.capture import trial_runs
-from torchq_compat.capture.sizes.numbers import GENERATED, is_of_libraries
+from torchq_compat.capture.sizes.numbers import frames, is_users, users_frames
 from torchq_compat.capture.trial_runs import LONG, FloatRun, Runs, with_sizes
 
 
@@ -310,11 +310,11 @@ class _CallSites(TorchFunctionMode):
 
     def _count(self, inner: FrameType) -> None:
         path = None
-        for frame in _frames(inner):
+        for frame in frames(inner, trial_runs.__file__):
             code = frame.f_code
             if path is None and code.co_argcount:
                 path = self._paths.get(id(frame.f_locals.get(code.co_varnames[0])))
-            if path is not None and _is_users(code.co_filename):
+            if path is not None and is_users(code.co_filename):
                 site = (inner.f_code, inner.f_lasti, code, frame.f_lasti, path)
                 self.counts[site] += 1
                 if self.counts[site] == 2:
@@ -322,22 +322,10 @@ class _CallSites(TorchFunctionMode):
                 return
 
 
-def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None and frame.f_code.co_filename != trial_runs.__file__:
-        yield frame
-        frame = frame.f_back
-
-
-def _is_users(path: str) -> bool:
-    return not path.startswith(GENERATED) and not is_of_libraries(path)
-
-
 def _line_of_loop(inner: FrameType) -> str:
     """Return the line of the innermost loop statement around the calls that run; empty if none is seen."""
-    for frame in _frames(inner):
+    for frame in users_frames(inner, trial_runs.__file__):
         code, number = frame.f_code, frame.f_lineno
-        if not _is_users(code.co_filename):
-            continue
         depth = sys.maxsize
         for at in range(number, code.co_firstlineno - 1, -1):
             text = linecache.getline(code.co_filename, at)

@@ -27,12 +27,19 @@ from torchq_compat.capture.opaque_stub import OPAQUE_OP, StubRegistry
 from torchq_compat.capture.packed_sequences import PackingMode
 from torchq_compat.capture.sizes.size_reads import Guard, ReadSizes, SizeReads
 from torchq_compat.capture.torch_export import capture_freely, copied_inputs
-from torchq_compat.capture.trial_runs import CAPTURED, FloatRun, Runs, difference, trial_copy, with_sizes
+from torchq_compat.capture.trial_runs import (
+    CAPTURED,
+    FloatRun,
+    Runs,
+    alone_and_seeded,
+    difference,
+    trial_copy,
+    with_sizes,
+)
 from torchq_compat.capture.unseen_python import marked_functions, show_identities
 from torchq_compat.capture.writes import make_out_of_place
 from torchq_compat.support import metadata
 from torchq_compat.support.graph_nodes import attribute_of
-from torchq_compat.support.process_state import alone, draws_kept
 from torchq_compat.support.upstream import pytree
 
 # Combines two rolled graphs of one model, captured at two lengths, into one graph of free length.
@@ -373,7 +380,7 @@ def _keep_examples(
     model = trial_copy(rolled_model.model)
 
     def run(args: tuple[Any, ...]) -> Iterator[tuple[Loop, Loop]]:
-        with alone(), draws_kept(), torch.no_grad():
+        with alone_and_seeded():
             model(*copied_inputs(args))
         for name, loop in rolled_model.loops.items():
             yield loop, cast("Loop", model.get_submodule(name))

@@ -98,13 +98,15 @@ def _read_one_by_one(node: Node) -> Iterator[Node]:
     """Replace each result of an op that splits a tensor into parts by a select or slice, and yield these."""
     source, *remaining = node.args
     value: Any = node.meta.get("val")
-    dim = node.kwargs.get("dim", remaining[-1] if _has_dim(node, remaining) else 0)
-    if node.target is not ATEN.unbind.int and any(_size_at(part, dim) != 1 for part in value):
+    is_unbind = node.target is ATEN.unbind.int
+    has_dim = len(remaining) >= (1 if is_unbind else 2)
+    dim = node.kwargs.get("dim", remaining[-1] if has_dim else 0)
+    if not is_unbind and any(part.shape[dim] != 1 for part in value):
         return
     for user in list(node.users):
         index: Any = user.args[1]
         with node.graph.inserting_before(user):
-            if node.target is ATEN.unbind.int:
+            if is_unbind:
                 result = node.graph.call_function(ATEN.select.int, (source, dim, index))
             else:
                 result = node.graph.call_function(ATEN.slice.Tensor, (source, dim, index, index + 1))
@@ -128,14 +130,6 @@ def _flatten_cat(node: Node) -> None:
 def _dim_of(cat: Node) -> int:
     dim: Any = cat.args[1] if len(cat.args) > 1 else cat.kwargs.get("dim", 0)
     return int(dim) % int(cat.meta["val"].dim())
-
-
-def _has_dim(node: Node, remaining: Sequence[Any]) -> bool:
-    return len(remaining) >= (1 if node.target is ATEN.unbind.int else 2)
-
-
-def _size_at(value: Any, dim: Any) -> Any:
-    return value.shape[dim]
 
 
 def _take_sizes_of_inputs(graph_module: GraphModule, stubs: StubRegistry) -> None:

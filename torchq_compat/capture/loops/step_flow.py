@@ -197,16 +197,12 @@ def _counted(column: tuple[segments.Leaf, ...]) -> Counted | None:
     return Counted(numbers[0], slope) if all(b - a == slope for a, b in itertools.pairwise(numbers)) else None
 
 
-def _leaves_by_step(nodes: list[Node | None]) -> Iterator[list[segments.Leaf]]:
-    lengths = set()
-    known = [segments.leaves_of(node) if node is not None else None for node in nodes]
-    for leaves in known:
-        if leaves is not None:
-            lengths.add(len(leaves))
+def _leaves_by_step(nodes: list[Node | None]) -> list[list[segments.Leaf]]:
+    known = [None if node is None else segments.leaves_of(node) for node in nodes]
+    lengths = {len(leaves) for leaves in known if leaves is not None}
     if len(lengths) != 1:
         raise NotALoopError("the same op has other arguments in other steps")
-    for leaves in known:
-        yield leaves if leaves is not None else [None] * lengths.copy().pop()
+    return [[None] * max(lengths) if leaves is None else leaves for leaves in known]
 
 
 def _read(column: tuple[segments.Leaf, ...], where: dict[Node, tuple[int, int]]) -> Read:

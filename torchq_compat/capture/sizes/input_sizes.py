@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -19,8 +19,6 @@ from torchq_compat.support.argument_checks import shown
 # The sizes a captured model may be called with: free, fixed, or related to each other.
 
 
-#: The most forms of calls that are remembered.
-MOST_ACCEPTED = 512
 #: Sizes at which a rule about one of them is tried: small ones, and powers of two.
 COMMON = (*range(1, 64), *(1 << power for power in range(6, 31)))
 #: The label of an input, such as ``x`` or ``states[0]``, and a dimension; or an empty label and the number of
@@ -160,9 +158,6 @@ class InputSizes:
             ranks[dimension.label] = dimension.index + 1
         return ranks
 
-    def with_rules(self, rules: Sequence[SizeRule]) -> InputSizes:
-        return replace(self, rules=(*self.rules, *rules))
-
     def broken_rule(self, sizes: Mapping[Place, Any]) -> SizeRule | None:
         """Return the first rule that ``sizes`` break; None if they break none."""
         known = dict(sizes)
@@ -187,18 +182,9 @@ class InputSizes:
         return self
 
     @cached_property
-    def _accepted(self) -> set[tuple[Any, ...]]:
+    def accepted(self) -> set[tuple[Any, ...]]:
+        """The forms of tensors, shapes and dtypes, of calls that ``check`` accepts."""
         return set()
-
-    def were_accepted(self, forms: tuple[Any, ...]) -> bool:
-        """Return whether a call with tensors of these ``forms``, shapes and dtypes, was checked before."""
-        return forms in self._accepted
-
-    def accept(self, forms: tuple[Any, ...]) -> None:
-        """Remember that ``check`` accepts calls with tensors of these ``forms``."""
-        if len(self._accepted) >= MOST_ACCEPTED:
-            self._accepted.clear()
-        self._accepted.add(forms)
 
     def check(self, inputs: Mapping[str, Any]) -> None:
         """Raise if the captured model would compute a wrong result for ``inputs``, by label.

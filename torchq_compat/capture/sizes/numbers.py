@@ -360,43 +360,35 @@ class CodePlace:
 
 def place_in_code() -> CodePlace:
     """Return the innermost line that runs and belongs neither to torch, nor to this package or Python."""
-    by_user: bool | None = None
-    for frame in _frames_in_export():
-        path = frame.f_code.co_filename
-        is_library = is_of_libraries(path)
-        if by_user is None and not path.startswith(EVALUATING):
-            by_user = not is_library
-        if not is_library and not path.startswith(GENERATED):
-            text = linecache.getline(path, frame.f_lineno).strip()
-            return CodePlace(f"{Path(path).name}:{frame.f_lineno} ({text})", bool(by_user))
+    frame = sys._getframe(1)
+    asking = next((f for f in frames(frame) if not f.f_code.co_filename.startswith(EVALUATING)), None)
+    by_user = asking is not None and not is_of_libraries(asking.f_code.co_filename)
+    for user in users_frames(frame):
+        path, number = user.f_code.co_filename, user.f_lineno
+        return CodePlace(f"{Path(path).name}:{number} ({linecache.getline(path, number).strip()})", by_user)
     return CodePlace()
 
 
 def stack_in_code() -> str:
     """Return the lines of the user's code that run, the innermost last, in the form of a stack trace."""
     lines = list[str]()
-    for frame in _frames_in_export():
+    for frame in users_frames(sys._getframe(1)):
         path, number = frame.f_code.co_filename, frame.f_lineno
-        if not is_of_libraries(path) and not path.startswith(GENERATED):
-            text = linecache.getline(path, number).strip()
-            lines.append(f'File "{path}", line {number}, in {frame.f_code.co_name}\n    {text}')
+        text = linecache.getline(path, number).strip()
+        lines.append(f'File "{path}", line {number}, in {frame.f_code.co_name}\n    {text}')
     return "\n  ".join(reversed(lines))
 
 
-def _frames_in_export() -> Iterator[FrameType]:
-    """Yield the frames that run inside of torch.export, or all, from this one on."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename != EXPORT:
+def frames(frame: FrameType | None, end: str = EXPORT) -> Iterator[FrameType]:
+    """Yield ``frame`` and the frames around it, up to that of the file ``end``: those inside of an export."""
+    while frame is not None and frame.f_code.co_filename != end:
         yield frame
         frame = frame.f_back
 
 
-def frame_in_code() -> FrameType | None:
-    """Return the innermost frame that runs and belongs neither to torch, nor to this package or Python."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and is_of_libraries(frame.f_code.co_filename):
-        frame = frame.f_back
-    return frame
+def users_frames(frame: FrameType | None, end: str = EXPORT) -> Iterator[FrameType]:
+    """Yield those of the ``frames`` that belong neither to torch, nor to this package or Python."""
+    return (item for item in frames(frame, end) if is_users(item.f_code.co_filename))
 
 
 def asserted_value(frame: FrameType | None) -> bool | None:
@@ -428,6 +420,11 @@ def _start(instruction: dis.Instruction) -> tuple[int, int]:
 def is_of_libraries(path: str) -> bool:
     """Return whether the file at ``path`` belongs to torch, this package or Python."""
     return path.startswith(LIBRARIES) or (path.startswith(STANDARD) and not path.startswith(PACKAGES))
+
+
+def is_users(path: str) -> bool:
+    """Return whether the file at ``path`` is the user's, and no generated code."""
+    return not path.startswith(GENERATED) and not is_of_libraries(path)
 
 
 # Finds where sizes come from that are computed outside of the trace, as those of a custom module's results.

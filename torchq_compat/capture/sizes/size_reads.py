@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+import sys
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,15 +32,15 @@ from torchq_compat.capture.sizes.numbers import (
     asserted_value,
     called_aside,
     followed,
-    frame_in_code,
     in_terms_of,
     is_followed,
     place_in_code,
     plain,
     sizes_in,
     stack_in_code,
+    users_frames,
 )
-from torchq_compat.ops import is_pure
+from torchq_compat.ops import is_pure, written_by
 from torchq_compat.support import metadata
 from torchq_compat.support.graph_nodes import behind
 from torchq_compat.support.metadata import CUSTOM
@@ -479,7 +480,7 @@ class SizeReads(TorchFunctionMode):
         """A value that the model only asserts is what it should be, as the run on the example showed."""
         asserted = None
         if self._slot(tensor) is not None and get_proxy_mode() is not None:
-            asserted = asserted_value(frame_in_code())
+            asserted = asserted_value(next(users_frames(sys._getframe(1)), None))
         if asserted is None:
             return bool(function(tensor))
         self._decided[place_in_code().line or "", None] = None
@@ -588,9 +589,8 @@ class SizeReads(TorchFunctionMode):
         return value
 
     def _note_writes(self, func: OpOverload, args: Any, kwargs: Any) -> None:
-        for index, argument in enumerate(func._schema.arguments):
-            value = args[index] if index < len(args) else kwargs.get(argument.name)
-            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor):
+        for value in written_by(func, args, kwargs):
+            if isinstance(value, Tensor):
                 self._written.add(value.untyped_storage()._cdata)
                 self._written.update(behind([self._slot(value)]))
         if self._asked & self._written:
