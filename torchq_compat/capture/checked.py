@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import enum
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -136,37 +135,29 @@ class Attempt:
         return self.problem is None and all(trial.problem is None for trial in self.trials)
 
 
-class Way(enum.Enum):
-    """How sizes stay free in a capture."""
-
-    #: Sizes that Python reads are followed; see ``SizeReads``.
-    FOLLOWED = "followed"
-    #: They are symbols of torch.export, as the user's ``dynamic_shapes`` say, or all of them.
-    SYMBOLS = "symbols"
-    #: Sizes that Python reads are fixed.
-    FIXED = "fixed"
-
-
 class DependsOnValuesError(Exception):
     """Sizes depend on values, such as lengths: torch.export has symbols for them, and computes with these and
     the sizes of inputs together."""
 
 
-def attempt(case: CaptureCase, way: Way) -> Attempt:
-    """Capture ``case`` in one ``way``, and try the graph.
+def attempt(case: CaptureCase, reads: SizeReads | None) -> Attempt:
+    """Capture ``case``, and try the graph.
+
+    Args:
+        reads: answers reads of sizes; if None, these are symbols of torch.export, as the user's
+            ``dynamic_shapes`` say, or all of them.
 
     Raises:
         Exception: whatever torch.export or the model raises.
     """
-    reads, stubs, is_static = SizeReads(follow=way is Way.FOLLOWED), case.runs.stubs, way is not Way.SYMBOLS
     shapes = EVERY_SIZE if case.dynamic_shapes is None else case.dynamic_shapes
-    export = partial(capture, case.model, case.args, None if is_static else shapes)
-    with stubs.capturing(case.model), marked_functions(), case.packing.during(case.model):
-        graph_module, conditions = reads.captured(case.model, export) if is_static else export()
+    with case.runs.stubs.capturing(case.model), marked_functions(), case.packing.during(case.model):
+        graph_module, conditions = capture(case.model, case.args, shapes if reads is None else None, reads)
         blocks = inline_blocks(graph_module)
-    if way is Way.FOLLOWED and (case.packing.packs or depends_on_values(graph_module.graph)):
+    follows = reads is not None and reads.follow
+    if follows and (case.packing.packs or depends_on_values(graph_module.graph)):
         raise DependsOnValuesError
-    if is_static:
+    if reads is not None:
         reads.write_results(graph_module)
         accepts = _acceptance(case, graph_module)
         # A step is a graph already, in which no Python decides anything.
@@ -181,7 +172,7 @@ def attempt(case: CaptureCase, way: Way) -> Attempt:
     result.problem = _compare(case, result, case.example)
     if result.problem is None and case.packing.packs:
         check_row_order(graph_module, case.runs, case.args)
-    if result.problem is None and way is Way.FOLLOWED:
+    if result.problem is None and follows:
         result.sizes = _with_ones(case, result)
         result.sizes = _with_needless(case, result)
     if result.problem is None:
@@ -223,10 +214,10 @@ def _agrees(case: CaptureCase, result: Attempt, sizes: Mapping[Place, int]) -> b
     return run.error is None and _compare(case, result, run) is None
 
 
-def _from_more(case: CaptureCase, result: Attempt, way: Way) -> tuple[CaptureCase, Attempt]:
-    """Return ``result``, or, where Python or a symbol fixed sizes of 1, a capture at more in the same ``way``
-    that is right at 1 too."""
-    if way is Way.FIXED or case.dynamic_shapes is not None:
+def _from_more(case: CaptureCase, result: Attempt, reads: SizeReads | None) -> tuple[CaptureCase, Attempt]:
+    """Return ``result``, or, where Python or a symbol fixed sizes of 1, a capture at more with the same
+    ``reads`` that is right at 1 too."""
+    if (reads is not None and not reads.follow) or case.dynamic_shapes is not None:
         return case, result
     sizes, example = result.sizes, sizes_of(case.inputs)
     # Sizes of their own for each index, as equal ones change together.
@@ -246,7 +237,7 @@ def _from_more(case: CaptureCase, result: Attempt, way: Way) -> tuple[CaptureCas
         inputs = dict(zip(case.inputs, pytree.tree_leaves(args), strict=True))
         wider = replace(case, args=args, inputs=inputs, example=run)
         with suppress(Exception):  # An error inside an attempt is a failed attempt.
-            other = attempt(wider, way)
+            other = attempt(wider, reads)
             accepts = other.is_right and other.sizes.broken_rule(example) is None
             if accepts and _compare(case, other, case.example) is None:
                 return wider, other
@@ -359,16 +350,16 @@ def capture_checked(case: CaptureCase) -> tuple[CaptureCase, Attempt]:
     """
     built: list[tuple[CaptureCase, Attempt]] = []
     errors: list[Exception] = []
-    for changed, way in _ways(case):
+    for changed, reads in attempts(case):
         try:
-            result = attempt(changed, way)
+            result = attempt(changed, reads)
         except DependsOnValuesError:
             continue
         except Exception as cause:
             errors.append(cause)
             continue
         if result.is_right:
-            return _from_more(changed, result, way)
+            return _from_more(changed, result, reads)
         built.append((changed, result))
     for changed, result in built:
         if result.problem is None:
@@ -380,17 +371,17 @@ def capture_checked(case: CaptureCase) -> tuple[CaptureCase, Attempt]:
     raise differs(case, "the captured graph", problem)
 
 
-def _ways(case: CaptureCase) -> Iterator[tuple[CaptureCase, Way]]:
-    """Yield the ways to capture ``case``, one after the other until one is right."""
+def attempts(case: CaptureCase) -> Iterator[tuple[CaptureCase, SizeReads | None]]:
+    """Yield what to capture, and what answers reads of sizes, one after the other until one is right."""
     if case.dynamic_shapes is not None:
-        yield case, Way.SYMBOLS
+        yield case, None
         return
-    yield case, Way.FOLLOWED
-    yield case, Way.SYMBOLS
+    yield case, SizeReads()
+    yield case, None
     if case.packing.packs:
         # The number of steps depends on the data, and the model computes with it.
-        yield replace(case, packing=PackingMode(whole=True)), Way.SYMBOLS
-    yield case, Way.FIXED
+        yield replace(case, packing=PackingMode(whole=True)), None
+    yield case, SizeReads(follow=False)
 
 
 def _fix_wrong_sizes(case: CaptureCase, result: Attempt) -> Attempt:

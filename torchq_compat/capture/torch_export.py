@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr
-from functools import partial
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,7 +21,7 @@ from torchq_compat.capture.origins import OPERATOR_OF_METHOD, find_origin, inner
 from torchq_compat.capture.packed_sequences import ListOfTensor
 from torchq_compat.capture.sizes.numbers import is_of_libraries
 from torchq_compat.capture.sizes.size_reads import SizeReads
-from torchq_compat.capture.unseen_python import with_seen_python
+from torchq_compat.capture.unseen_python import SeenFunctions, seen_python
 from torchq_compat.capture.writes import make_out_of_place
 from torchq_compat.codes import error_line
 from torchq_compat.errors import CaptureError, InputError, TorchQCompatError
@@ -105,14 +105,14 @@ WITHOUT_GRADIENTS = (
 
 
 def capture(
-    model: nn.Module, args: tuple[Any, ...], dynamic_shapes: Any = None
+    model: nn.Module, args: tuple[Any, ...], dynamic_shapes: Any = None, reads: SizeReads | None = None
 ) -> tuple[GraphModule, tuple[str, ...]]:
     """Return ``model`` as an aten graph that keeps its input and output structure, dead code included.
 
     Args:
         model: the model, captured as it is, including its training flags.
         args: example positional arguments.
-        dynamic_shapes: see ``export_with``.
+        dynamic_shapes, reads: see ``export_with``.
 
     Returns:
         The graph, and what torch.export assumes of the sizes that ``dynamic_shapes`` names, as Python code.
@@ -120,13 +120,7 @@ def capture(
     Raises:
         Exception: whatever torch.export or the model raises; see ``explain_failure``.
     """
-    try:
-        program = export_with(model, args, dynamic_shapes)
-    except RuntimeError as cause:
-        if not any(words in str(cause) for words in WITHOUT_GRADIENTS):
-            raise
-        with torch.no_grad():
-            program = export_with(model, args, dynamic_shapes)
+    program = export_with(model, args, dynamic_shapes, reads)
     with without_code(program.graph):
         exported = program.module(check_guards=False)
     assert isinstance(exported, GraphModule)
@@ -144,22 +138,47 @@ def clean_captured(graph_module: GraphModule) -> None:
     _drop_full_slices(graph_module)
 
 
-def export_with(model: nn.Module, args: tuple[Any, ...], dynamic_shapes: Any) -> torch.export.ExportedProgram:
+def export_with(
+    model: nn.Module, args: tuple[Any, ...], dynamic_shapes: Any, reads: SizeReads | None = None
+) -> torch.export.ExportedProgram:
     """Return the result of ``torch.export.export``.
+
+    Where it fails it is repeated: without the replacements of Python's functions that the model called, whose
+    symbols may be the cause, as one is no dict key; without gradients; and with the values that buffers have
+    now where the model's Python asked for one, as FX did.
 
     Args:
         dynamic_shapes: as in torch.export, where None is static; or ``EVERY_SIZE`` or ``NO_SIZE``.
+        reads: answers what the model's Python reads.
+
+    Raises:
+        Exception: whatever the first export raises.
     """
     args = _distinct(args)
     if dynamic_shapes is EVERY_SIZE:
         dynamic_shapes = _every_dimension(args)
     elif dynamic_shapes is NO_SIZE:
         dynamic_shapes = None
-    export = partial(torch.export.export, model, args, strict=False, dynamic_shapes=dynamic_shapes)
     quiet = silenced(_is_of_computed_weight, UserWarning)
+    functions, first = SeenFunctions(), None
     # The passes of torch.export each generate code that nobody runs.
     with alone(), upstream.lazy_graph_modules(True), partial_graphs_held_back(), quiet:
-        return with_seen_python(model, export)
+        for with_values, no_grad, as_python in itertools.product((False, True), repeat=3):
+            if (
+                (with_values and not (reads is not None and reads.asked))
+                or (no_grad and not any(words in str(first) for words in WITHOUT_GRADIENTS))
+                or (as_python and not functions.were_called)
+            ):
+                continue
+            answered = nullcontext() if reads is None else reads.during(model, with_values=with_values)
+            gradients = torch.no_grad() if no_grad else nullcontext()
+            try:
+                with gradients, answered, seen_python(model, {} if as_python else functions.replaced()):
+                    return torch.export.export(model, args, strict=False, dynamic_shapes=dynamic_shapes)
+            except Exception as cause:
+                first = first or cause
+    assert first is not None
+    raise first
 
 
 def _is_of_computed_weight(text: str) -> bool:
@@ -182,7 +201,7 @@ def capture_freely(model: nn.Module, args: tuple[Any, ...], reads: SizeReads | N
         Exception: whatever torch.export or the model raises.
     """
     reads = reads or SizeReads()
-    captured, _ = reads.captured(model, lambda: capture(model, args))
+    captured, _ = capture(model, args, reads=reads)
     reads.write_results(captured)
     clean_captured(captured)
     return captured

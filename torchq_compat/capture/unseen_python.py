@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, update_wrapper, wraps
 from types import CodeType, FunctionType, MethodType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,13 +42,14 @@ from torchq_compat.support.upstream import WRAPPED_FUNCTIONS, pytree
 #: Packages whose methods are not rebound: they do not convert tensors to numbers.
 LIBRARIES = ("torch", __name__.partition(".")[0])
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-Exported = TypeVar("Exported")
 #: The name of a Python builtin -> the function that methods call in its place.
 Replaced = Mapping[str, Callable[..., Any]]
 
 
 @contextmanager
-def _seen_python(model: nn.Module, replaced: Replaced) -> Iterator[None]:
+def seen_python(model: nn.Module, replaced: Replaced) -> Iterator[None]:
+    """Let the methods of ``model``, a copy of the user's, call what is ``replaced`` while the context is
+    active."""
     with ExitStack() as bound:
         for module in model.modules():
             for name, method in _own_methods(type(module)).items():
@@ -73,15 +74,15 @@ class _Called:
         return self.kind[item]
 
 
-class _Asked:
+class SeenFunctions:
     """The functions that methods call in place of Python's builtins.
 
     Attributes:
-        by_anyone: whether one of them computed something in place of the builtin.
+        were_called: whether one of them computed something in place of the builtin.
     """
 
     def __init__(self) -> None:
-        self.by_anyone = False
+        self.were_called = False
 
     def replaced(self) -> Replaced:
         return {
@@ -137,7 +138,7 @@ class _Asked:
     def _is_asked(self, is_of_tensors: bool) -> bool:
         if not is_of_tensors or get_proxy_mode() is None:
             return False
-        self.by_anyone = True
+        self.were_called = True
         return True
 
 
@@ -150,28 +151,6 @@ def _are_numbers(value: Any) -> bool:
 
 def _tensor_of(value: Any) -> Any:
     return value.tensor if isinstance(value, ListOfTensor) else value
-
-
-def with_seen_python(model: nn.Module, export: Callable[[], Exported]) -> Exported:
-    """Return ``export()``, run while the methods of ``model``, a copy of the user's, call the replacements.
-
-    If that fails after a replacement was used, export once more with only ``tensor.data`` replaced, and raise
-    the first error if that fails too.
-    """
-    asked = _Asked()
-    try:
-        with _seen_python(model, asked.replaced()):
-            return export()
-    except Exception as cause:
-        if not asked.by_anyone:
-            raise
-        first = cause
-    # The symbols in place of integers may be the cause: a symbol is no dict key, and not an ``int`` by class.
-    with _seen_python(model, {}):
-        try:
-            return export()
-        except Exception:
-            raise first from None
 
 
 def _own_methods(module_type: type[nn.Module]) -> dict[str, FunctionType]:

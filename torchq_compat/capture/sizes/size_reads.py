@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -51,7 +51,6 @@ from torchq_compat.support.upstream import OpOverload, disable_current_modes, py
 
 
 ATEN = torch.ops.aten
-Captured = TypeVar("Captured")
 
 
 def has_slices(index: Any) -> bool:
@@ -181,7 +180,7 @@ class SizeReads(TorchFunctionMode):
         follow: if False, each read is answered with a plain integer, and fixes that size.
 
     Attributes:
-        knows_values: whether values of buffers, and of parameters in evaluation, are answered too.
+        asked: whose values were asked for.
         guards: the guards, by expression and value.
         read: the guards after the trace.
     """
@@ -189,7 +188,7 @@ class SizeReads(TorchFunctionMode):
     def __init__(self, *, follow: bool = True) -> None:
         super().__init__()
         self.follow = follow
-        self.knows_values = False
+        self._knows_values = False
         self.guards: dict[Any, Guard] = {}
         self.read = ReadSizes()
         self._known: dict[int, tuple[Tensor, tuple[Any, ...]]] = {}
@@ -198,36 +197,20 @@ class SizeReads(TorchFunctionMode):
         #: Node of a tensor of the model -> its value, and what stands for its memory.
         self._values: dict[Node, tuple[Tensor, Any]] = {}
         self._written: set[Any] = set()
-        self._asked: set[Any] = set()
+        self.asked: set[Any] = set()
         self._decided: dict[tuple[str, Any], None] = {}
         self._inside: list[Callable[..., Any]] = []
         self._inputs: tuple[Node | None, ...] = ()
         self._tracer: Any = None
 
-    def captured(self, model: nn.Module, capture: Callable[[], Captured]) -> Captured:
-        """Return ``capture()``, in which this mode answers ``model``.
-
-        If that fails where Python asked for the value of a buffer, it is captured once more with the values
-        that buffers have now, as FX did.
-        """
-        self.knows_values = False
-        try:
-            with self._during(model):
-                return capture()
-        except Exception as cause:
-            if not self._asked:
-                raise
-            first = cause
-        self.knows_values = True
-        try:
-            with self._during(model):
-                return capture()
-        except Exception:
-            raise first from None
-
     @contextmanager
-    def _during(self, model: nn.Module) -> Iterator[None]:
-        """Be active while ``model`` runs: torch.export hides the calls of the model from a mode around it."""
+    def during(self, model: nn.Module, *, with_values: bool = False) -> Iterator[None]:
+        """Be active while ``model`` runs: torch.export hides the calls of the model from a mode around it.
+
+        Args:
+            with_values: whether values of buffers, and of parameters in evaluation, are answered too.
+        """
+        self._knows_values = with_values
         entered, values, depth = ExitStack(), _constants(model), 0
 
         def enter(traced: nn.Module, args: Any, kwargs: Any) -> None:
@@ -261,7 +244,7 @@ class SizeReads(TorchFunctionMode):
             yield
             return
         states = (self.guards, self._known, self._nodes_of, self._inside, self._results, self._decided)
-        for state in (*states, self._values, self._asked, self._written):
+        for state in (*states, self._values, self.asked, self._written):
             state.clear()
         self._tracer = mode.tracer
         # torch looks up the text of each of a hundred frames for each node, most of them its own.
@@ -538,7 +521,7 @@ class SizeReads(TorchFunctionMode):
         """Run an operator on plain numbers, and write their expressions into the node that it made."""
         if func is ATEN.item.default and (value := self._value_asked(args[0])) is not None:
             return value
-        if self.knows_values and isinstance(func, OpOverload) and func._schema.is_mutable:
+        if self._knows_values and isinstance(func, OpOverload) and func._schema.is_mutable:
             self._note_writes(func, args, kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         numbers = {index: leaf for index, leaf in enumerate(leaves) if is_followed(leaf)}
@@ -575,8 +558,8 @@ class SizeReads(TorchFunctionMode):
             return None
         if not all(item in roots or is_pure(item) or item.target is operator.getitem for item in needed):
             return None
-        self._asked |= storages or {0}
-        if not self.knows_values:
+        self.asked |= storages or {0}
+        if not self._knows_values:
             return None
         values: dict[Node, Any] = {item: self._values[item][0] for item in roots}
         with torch.no_grad(), disable_current_modes(), torch._C.DisableTorchFunction():
@@ -593,7 +576,7 @@ class SizeReads(TorchFunctionMode):
             if isinstance(value, Tensor):
                 self._written.add(value.untyped_storage()._cdata)
                 self._written.update(behind([self._slot(value)]))
-        if self._asked & self._written:
+        if self.asked & self._written:
             raise RuntimeError("the model decides by a buffer that it changes")
 
     def _name_of_call(self) -> tuple[str, str]:
