@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 
 from torchq_compat.capture.opaque_stub import OPAQUE_OP
 from torchq_compat.capture.packed_sequences import PACK, PAD
-from torchq_compat.capture.trial_runs import GraphRunner, Runs, run_graph
+from torchq_compat.capture.trial_runs import GraphRunner, Runs
 from torchq_compat.errors import CaptureError
 from torchq_compat.ops import draws
 from torchq_compat.support.graph_nodes import module_path_of, user_line_of
@@ -33,7 +33,7 @@ def check_row_order(graph_module: GraphModule, runs: Runs, args: tuple[Any, ...]
     Raises:
         CaptureError: the results of an op differ.
     """
-    run_graph(graph_module, args, runs.stubs, runs.modules, runner=_RowOrderRunner)
+    runs.of_graph(graph_module, args, runner=_RowOrderRunner)
 
 
 class _RowOrderRunner(GraphRunner):

@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from torchq_compat.capture.call_layouts import Structure
 from torchq_compat.capture.float_lstms import without_packing
-from torchq_compat.capture.opaque_stub import OPAQUE_OP, RecordedCalls, StubRegistry, recording
+from torchq_compat.capture.opaque_stub import OPAQUE_OP, StubRegistry
 from torchq_compat.capture.sizes.find_sizes import Group, SizeGroups, group_of, sizes_at
 from torchq_compat.capture.sizes.input_sizes import InputSizes
 from torchq_compat.capture.torch_export import copied_inputs
@@ -209,14 +209,12 @@ class Runs:
         model: a copy of the float model that is never run itself; each run makes a copy of it.
         stubs: the stubs of its custom modules.
         modules: the custom modules, by handle.
-        calls: the recorded calls of custom modules.
         example: the example inputs, whose shapes the float model takes.
     """
 
     model: nn.Module
     stubs: StubRegistry
     modules: Mapping[str, nn.Module]
-    calls: RecordedCalls = field(default_factory=dict)
     example: tuple[Any, ...] = ()
 
     def of_float_model(
@@ -224,22 +222,19 @@ class Runs:
         args: tuple[Any, ...],
         *,
         double: bool = False,
-        recorded: Sequence[str] = (),
         watching: Callable[[nn.Module], AbstractContextManager[Any]] = nullcontext,
     ) -> FloatRun:
-        """Run a copy of the float model on ``args``, inside of ``watching`` the copy; ``calls`` keeps the
-        calls of the modules at ``recorded``."""
+        """Run a copy of the float model on ``args``, inside of ``watching`` the copy."""
         model = trial_copy(self.model)
         if _shapes(args) != _shapes(self.example):
             _check_packed_widths(model)
             error = _error_on_cpu(model, args)
             if error is not None:
                 return FloatRun(args, error=error)
-        recorder = recording(self.calls, {path: model.get_submodule(path) for path in recorded})
         if double:
             model, args = copied_model(model).double(), in_double(args)
         try:
-            with alone_and_seeded(), without_packing(model), recorder, watching(model):
+            with alone_and_seeded(), without_packing(model), watching(model):
                 return FloatRun(args, model(*copied_inputs(args)))
         except Exception as cause:
             return FloatRun(args, error=cause)
@@ -270,7 +265,8 @@ class Runs:
         if double:
             graph_module, args = copy.deepcopy(graph_module).double(), in_double(args)
             modules = {handle: copied_model(module).double() for handle, module in modules.items()}
-        return run_graph(graph_module, args, self.stubs, modules, runner)
+        with alone_and_seeded(), kept_buffers(graph_module), without_packing(graph_module, *modules.values()):
+            return (runner or GraphRunner)(graph_module, self.stubs, modules).run(*copied_inputs(args))
 
 
 def _shapes(args: tuple[Any, ...]) -> list[torch.Size]:
@@ -307,18 +303,6 @@ def trial_copy(model: nn.Module) -> nn.Module:
     """Return a copy of ``model`` with its own buffers and attributes, but the same parameters."""
     shared: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
     return copy.deepcopy(model, copied_weights(model, shared))
-
-
-def run_graph(
-    graph_module: GraphModule,
-    args: tuple[Any, ...],
-    stubs: StubRegistry,
-    modules: Mapping[str, nn.Module],
-    runner: type[GraphRunner] | None = None,
-) -> Any:
-    """Run a captured graph with ``modules``, by handle, behind the opaque calls of ``stubs``."""
-    with alone_and_seeded(), kept_buffers(graph_module), without_packing(graph_module, *modules.values()):
-        return (runner or GraphRunner)(graph_module, stubs, modules).run(*copied_inputs(args))
 
 
 def run_prepared(prepared: nn.Module, args: tuple[Any, ...], is_observer: Callable[[nn.Module], bool]) -> Any:

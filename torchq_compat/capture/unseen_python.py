@@ -23,6 +23,7 @@ from torchq_compat.codes import said
 from torchq_compat.read.qconfig_mappings import QConfigRules, select_for_module
 from torchq_compat.support import metadata
 from torchq_compat.support.decisions import Action, Decision
+from torchq_compat.support.graph_nodes import nodes_behind
 from torchq_compat.support.metadata import CUSTOM
 from torchq_compat.support.process_state import alone, is_exporting, own_attribute
 from torchq_compat.support.torch_ao import FloatFunctional
@@ -55,7 +56,7 @@ def seen_python(model: nn.Module, replaced: Replaced) -> Iterator[None]:
             for name, method in _own_methods(type(module)).items():
                 called = {item: replaced[item] for item in replaced if _may_replace(method, item)}
                 if called and name not in vars(module):
-                    own = MethodType(_with_names(method, called), module)
+                    own = MethodType(with_globals(method, called), module)
                     bound.enter_context(own_attribute(module, name, own))
         yield
 
@@ -187,13 +188,14 @@ def _uses(code: CodeType, name: str) -> Iterator[bool]:
             yield from _uses(constant, name)
 
 
-def _with_names(method: FunctionType, called: Replaced) -> FunctionType:
-    names = {**method.__globals__, **called}
-    function_type = FunctionType(
-        method.__code__, names, method.__name__, method.__defaults__, method.__closure__
+def with_globals(function: FunctionType, changed: Mapping[str, Any]) -> FunctionType:
+    """Return a copy of ``function`` in which the names in ``changed`` mean something else."""
+    names = {**function.__globals__, **changed}
+    result = FunctionType(
+        function.__code__, names, function.__name__, function.__defaults__, function.__closure__
     )
-    function_type.__kwdefaults__ = method.__kwdefaults__
-    return update_wrapper(function_type, method)  # type: ignore[return-value]
+    result.__kwdefaults__ = function.__kwdefaults__
+    return update_wrapper(result, function)  # type: ignore[return-value]
 
 
 # Functions under ``torch.fx.wrap``, which FX keeps as one float call.
@@ -239,14 +241,12 @@ def _marking(name: str, function: Callable[..., Any], counter: Iterator[int]) ->
         mode: Any = get_proxy_mode() if is_exporting() else None
         if mode is None:
             return function(*args, **kwargs)
-        graph = mode.tracer.graph
-        before = set(graph.nodes)
+        last = next(reversed(mode.tracer.graph.nodes))
         result = function(*args, **kwargs)
         marker = (name, next(counter))
-        for node in graph.nodes:
-            if node not in before:
-                # The outermost call overwrites the marks of inner ones.
-                node.meta[CUSTOM] = {**(node.meta.get(CUSTOM) or {}), metadata.WRAPPED_CALL.name: marker}
+        for node in nodes_behind(last):
+            # The outermost call overwrites the marks of inner ones.
+            node.meta[CUSTOM] = {**(node.meta.get(CUSTOM) or {}), metadata.WRAPPED_CALL.name: marker}
         return result
 
     return call

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from torchq_compat.annotate.quantizers import (
 from torchq_compat.annotate.sharing import has_several
 from torchq_compat.capture import opaque_calls, torch_export
 from torchq_compat.capture.checked import Attempt, CaptureCase, capture_checked
-from torchq_compat.capture.opaque_stub import RecordedCalls, StubRegistry
+from torchq_compat.capture.opaque_stub import RecordedCalls, StubRegistry, recording
 from torchq_compat.capture.signature import CallSignature
 from torchq_compat.capture.sizes.size_reads import ReadSizes
 from torchq_compat.capture.trial_runs import FloatRun, Runs, trial_copy
@@ -48,14 +48,16 @@ class TriedModel:
     """A float model and its run on the example inputs.
 
     Attributes:
-        runs: runs the float model, and keeps the arguments of its custom modules.
+        runs: runs the float model.
         example: the run on the example inputs.
         read: what Python decided by sizes before loops were rolled.
+        calls: the recorded calls of custom modules.
     """
 
     runs: Runs
     example: FloatRun
     read: ReadSizes
+    calls: RecordedCalls
 
     @property
     def problem(self) -> InputError | None:
@@ -97,12 +99,17 @@ def try_model(
     checked = [swap.paths[0] for swap in swaps if swap.request is not None and swap.handler.checks_calls]
     recorded = [] if request.is_qat or with_loops.steps else checked
     _register_dataclasses(request.example_inputs)
+    calls: RecordedCalls = {}
+
+    def watching(model: nn.Module) -> AbstractContextManager[None]:
+        return recording(calls, {path: model.get_submodule(path) for path in recorded})
+
     example = with_loops.example
     # Hooks, which counted the calls of modules, break the loops of torch's own operators.
     if recorded or example is None or example.error is not None:
-        example = runs.of_float_model(request.example_inputs, recorded=recorded)
+        example = runs.of_float_model(request.example_inputs, watching=watching)
     _register_dataclasses(example.value)
-    return TriedModel(runs, example, with_loops.read)
+    return TriedModel(runs, example, with_loops.read, calls)
 
 
 def _register_dataclasses(nested: Any) -> None:

@@ -281,7 +281,7 @@ def _observe_modules(state: _Preparing) -> None:
         is_fixed=bool(request.fixed_because),
     )
     state.decisions.extend(captures.place_modules(captured, swaps, modules, writers, is_qat=state.is_qat))
-    state.boundaries = captures.boundaries_of(graph_module, swaps, state.tried.runs.calls)
+    state.boundaries = captures.boundaries_of(graph_module, swaps, state.tried.calls)
 
 
 @carries_out(PREPARE, "insert observers")

@@ -97,6 +97,14 @@ def behind(nodes: Iterable[Any], stops: Callable[[Node], bool] = lambda node: Fa
             waiting.extend(() if stops(node) else node.all_input_nodes)
 
 
+def nodes_behind(last: Node) -> Iterator[Node]:
+    """Yield the nodes of a graph that stand behind ``last``."""
+    node = last.next
+    while node.op != "root":
+        yield node
+        node = node.next
+
+
 def follow_devices(model: nn.Module, move: Callable[[Tensor], Tensor]) -> None:
     """Let the graphs in ``model``, whose state ``move`` has moved, make their constants where the state is.
 

@@ -14,7 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 from torchq_compat.capture.opaque_stub import OPAQUE_OP, StubRegistry
 from torchq_compat.capture.sizes.shape_program import ShapeProgram
 from torchq_compat.ops import facts, those
-from torchq_compat.support.graph_nodes import SLICE_END, attribute_of, module_path_of, replace_node
+from torchq_compat.support.graph_nodes import attribute_of, module_path_of, replace_node
 from torchq_compat.support.upstream import OpOverload, pytree
 
 ATEN = torch.ops.aten
@@ -43,8 +43,8 @@ Steps = list[list[Node | None]]
 
 
 def tidy_graph(graph_module: GraphModule, stubs: StubRegistry, lengths: Collection[tuple[int, int]]) -> None:
-    """Make equal steps look equal: read sizes from inputs, remove slices of a whole dimension and checks,
-    make constants once, and read the part of a step where it is first used.
+    """Make equal steps look equal: read sizes from inputs, remove checks, make constants once, and read the
+    part of a step where it is first used.
 
     Args:
         lengths: the lengths of loops, each by the index of an input and the dimension.
@@ -52,9 +52,7 @@ def tidy_graph(graph_module: GraphModule, stubs: StubRegistry, lengths: Collecti
     graph = graph_module.graph
     parts: list[Node] = []
     for node in list(graph.nodes):
-        if node.target is ATEN.slice.Tensor and _is_whole(node):
-            replace_node(node, node.args[0])
-        elif node.target in those("check"):
+        if node.target in those("check"):
             graph.erase_node(node)
         elif node.target in those("takes apart"):
             parts.extend(_read_one_by_one(node))
@@ -82,16 +80,6 @@ def _is_written(source: Any) -> bool:
 
 def writes_in_place(node: Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
-
-
-def _is_whole(node: Node) -> bool:
-    remaining = node.args[2:]
-    return (
-        not node.kwargs
-        and (not remaining or remaining[0] in (0, None))
-        and (len(remaining) < 2 or remaining[1] in (SLICE_END, None))
-        and remaining[2:] in ((), (1,))
-    )
 
 
 def _read_one_by_one(node: Node) -> Iterator[Node]:

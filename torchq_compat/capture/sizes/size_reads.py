@@ -40,9 +40,10 @@ from torchq_compat.capture.sizes.numbers import (
     stack_in_code,
     users_frames,
 )
+from torchq_compat.capture.unseen_python import with_globals
 from torchq_compat.ops import is_pure, written_by
 from torchq_compat.support import metadata
-from torchq_compat.support.graph_nodes import behind
+from torchq_compat.support.graph_nodes import behind, nodes_behind
 from torchq_compat.support.metadata import CUSTOM
 from torchq_compat.support.process_state import held, own_attribute
 from torchq_compat.support.upstream import OpOverload, disable_current_modes, pytree
@@ -485,12 +486,7 @@ class SizeReads(TorchFunctionMode):
 
     def _seen_inside(self, function: types.FunctionType, args: Any, kwargs: Any) -> Any:
         """Run the function's own code under this mode, which is switched off inside of what it is handed."""
-        answers_no = dict.fromkeys(ASKS_FOR_OVERRIDES, lambda *_: False)
-        names = {**function.__globals__, **answers_no}
-        code = types.FunctionType(
-            function.__code__, names, function.__name__, function.__defaults__, function.__closure__
-        )
-        code.__kwdefaults__ = function.__kwdefaults__
+        code = with_globals(function, dict.fromkeys(ASKS_FOR_OVERRIDES, lambda *_: False))
         with self:
             return self._called_as(function, lambda: code(*args, **kwargs))
 
@@ -532,7 +528,7 @@ class SizeReads(TorchFunctionMode):
         # ``Variable(tensor)`` comes here without a call that the mode sees, and leaves it on.
         with torch._C.DisableTorchFunction():
             result = dispatch(func, kinds, args, kwargs)
-        built = graph.nodes if last is None else _after(last, graph)
+        built = graph.nodes if last is None else nodes_behind(last)
         node, stack = None, stack_in_code()
         for item in built:
             item.meta.setdefault("stack_trace", stack)
@@ -620,13 +616,6 @@ def _constants(model: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of ``model`` whose values may be answered: in training no parameters."""
     parameters = {} if model.training else dict(model.named_parameters(remove_duplicate=False))
     return {**parameters, **dict(model.named_buffers(remove_duplicate=False))}
-
-
-def _after(last: Node, graph: Graph) -> Iterator[Node]:
-    node = last.next
-    while node.op != "root":
-        yield node
-        node = node.next
 
 
 #: The functions by which Python reads sizes.
