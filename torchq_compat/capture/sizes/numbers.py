@@ -422,6 +422,7 @@ def is_of_libraries(path: str) -> bool:
     return path.startswith(LIBRARIES) or (path.startswith(STANDARD) and not path.startswith(PACKAGES))
 
 
+@functools.cache
 def is_users(path: str) -> bool:
     """Return whether the file at ``path`` is the user's, and no generated code."""
     return not path.startswith(GENERATED) and not is_of_libraries(path)
