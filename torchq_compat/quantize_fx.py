@@ -10,7 +10,6 @@ from torch import nn
 from torch.fx import GraphModule
 from torchao.quantization.pt2e.quantizer import Quantizer
 
-from torchq_compat.capture.example_inputs import MISSING, read_example_inputs
 from torchq_compat.eager.fuse import fuse
 from torchq_compat.errors import ArgumentError, ConfigError
 from torchq_compat.lower.integers.lowered_module import lower_to_integers
@@ -31,6 +30,7 @@ from torchq_compat.read.custom_configs import (
     read_fuse_custom_config,
     read_prepare_custom_config,
 )
+from torchq_compat.read.example_inputs import MISSING, read_example_inputs
 from torchq_compat.read.old_forms import takes_old_keywords
 from torchq_compat.read.qconfig_mappings import DICT_KEYS, QConfigRules, read_qconfig_mapping
 from torchq_compat.read.qspecs import misfit

@@ -16,7 +16,6 @@ from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 
 from torchq_compat.capture import torch_export
-from torchq_compat.capture.example_inputs import asks_for_examples, read_example_inputs
 from torchq_compat.capture.opaque_calls import OpaqueModule, layout_index, opaque_call_nodes, tensor_arguments
 from torchq_compat.capture.packed_sequences import with_padded_packs
 from torchq_compat.capture.sizes.find_sizes import SizeGroups, group_of, sizes_at
@@ -25,6 +24,7 @@ from torchq_compat.errors import CaptureError, ExportError, TorchQCompatError
 from torchq_compat.lower.streaming import StreamingModel, StreamProgram
 from torchq_compat.model.graph_module import ConvertedGraphModule
 from torchq_compat.model.quantized_interface import take_integers
+from torchq_compat.read.example_inputs import asks_for_examples, read_example_inputs
 from torchq_compat.read.qdq import DEQUANTIZE, DEQUANTIZE_PER_CHANNEL, QUANTIZE
 from torchq_compat.read.qparams import PerChannelQParams, PerTensorQParams, QParams
 from torchq_compat.recurrent.over_time import LoopShape, exporting_loops_as

@@ -26,12 +26,12 @@ from torchq_compat.annotate.sharing import has_several
 from torchq_compat.capture import opaque_calls, torch_export
 from torchq_compat.capture.checked import Attempt, CaptureCase, capture_checked
 from torchq_compat.capture.opaque_stub import RecordedCalls, StubRegistry, recording
-from torchq_compat.capture.signature import CallSignature
 from torchq_compat.capture.sizes.size_reads import ReadSizes
 from torchq_compat.capture.trial_runs import FloatRun, Runs, trial_copy
 from torchq_compat.capture.unseen_python import show_identities
 from torchq_compat.custom_modules import handler_of
 from torchq_compat.errors import InputError
+from torchq_compat.model.signature import CallSignature
 from torchq_compat.modules.registry import ObserveRequest, WriteOps
 from torchq_compat.modules.swap import Swap, apply_swaps
 from torchq_compat.quantize.request import PrepareRequest, WithLoops

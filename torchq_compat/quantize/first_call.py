@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torchao.quantization.pt2e.quantizer import Quantizer
 
-from torchq_compat.capture.example_inputs import is_old_config
 from torchq_compat.errors import InputError, ModuleAttributeError
 from torchq_compat.model.view_hooks import HOOK_STATE, HOOKED, check_hookable
 from torchq_compat.model.views import ModuleView, hand_over_views
+from torchq_compat.read.example_inputs import is_old_config
 from torchq_compat.read.qconfig_mappings import read_qconfig_mapping
 from torchq_compat.read.qspecs import OpSpecs
 from torchq_compat.support.graph_nodes import copied_model

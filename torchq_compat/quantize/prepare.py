@@ -9,23 +9,22 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e.quantizer import Quantizer
 
-from torchq_compat.annotate import batch_norm, observed_graph
+from torchq_compat.annotate import batch_norm, extreme_values, observed_graph
 from torchq_compat.annotate.annotation import NodeSpecs, write_op_records
 from torchq_compat.annotate.decide import decide_graph
 from torchq_compat.annotate.patterns import is_folded_in_fx
 from torchq_compat.annotate.quantizers import QuantizerFailedError, UserQuantizer
 from torchq_compat.annotate.unmatched import RULE, decide_unmatched_rules, decide_unmatched_settings
 from torchq_compat.capture import checked, training
-from torchq_compat.capture.example_inputs import is_one_value_a_channel, with_two_samples
 from torchq_compat.capture.opaque_calls import OpaqueBoundary
 from torchq_compat.capture.origins import decide_leftovers, find_origin
-from torchq_compat.capture.signature import CallSignature
 from torchq_compat.capture.torch_export import NO_SIZE, copied_inputs, restore_source_functions
 from torchq_compat.capture.unseen_python import compute_weights, decide_parametrizations
 from torchq_compat.codes import error_line, said
 from torchq_compat.errors import CaptureError, TorchQCompatError
 from torchq_compat.model.graph_module import LAST_CALL, ModelRecord, QuantizationGraphModule, Stage
 from torchq_compat.model.quantized_interface import QuantizedInterface, return_structure
+from torchq_compat.model.signature import CallSignature
 from torchq_compat.model.views import ModuleFacts, describe_modules
 from torchq_compat.modules.registry import with_parent
 from torchq_compat.modules.swap import Swap, decide_swaps, is_untraced_in_fx
@@ -39,6 +38,7 @@ from torchq_compat.quantize.request import (
     signature_of,
     with_rolled_loops,
 )
+from torchq_compat.read.example_inputs import is_one_value_a_channel, with_two_samples
 from torchq_compat.support import graph_nodes
 from torchq_compat.support.decisions import (
     Action,
@@ -260,7 +260,7 @@ def _capture(state: _Preparing) -> None:
         working, state.model, state.tried, state.signature, state.swaps, request
     )
     graph_module = state.captured.attempt.graph_module
-    checked.mark_infinite_values(graph_module, state.captured.case, request.first_inputs)
+    extreme_values.mark_infinite_values(graph_module, state.captured.case, request.first_inputs)
     training.fix_modes(graph_module, working, state.in_evaluation, is_qat=state.is_qat)
 
 
@@ -287,7 +287,9 @@ def _observe_modules(state: _Preparing) -> None:
 @carries_out(PREPARE, "insert observers")
 def _observe(state: _Preparing) -> None:
     graph_module = state.captured.attempt.graph_module
-    growing = checked.growing_values(state.captured.case, state.captured.attempt, state.request.longer_inputs)
+    growing = extreme_values.growing_values(
+        state.captured.case, state.captured.attempt, state.request.longer_inputs
+    )
     producers = {node.name: [item.name for item in node.all_input_nodes] for node in graph_module.graph.nodes}
     request, settings = state.request, state.request.settings
     state.interface = QuantizedInterface.read(

@@ -22,13 +22,13 @@ from torchq_compat.capture.loops.loop_module import LoopedSizes, find_looped_siz
 from torchq_compat.capture.loops.roll import roll_loops
 from torchq_compat.capture.loops.step_flow import NotALoopError
 from torchq_compat.capture.opaque_stub import StubRegistry
-from torchq_compat.capture.signature import CallSignature
 from torchq_compat.capture.sizes.size_reads import ReadSizes
 from torchq_compat.capture.torch_export import NO_SIZE, capture
 from torchq_compat.capture.trial_runs import FloatRun, Runs, trial_copy
 from torchq_compat.errors import InputError, TorchQCompatError
 from torchq_compat.model.graph_module import record_of
 from torchq_compat.model.other_tools import OBSERVED_KEY
+from torchq_compat.model.signature import CallSignature
 from torchq_compat.modules.registry import ObserveRequest
 from torchq_compat.modules.swap import apply_swaps, decide_swaps
 from torchq_compat.quantize.distributed.wrappers import check_not_wrapped

@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule, Node
 
-from torchq_compat.capture.example_inputs import asks_for_examples, read_example_inputs
 from torchq_compat.capture.sizes.input_sizes import Dimension
 from torchq_compat.errors import ExportError
 from torchq_compat.lower.executorch import passes
 from torchq_compat.lower.executorch.recurrent_kernel import load_recurrent_kernel
 from torchq_compat.lower.export import export
+from torchq_compat.read.example_inputs import asks_for_examples, read_example_inputs
 from torchq_compat.support.argument_checks import PATH, checked_arguments, optional
 from torchq_compat.support.atomic_files import whole_file
 from torchq_compat.support.dtypes import dtype_name

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from torchq_compat.capture.example_inputs import asks_for_examples, read_example_inputs
 from torchq_compat.capture.torch_export import copied_inputs
 from torchq_compat.capture.trial_runs import difference, resized, trial_sizes
 from torchq_compat.errors import ExportError, PathError, install_extra
 from torchq_compat.lower.export import exported
 from torchq_compat.lower.onnx.forms import in_onnx_forms
 from torchq_compat.model.graph_module import record_of
+from torchq_compat.read.example_inputs import asks_for_examples, read_example_inputs
 from torchq_compat.recurrent.over_time import LoopShape
 from torchq_compat.support.argument_checks import PATH, Expected, checked_arguments, optional
 from torchq_compat.support.atomic_files import whole_file

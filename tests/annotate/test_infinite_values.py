@@ -11,7 +11,7 @@ from torch.ao.quantization import get_default_qconfig_mapping
 
 import torchq_compat as tc
 from tests.helpers.oracle import by_fx, calibrate, sqnr
-from torchq_compat.capture.checked import extremes, stand_for_infinity
+from torchq_compat.annotate.extreme_values import extremes, stand_for_infinity
 from torchq_compat.errors import QuantizationWarning
 
 X86 = get_default_qconfig_mapping("x86")
