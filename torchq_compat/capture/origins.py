@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import operator
 import pkgutil
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.fx import Node
 
 from torchq_compat.capture.unseen_python import wrapped_call_of
-from torchq_compat.codes import said
 from torchq_compat.read.qconfig_mappings import ObjectType
-from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.torch_ao import fused_module
 
 # The origin of a node of an exported graph, in terms of the graph that FX would have traced.
@@ -182,42 +180,3 @@ def computes_like(result: type[nn.Module], base: type[nn.Module]) -> bool:
         and issubclass(result, base)
         and result.forward is base.forward
     )
-
-
-# Decisions about Python attributes and hooks of a model, which do not survive capture.
-
-
-MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-def decide_leftovers(model: nn.Module, preserved: Collection[str]) -> Iterator[Decision]:
-    """Yield decisions about the attributes of ``model`` itself and the hooks of all its modules.
-
-    Args:
-        model: the float model.
-        preserved: the names of attributes that the user's configuration keeps.
-    """
-    for name, value in vars(model).items():
-        known = name in MODULE_ATTRIBUTES or name in preserved or name.startswith("_")
-        if known or isinstance(value, Tensor):
-            continue
-        yield Decision(
-            name,
-            "attribute",
-            Action.DROPPED,
-            "torch.export keeps no Python attributes; PrepareCustomConfig.set_preserved_attributes does",
-            code="TQ311",
-        )
-    for path, module in model.named_modules():
-        hooks = [hook for kind in HOOKS for hook in (getattr(module, kind, None) or {}).values()]
-        if hooks:
-            yield Decision(
-                path,
-                f"hooks of {type(module).__name__}",
-                Action.DROPPED,
-                said("TQ311"),
-                # Those of weight_norm, spectral_norm and prune compute a weight, and nobody set them by hand.
-                warn=not all(hook.__module__.startswith("torch.nn.utils.") for hook in hooks),
-                code="TQ311",
-            )

@@ -1,13 +1,11 @@
-"""Training and evaluation: of the float model, of a captured graph, and of ops that follow neither."""
+"""Training and evaluation: of a captured graph, and of ops that do not follow the mode."""
 
 from __future__ import annotations
 
 import functools
-import gc
 import inspect
-import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,116 +23,6 @@ from torchq_compat.ops import facts
 from torchq_compat.support import metadata
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.graph_nodes import module_path_of
-from torchq_compat.support.torch_ao import fused_module
-from torchq_compat.support.upstream import BatchNormBase, DropoutBase
-
-# The float model's training flags: they do not decide that prepare_fx calibrates and prepare_qat_fx trains.
-#
-# In FX the flag of an LSTM, not the function called, chose between observers and fake-quantizes. As there,
-# dropouts and batch norms keep their flags in prepare_qat_fx, until the script calls train() or eval(), but
-# for batch norms fused into a quantized op, which FX makes anew.
-
-
-TRAINS = (
-    "prepare_qat_fx trains every module; batch norms freeze with "
-    "prepared.apply(torch.ao.nn.intrinsic.qat.freeze_bn_stats)"
-)
-WAITS = (
-    "as in FX, dropouts and batch norms stay in evaluation until train() is called, but for batch norms "
-    "fused into a quantized op: these and the fake-quantizes train"
-)
-KEPT = (
-    "it was set apart in a model in evaluation: it trains in every mode of the prepared and converted model"
-)
-CALIBRATES = "prepare_fx calibrates in evaluation mode; prepare_qat_fx is for training"
-
-
-def decide_training_flags(
-    model: nn.Module, *, is_qat: bool, fused: Collection[str] = ()
-) -> Iterator[Decision]:
-    """Yield a decision about each outermost module of ``model``, itself included, whose flag is another than
-    that of the function called.
-
-    If ``model`` itself has the right flag, a submodule with the other one was set apart on purpose, so its
-    decision is a warning if the flag is not kept.
-
-    Args:
-        model: the float model.
-        is_qat: whether it is prepared for training.
-        fused: paths of batch norms fused into a quantized op.
-    """
-    kept = set(_trained_on_purpose(model, is_qat=is_qat))
-    mode = "evaluation" if is_qat else "training"
-    reported: list[str] = []
-    for path, module in model.named_modules():
-        # torch.fx.symbolic_trace and fuse_modules make containers, whose flags nobody set.
-        is_container = type(module) is nn.Module or isinstance(module, fused_module)
-        if module.training == is_qat or is_container or any(_is_inside(path, outer) for outer in reported):
-            continue
-        if module in kept:
-            yield Decision(
-                path, f"training mode of {type(module).__name__}", Action.FLOAT, KEPT, code="TQ313"
-            )
-            continue
-        reported.append(path)
-        is_lost = not is_qat or any(norm == path or _is_inside(norm, path) for norm in fused)
-        reason = CALIBRATES if not is_qat else (TRAINS if path and is_lost else WAITS)
-        kind = f"{mode} mode of {type(module).__name__}"
-        yield Decision(path, kind, Action.DROPPED, reason, warn=bool(path) and is_lost, code="TQ313")
-
-
-def keep_training_flags(prepared: GraphModule, model: nn.Module, fused: Collection[str]) -> None:
-    """Give the dropouts and batch norms of ``prepared``, for training, the flags that FX leaves them.
-
-    Args:
-        prepared: the prepared model, all of which trains.
-        model: the float model.
-        fused: paths of batch norms fused into a quantized op.
-    """
-    modules = dict(model.named_modules(remove_duplicate=False))
-    evaluates = {path for path, module in modules.items() if not module.training} - set(fused)
-    if not evaluates:
-        return
-    for owner, module in prepared.named_modules():
-        if isinstance(module, GraphModule):
-            flagged = [node for node in module.graph.nodes if training_flag(node) is not None]
-            stays = [n for n in flagged if not has_fixed_mode(n) and _path_in(modules, owner, n) in evaluates]
-            counters = [n for n in batch_counters(module) if _path_in(modules, owner, n) in evaluates]
-            changed = [_set(node, facts(node.target).training, False) for node in stays]
-            if any((*changed, *(_set(node, 1, 0) for node in counters))):
-                module.recompile()
-        elif owner in evaluates and isinstance(modules[owner], (DropoutBase, BatchNormBase, nn.RNNBase)):
-            module.training = False
-    prepared.training = model.training
-
-
-def _path_in(modules: Mapping[str, nn.Module], owner: str, node: Node) -> str:
-    """Return the path in the float model of the module behind ``node`` of the graph at ``owner``."""
-    own = _module_path(node)
-    return next((path for path in (f"{owner}.{own}".strip("."), own) if path in modules), "")
-
-
-def set_training_flags(working: nn.Module, *, is_qat: bool) -> None:
-    """Put ``working``, the package's own copy, into the mode it is captured in.
-
-    A dropout or batch norm in training in a model in evaluation, such as Monte Carlo dropout, was set on
-    purpose, and keeps its flag.
-    """
-    kept = _trained_on_purpose(working, is_qat=is_qat)
-    working.train(is_qat)
-    for module in kept:
-        module.training = True
-
-
-def _trained_on_purpose(model: nn.Module, *, is_qat: bool) -> list[nn.Module]:
-    if is_qat or model.training:
-        return []
-    return [m for m in model.modules() if m.training and isinstance(m, (DropoutBase, BatchNormBase))]
-
-
-def _is_inside(path: str, outer: str) -> bool:
-    return not outer or path.startswith(f"{outer}.")
-
 
 # Training and evaluation mode of a captured graph.
 #
@@ -202,15 +90,15 @@ def _switch(graph_module: GraphModule) -> None:
     for node in graph_module.graph.nodes:
         if not has_fixed_mode(node):
             row = facts(node.target)
-            changed |= _set(node, row.training, training if "dropout" in row.tags else collects)
+            changed |= set_argument(node, row.training, training if "dropout" in row.tags else collects)
     for node in batch_counters(graph_module):
         if not has_fixed_mode(node):
-            changed |= _set(node, 1, int(collects))
+            changed |= set_argument(node, 1, int(collects))
     if changed:
         graph_module.recompile()
 
 
-def _set(node: Node, position: int | None, value: bool | int) -> bool:
+def set_argument(node: Node, position: int | None, value: bool | int) -> bool:
     if position is None or position >= len(node.args) or node.args[position] == value:
         return False
     node.update_arg(position, value)
@@ -359,36 +247,3 @@ def _module_path(node: Node) -> str:
 
 def _operator(node: Node) -> str:
     return str(getattr(node.target, "overloadpacket", node.target)).rpartition(".")[2].removesuffix("_")
-
-
-# An optimizer made before prepare_qat_fx has the float model's parameters, which FX's prepared model shares.
-
-
-#: Of each parameter, so many values are remembered.
-FIRST_VALUES = 64
-
-
-def remember_parameters(prepared: GraphModule, model: nn.Module) -> None:
-    """Write the parameters of ``prepared``, their first values and those of ``model`` to its meta."""
-    parameters = (parameter for parameter in prepared.parameters() if not parameter.is_meta)
-    values = tuple((weakref.ref(p), _head(p)) for p in parameters)
-    metadata.UNTRAINED.write(prepared, (values, tuple(map(weakref.ref, model.parameters()))))
-
-
-def are_never_updated(prepared: GraphModule) -> bool:
-    """Return whether parameters of ``prepared`` have gradients, and none of them changed since prepare,
-    while there is an optimizer of the float model's."""
-    own = {id(parameter) for parameter in prepared.parameters() if not parameter.is_meta}
-    values, of_model = metadata.UNTRAINED.of(prepared) or ((), ())
-    now = [(p, head) for ref, head in values if (p := ref()) is not None and id(p) in own]
-    if all(p.grad is None for p, _ in now if p.is_leaf):
-        return False
-    if not all(torch.equal(_head(p), head) for p, head in now):
-        return False
-    ids = {id(ref()) for ref in of_model if ref() is not None}
-    optimizers: Any = (o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer))
-    return any(id(p) in ids for o in optimizers for group in o.param_groups for p in group["params"])
-
-
-def _head(parameter: nn.Parameter) -> torch.Tensor:
-    return parameter.detach().reshape(-1)[:FIRST_VALUES].cpu().clone()

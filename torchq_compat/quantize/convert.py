@@ -18,7 +18,7 @@ from torchq_compat.annotate.observed_graph import ObserverFault
 from torchq_compat.annotate.unmatched import unmatched_at_convert
 from torchq_compat.capture import opaque_calls
 from torchq_compat.capture.torch_export import copied_inputs
-from torchq_compat.capture.training import are_never_updated, training_flag
+from torchq_compat.capture.training import training_flag
 from torchq_compat.capture.trial_runs import kept_buffers, run_prepared, sqnr
 from torchq_compat.custom_modules import handler_of
 from torchq_compat.errors import ConfigError, ConvertError
@@ -30,6 +30,7 @@ from torchq_compat.modules.registry import ConvertRequest, CustomModuleHandler
 from torchq_compat.modules.user_modules import convert_float_calls
 from torchq_compat.ops import draws, those, weight_of
 from torchq_compat.quantize.edited_observers import settle_observers, with_removed_observers
+from torchq_compat.quantize.float_model import are_never_updated
 from torchq_compat.quantize.passes import CONVERT, carries_out, run_passes
 from torchq_compat.read import qconfig_mappings
 from torchq_compat.read.backend_configs import BackendTable

@@ -17,9 +17,8 @@ from torchq_compat.annotate.quantizers import QuantizerFailedError, UserQuantize
 from torchq_compat.annotate.unmatched import RULE, decide_unmatched_rules, decide_unmatched_settings
 from torchq_compat.capture import checked, training
 from torchq_compat.capture.opaque_calls import OpaqueBoundary
-from torchq_compat.capture.origins import decide_leftovers, find_origin
+from torchq_compat.capture.origins import find_origin
 from torchq_compat.capture.torch_export import NO_SIZE, copied_inputs, restore_source_functions
-from torchq_compat.capture.unseen_python import compute_weights, decide_parametrizations
 from torchq_compat.codes import error_line, said
 from torchq_compat.errors import CaptureError, TorchQCompatError
 from torchq_compat.model.graph_module import LAST_CALL, ModelRecord, QuantizationGraphModule, Stage
@@ -30,6 +29,7 @@ from torchq_compat.modules.registry import with_parent
 from torchq_compat.modules.swap import Swap, decide_swaps, is_untraced_in_fx
 from torchq_compat.ops import batch_norms_by_path, those
 from torchq_compat.quantize import capture_model as captures
+from torchq_compat.quantize import float_model
 from torchq_compat.quantize.passes import PREPARE, carries_out, run_passes
 from torchq_compat.quantize.request import (
     PrepareRequest,
@@ -225,9 +225,9 @@ def _copy(state: _Preparing) -> None:
     copied = graph_nodes.copied_model(state.model)
     state.shared = graph_nodes.shared_tensors(state.model, copied)
     state.working = working = with_parent(copied, request.settings)
-    training.set_training_flags(working, is_qat=state.is_qat)
+    float_model.set_training_flags(working, is_qat=state.is_qat)
     if not state.is_qat and request.quantizer is None:
-        compute_weights(working, request.rules)
+        float_model.compute_weights(working, request.rules)
     state.cumulative = batch_norm.before_capture(working)
     state.signature = signature_of(working, request.example_inputs)
     state.modules = describe_modules(working)
@@ -350,7 +350,7 @@ def _thresholds(step: GraphModule, quantized: Collection[str], states: int) -> s
 def _wrap(state: _Preparing) -> None:
     request, captured = state.request, state.captured
     if state.is_qat and not request.is_step:
-        state.decisions[:0] = training.decide_training_flags(state.model, is_qat=True, fused=_fused(state))
+        state.decisions[:0] = float_model.decide_training_flags(state.model, is_qat=True, fused=_fused(state))
     state.decisions.extend(training.decide_evaluation(state.model, state.in_evaluation))
     state.decisions.extend(checked.decide_blocks(captured.attempt, is_qat=state.is_qat))
     if not request.is_step:  # The user never passes its inputs.
@@ -404,8 +404,8 @@ def _check(state: _Preparing) -> None:
     state.prepared.add_decisions(differing)
     vars(state.prepared).pop(LAST_CALL, None)  # a trial, and no calibration
     if state.is_qat:
-        training.keep_training_flags(state.prepared, state.model, _fused(state))
-        training.remember_parameters(state.prepared, state.model)
+        float_model.keep_training_flags(state.prepared, state.model, _fused(state))
+        float_model.remember_parameters(state.prepared, state.model)
     if not state.request.is_step:
         inside = [item for decided in _decided_in_steps(state) for item in decided if item.kind != RULE]
         decisions = [*state.prepared.record.decisions, *inside]
@@ -427,8 +427,8 @@ def _fused(state: _Preparing) -> set[str]:
 def _decide_leftovers(model: nn.Module, working: nn.Module, request: PrepareRequest) -> tuple[Decision, ...]:
     """Return the decisions about flags, attributes, hooks and rules, which are not modules of the graph."""
     return (
-        *(() if request.is_qat else training.decide_training_flags(model, is_qat=False)),
-        *decide_leftovers(working, request.settings.preserved_attributes),
+        *(() if request.is_qat else float_model.decide_training_flags(model, is_qat=False)),
+        *float_model.decide_leftovers(working, request.settings.preserved_attributes),
         *decide_unmatched_settings(working, request.settings),
         *(_about_rules(model, working, request) if request.quantizer is None else ()),
     )
@@ -437,5 +437,5 @@ def _decide_leftovers(model: nn.Module, working: nn.Module, request: PrepareRequ
 def _about_rules(model: nn.Module, working: nn.Module, request: PrepareRequest) -> tuple[Decision, ...]:
     return (
         *decide_unmatched_rules(working, request.rules),
-        *decide_parametrizations(model, request.rules, is_qat=request.is_qat),
+        *float_model.decide_parametrizations(model, request.rules, is_qat=request.is_qat),
     )
