@@ -19,6 +19,8 @@ from tests.helpers.executorch_models import Tagger
 from tests.helpers.oracle import calibrate, leaves, sqnr
 from torchq_compat import to_executorch
 from torchq_compat.errors import ExportError
+from torchq_compat.lower.executorch import recurrent_kernel
+from torchq_compat.recurrent.kernel import build
 
 ROOT = Path(__file__).parents[3]
 
@@ -67,6 +69,19 @@ def test_two_programs_at_once_keep_their_weights() -> None:
     results = [program(x)["tags"] for program in programs]
     assert not torch.equal(*results)
     assert all(torch.equal(p(x)["tags"], result) for p, result in zip(programs, results, strict=True))
+
+
+def test_clones_share_the_compiled_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = []
+    monkeypatch.setattr(build, "load_or_make", lambda name, *_: names.append(name))
+    for line in ("", "", "// another kernel"):
+        recurrent_kernel._load_or_make(Path("executorch"))
+        for module, name in ((recurrent_kernel, "KERNEL"), (build, "SOURCE")):
+            copied = tmp_path / vars(module)[name].name
+            copied.write_text(vars(module)[name].read_text() + line)
+            monkeypatch.setattr(module, name, copied)
+    recurrent_kernel._load_or_make(Path("executorch"))
+    assert names[0] == names[1] == names[2] != names[3]
 
 
 def test_an_unknown_shape_is_refused() -> None:

@@ -49,23 +49,16 @@ def load_recurrent_kernel() -> None:
 
 def _load_or_make(root: Path) -> None:
     """Load the kernel's library for the ExecuTorch at ``root``, compiled if it is not cached."""
-    includes = [
-        root / "include",
-        root / "include/executorch/runtime/core/portable_type/c10",
-        build.SOURCE.parent,
-    ]
     libraries = root / "lib"
+    includes = root / "include", root / "include/executorch/runtime/core/portable_type/c10"
     command = [
-        *(
-            *build.read_compiler(),
-            *build.FLAGS,
-            *DEFINITIONS,
-            *(f"-I{include}" for include in includes),
-            str(KERNEL),
-            str(build.SOURCE),
-        ),
-        *(f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-lexecutorch"),
+        *build.read_compiler(),
+        *build.FLAGS,
+        *DEFINITIONS,
+        *(f"-I{include}" for include in includes),
+        *(f"-L{libraries}", f"-Wl,-rpath,{libraries}"),
     ]
+    # Clones share a library: the key has what the sources say, and not where they are.
     sources = [file.read_bytes() for file in (KERNEL, build.SOURCE, *build.HEADERS)]
     facts = [command, executorch_module("version").__version__, sorted(torch.cpu.get_capabilities().items())]
     key = hashlib.sha256(b"\0".join([*sources, repr(facts).encode()])).hexdigest()[:16]
@@ -74,6 +67,7 @@ def _load_or_make(root: Path) -> None:
         print(
             f"torchq_compat: compiling ExecuTorch's recurrent kernel into {path.parents[1]}", file=sys.stderr
         )
-        build.run_compiler([*command, "-o", str(path)])
+        compiled = f"-I{build.SOURCE.parent}", str(KERNEL), str(build.SOURCE), "-lexecutorch"
+        build.run_compiler([*command, *compiled, "-o", str(path)])
 
     build.load_or_make(f"executorch_{key}.so", compile_to, ctypes.CDLL)
