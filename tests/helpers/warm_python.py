@@ -52,15 +52,21 @@ IMPORTED = (
 Ran = subprocess.CompletedProcess[str]
 
 
-def warm_python(*args: object, cwd: Path | None = None, env: Mapping[str, str] = ENVIRONMENT) -> Ran:
-    """Do what ``python ARGS`` does, with SCRIPT, -m MODULE or -c CODE; a process for each ``env`` imports."""
+def warm_python(
+    *args: object, cwd: Path | None = None, env: Mapping[str, str] = ENVIRONMENT, bare: bool = False
+) -> Ran:
+    """Do what ``python ARGS`` does, with SCRIPT, -m MODULE or -c CODE; a process for each ``env`` imports.
+
+    Args:
+        bare: whether only torch and torchao are imported, and nothing of this package that imports torch.
+    """
     server = _server(tuple(env.items()))
     assert server.stdin
     assert server.stdout
     command = [*map(str, args)]
     with TemporaryDirectory() as folder:
         files = [str(Path(folder, name)) for name in ("stdout", "stderr")]
-        print(json.dumps((command, str(cwd or Path.cwd()), files)), file=server.stdin, flush=True)
+        print(json.dumps((bare, command, str(cwd or Path.cwd()), files)), file=server.stdin, flush=True)
         code = int(server.stdout.readline())
         return subprocess.CompletedProcess(command, code, *(Path(file).read_text() for file in files))
 
@@ -77,6 +83,9 @@ def serve() -> None:
     """Import, then run each command that a line of standard input names, and print its exit code."""
     gc.disable()  # while millions of objects are made that live long
     with import_noise_held_back():
+        importlib.import_module("torchao.quantization.pt2e.quantize_pt2e")
+    commands, answers = _bare_server()
+    with import_noise_held_back():
         for name in IMPORTED:
             importlib.import_module(name)
     torch.export.export(torch.nn.Linear(1, 1), (torch.ones(1, 1),))  # its first call imports
@@ -87,15 +96,40 @@ def serve() -> None:
     gc.freeze()
     gc.enable()
     for line in sys.stdin:
-        command, cwd, files = json.loads(line)
-        pid = os.fork()
-        if not pid:
-            os.chdir(cwd)
-            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            for descriptor, file in enumerate(files, 1):
-                os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
-            _run_and_exit(command)
-        print(_code_of(pid), flush=True)
+        if json.loads(line)[0]:
+            print(line, end="", file=commands, flush=True)
+            print(answers.readline(), end="", flush=True)
+        else:
+            print(_code_of_command(line), flush=True)
+
+
+def _bare_server() -> tuple[IO[str], IO[str]]:
+    """Fork a process that does what this one does, with what is imported by now; return its two pipes."""
+    (reading, commands), (answers, writing) = os.pipe(), os.pipe()
+    if not os.fork():
+        os.close(commands)
+        os.close(answers)
+        gc.freeze()
+        gc.enable()
+        for line in os.fdopen(reading):
+            os.write(writing, f"{_code_of_command(line)}\n".encode())
+        os._exit(0)
+    os.close(reading)
+    os.close(writing)
+    return os.fdopen(commands, "w"), os.fdopen(answers)
+
+
+def _code_of_command(line: str) -> int:
+    """Run the command of ``line`` in a fork, and return its exit code."""
+    _, command, cwd, files = json.loads(line)
+    pid = os.fork()
+    if not pid:
+        os.chdir(cwd)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for descriptor, file in enumerate(files, 1):
+            os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+        _run_and_exit(command)
+    return _code_of(pid)
 
 
 class Fork:

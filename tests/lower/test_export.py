@@ -8,8 +8,6 @@ from __future__ import annotations
 import copy
 import functools
 import io
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,6 +27,7 @@ import torchq_compat as tc
 from tests.helpers.exported_models import DYNAMIC, STATIC, Alone, converted_alone, converted_to_reference
 from tests.helpers.lstm_flow import OURS, batches_of, build, documented, run_flow
 from tests.helpers.oracle import calibrate, leaves, sqnr
+from tests.helpers.warm_python import warm_python
 from torchq_compat.errors import ExportError, InputError, QuantizationWarning, TorchQCompatError
 from torchq_compat.model.graph_module import ConvertedGraphModule
 from torchq_compat.modules.parts import PartOwner
@@ -364,7 +363,9 @@ def test_the_parameters_of_a_program_want_no_gradient() -> None:
 
 
 LOADING = """
-import sys, torch, torchq_compat.operators
+import sys, torch
+assert "torchq_compat.recurrent" not in sys.modules
+import torchq_compat.operators
 x, expected = torch.load(sys.argv[2])
 found = torch.export.load(sys.argv[1]).module()(x)[0]
 assert torch.equal(found, expected), "other bits"
@@ -375,8 +376,8 @@ def test_loads_in_a_process_of_its_own(tmp_path: Path) -> None:
     x = torch.randn(9, 2, 8)
     torch.export.save(program_of("lstm", "opaque"), tmp_path / "model.pt2")
     torch.save((x, computed_by("lstm", "opaque")(x)[0].detach()), tmp_path / "data.pt")
-    command = [sys.executable, "-c", LOADING, str(tmp_path / "model.pt2"), str(tmp_path / "data.pt")]
-    subprocess.run(command, check=True, cwd=Path(tc.__file__).parents[1])
+    ran = warm_python("-c", LOADING, tmp_path / "model.pt2", tmp_path / "data.pt", bare=True)
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_integers_in_and_out() -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from tests.helpers.oracle import sqnr
 from tests.helpers.package_trees import PACKAGE, package_trees
+from tests.helpers.warm_python import warm_python
 from torchq_compat.support import quantized_tensors as qt
 
 DOOR = "support/quantized_tensors.py"
@@ -121,6 +120,7 @@ def test_every_use_has_a_replacement() -> None:
 
 #: torch.ao and torchao import operators on quantized tensors: they are removed after that.
 WITHOUT = """
+import sys
 import types
 import torch
 import torchao.quantization.pt2e.quantize_pt2e
@@ -135,6 +135,7 @@ for name in ("_make_per_tensor_quantized_tensor", "_make_per_channel_quantized_t
 for name in ("int_repr", "q_scale", "q_zero_point", "q_per_channel_scales", "q_per_channel_zero_points"):
     setattr(torch.Tensor, name, gone)
 torch.ops.quantized = types.SimpleNamespace()
+assert "torchq_compat.support.quantized_tensors" not in sys.modules
 
 from torch import nn
 from torch.ao.quantization import get_default_qconfig_mapping
@@ -164,10 +165,7 @@ for decision in tc.explain(quantized):
 
 
 def test_a_torch_without_quantized_tensors_runs_everything() -> None:
-    command = [sys.executable, "-W", "ignore", "-c", WITHOUT]
-    result = subprocess.run(
-        command, cwd=PACKAGE.parent, capture_output=True, text=True, timeout=300, check=False
-    )
+    result = warm_python("-c", f"import warnings\nwarnings.simplefilter('ignore')\n{WITHOUT}", bare=True)
     assert result.returncode == 0, result.stderr
     float_line, quantized_line, *decisions = result.stdout.splitlines()
     floats, quantized = (
