@@ -10,7 +10,7 @@ import builtins
 import importlib
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
@@ -61,6 +61,8 @@ storage_uses: Any = torch._C._storage_Use_Count
 tensor_uses: Any = torch.Tensor._use_count  # type: ignore[attr-defined]
 #: What an overload of an operator calls, which takes less time than the overload.
 overload_caller: Any = attrgetter("_op")
+#: Whether hooks of all modules are to be called.
+has_global_hooks: Callable[[], bool] = torch.nn.modules.module._has_any_global_hook
 #: Tells torch.export a condition on data-dependent sizes.
 assume: Any = torch._check
 #: Its ``backed_size_oblivious`` keeps sizes of 1 free.

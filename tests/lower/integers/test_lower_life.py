@@ -18,7 +18,7 @@ import torchq_compat as tc
 from tests.helpers.once import made_once
 from tests.helpers.oracle import CONVERT_LSTM, MAP_LSTM, calibrate, sqnr
 from torchq_compat.capture.opaque_calls import OpaqueModule
-from torchq_compat.errors import ConfigError
+from torchq_compat.errors import CallError, ConfigError
 from torchq_compat.lower.integers.lowered_module import LoweredGraphModule
 from torchq_compat.modules.registry import handler_of
 
@@ -188,6 +188,36 @@ def test_each_tensor_of_the_state_may_be_written() -> None:
         after = converted(x)
         assert sqnr(converted.reference(x), after) > 40, name
         assert not torch.equal(before, after), name
+
+
+def test_all_that_stands_around_a_call_is_called(trained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, calls = images(), list[str]()
+    expected = trained(x)
+    handles = (
+        trained.register_forward_pre_hook(lambda *_: calls.append("before")),
+        trained.register_forward_hook(lambda *_: calls.append("behind")),
+        nn.modules.module.register_module_forward_hook(
+            lambda module, *_: calls.append(type(module).__name__)
+        ),
+    )
+    for index, handle in enumerate(handles):
+        calls.clear()
+        assert torch.equal(trained(x), expected)
+        assert len(set(calls)) >= 3 - index
+        handle.remove()
+    calls.clear()
+    assert torch.equal(trained(x), expected)
+    assert not calls
+    forward = trained.forward
+    monkeypatch.setattr(trained, "forward", lambda *args: forward(*args) + 1.0)
+    assert torch.equal(trained(x), expected + 1.0)
+
+
+def test_a_call_that_was_accepted_and_fails_is_explained(trained: Any) -> None:
+    x = images()
+    trained(x)
+    with pytest.raises(CallError, match=r"(?s)failed at quantize.*it was prepared for.*TQ904"):
+        trained(x.to_sparse())
 
 
 def test_another_device_is_the_reference(other: Any) -> None:

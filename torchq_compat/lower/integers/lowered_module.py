@@ -28,6 +28,7 @@ from torchq_compat.lower.integers.lowered_graph import CONSTANTS, Constants, sha
 from torchq_compat.lower.integers.operators import forget_weights
 from torchq_compat.lower.integers.qdq_graph import hand_on_qparams
 from torchq_compat.lower.integers.rewrite import Rewriter
+from torchq_compat.model import failed_calls
 from torchq_compat.model.graph_module import (
     ConvertedGraphModule,
     ConvertedModel,
@@ -36,6 +37,7 @@ from torchq_compat.model.graph_module import (
     record_of,
 )
 from torchq_compat.model.quantized_interface import quantize_inputs, take_integers
+from torchq_compat.model.view_hooks import HOOKED
 from torchq_compat.modules.standalone import ConvertedStandalone, standalone
 from torchq_compat.quantize.passes import LOWER, carries_out, run_passes
 from torchq_compat.read.qdq import is_dequantize
@@ -254,6 +256,12 @@ class LoweredGraphModule(ConvertedModel):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not is_compiling():
             self._refresh()
+            if self._is_plain_call(args, kwargs):
+                # The way through nn.Module takes as long as a step of a small LSTM.
+                try:
+                    return self.forward(*args)
+                except failed_calls.FAILURES:
+                    pass  # It explains them, and tells the line of the graph.
         elif is_captured_for_onnx():
             return self.reference(*args, **kwargs)
         lowering = self._lowering
@@ -262,6 +270,15 @@ class LoweredGraphModule(ConvertedModel):
             bound = self.record.signature.bind(args, kwargs)
             return super().__call__(*take_integers(bound, lowering.input_qparams))
         return super().__call__(*args, **kwargs)
+
+    def _is_plain_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Return whether ``forward`` takes these arguments, and nothing else is to be called around it."""
+        own, record = vars(self), self.record
+        has_hooks = own["_forward_hooks"] or own["_forward_pre_hooks"] or upstream.has_global_hooks()
+        is_watched = has_hooks or HOOKED or own["_backward_hooks"] or own["_backward_pre_hooks"]
+        return not (is_watched or self._compiled_call_impl is not None or torch._C._is_tracing()) and bool(
+            not record.interface.inputs and record.signature.knows(args, dict(kwargs))
+        )
 
     def _refresh(self) -> None:
         """Make the graph again if the state that its constants were made of has changed."""
