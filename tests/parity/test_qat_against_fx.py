@@ -50,6 +50,7 @@ from torch.ao.quantization.fx.custom_config import PrepareCustomConfig
 from torch.fx import GraphModule, Node
 
 import torchq_compat as tc
+from tests.helpers.captured_once import captured_once
 from tests.helpers.oracle import (
     CONVERT_LSTM,
     MAP_LSTM,
@@ -177,7 +178,8 @@ def test_an_op_and_its_batch_norm(pair: str, bias: bool, backend: str) -> None:
     torch.manual_seed(0)
     model = Normalized(make(bias), norm(8, eps=1e-2, momentum=0.3), shape)
     batches = [(torch.randn(shape),) for _ in range(10)]
-    ours, theirs = prepare_both(model, get_default_qat_qconfig_mapping(backend), batches[0])
+    with captured_once(("an op and its batch norm", pair, bias)):
+        ours, theirs = prepare_both(model, get_default_qat_qconfig_mapping(backend), batches[0])
     assert train(ours, batches[:6]) == pytest.approx(train(theirs, batches[:6]), rel=1e-4)
     statistics = ours.bn.running_var.clone()
     assert not torch.equal(statistics, model.bn.running_var)
@@ -440,7 +442,8 @@ def test_every_fake_quantize(kind: str) -> None:
     """On activations and weights, with conv-bn-relu-linear as the model."""
     model, batches = conv_net(), [(torch.randn(8, 3, 7, 7),) for _ in range(10)]
     mapping = QConfigMapping().set_global(QConfig(*KINDS[kind]))
-    ours, theirs = prepare_both(model, mapping, batches[0])
+    with captured_once("every fake-quantize"):
+        ours, theirs = prepare_both(model, mapping, batches[0])
     losses = train(ours, batches)
     assert losses == pytest.approx(train(theirs, batches), rel=1e-4)
     assert losses[0] != losses[-1]
