@@ -25,7 +25,7 @@ from torchao.quantization.pt2e import MinMaxObserver
 from torchao.quantization.pt2e.quantizer import QuantizationAnnotation, QuantizationSpec, Quantizer
 
 import torchq_compat as tc
-from tests.helpers.package_trees import PACKAGE, package_trees
+from tests.helpers.package_trees import PACKAGE, package_nodes, spelled
 from torchq_compat import errors
 from torchq_compat.capture.opaque_stub import OPAQUE_OP
 from torchq_compat.codes import CODES, DIFFERENCES, RANGES, TEXTS
@@ -41,8 +41,8 @@ X = torch.randn(8, 4)
 
 def literals() -> Iterator[str]:
     """Return the codes that are written in the package's code, without docstrings."""
-    for tree in package_trees().values():
-        for node in ast.walk(tree):
+    for nodes in package_nodes().values():
+        for node in nodes:
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 yield from re.findall(r"^(TQ[3-9]\d\d)(?:\.\w+)?$", node.value)
 
@@ -54,10 +54,10 @@ def test_what_is_written_is_registered_and_the_other_way_round() -> None:
 def test_places_of_texts_are_filled_where_they_are_said() -> None:
     """Every ``warn_user``, ``said`` and ``of`` of a text gives its places, no more and no less."""
     told: set[str] = {"TQ801", "TQ805"}  # whose code is in a variable
-    for path, tree in package_trees().items():
-        told |= {text for node in ast.walk(tree) if (text := written(node)) in TEXTS}
-        for node in ast.walk(tree):
-            function = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+    for path, nodes in package_nodes().items():
+        told |= {text for node in nodes if (text := written(node)) in TEXTS}
+        for node in nodes:
+            function = spelled(node.func) if isinstance(node, ast.Call) else ""
             if function in ("warn_user", "said") or function.endswith((".of", "error.of")):
                 assert isinstance(node, ast.Call)
                 key = written(node.args[0]) if node.args else ""
@@ -95,9 +95,9 @@ def test_every_text_of_an_error_is_in_the_register_with_a_hint() -> None:
     classes = {name for name in errors.__all__ if "Warning" not in name and "Note" not in name}
     made = [
         f"{path.name}:{ast.unparse(node)}"
-        for path, tree in package_trees().items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and ast.unparse(node.func).removeprefix("errors.") in classes
+        for path, nodes in package_nodes().items()
+        for node in nodes
+        if isinstance(node, ast.Call) and spelled(node.func).removeprefix("errors.") in classes
     ]
     assert len(made) == 2
     assert all("message, hint=" in call for call in made), made

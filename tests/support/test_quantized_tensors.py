@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterable
 
 import pytest
 import torch
 
 from tests.helpers.oracle import sqnr
-from tests.helpers.package_trees import PACKAGE, package_trees
+from tests.helpers.package_trees import PACKAGE, package_nodes, spelled
 from tests.helpers.warm_python import warm_python
 from torchq_compat.support import quantized_tensors as qt
 
@@ -39,14 +40,14 @@ FUNCTIONS = {
 }
 
 
-def uses(tree: ast.AST) -> list[str]:
+def uses(nodes: Iterable[ast.AST]) -> list[str]:
     """Names that only quantized tensors have, or that make them."""
     found = []
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not node.args:
             found += [node.func.attr] if node.func.attr in METHODS else []
         elif isinstance(node, ast.Attribute):
-            name = ast.unparse(node)
+            name = spelled(node)
             is_attribute = node.attr == "is_quantized" and name != "quantized_tensors.is_quantized"
             found += [name] if name in FUNCTIONS or is_attribute else []
         elif isinstance(node, ast.ImportFrom) and node.module == "torch":
@@ -59,8 +60,8 @@ def uses(tree: ast.AST) -> list[str]:
 def test_one_module_uses_them() -> None:
     found = {
         path.relative_to(PACKAGE).as_posix(): names
-        for path, tree in package_trees().items()
-        if (names := uses(tree))
+        for path, nodes in package_nodes().items()
+        if (names := uses(nodes))
     }
     assert set(found) == {DOOR}
     assert {"value.is_quantized", "int_repr", "torch.ops.quantized"} <= set(found[DOOR])
@@ -79,7 +80,7 @@ def test_one_module_uses_them() -> None:
     ],
 )
 def test_other_uses_are_found(code: str) -> None:
-    assert uses(ast.parse(code))
+    assert uses(ast.walk(ast.parse(code)))
 
 
 @pytest.fixture

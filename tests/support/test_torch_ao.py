@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.helpers.hidden_engine import environment_without_engine
 from tests.helpers.oracle import sqnr
-from tests.helpers.package_trees import PACKAGE, package_trees
+from tests.helpers.package_trees import PACKAGE, package_nodes, spelled
 from tests.helpers.warm_python import Ran, warm_python
 from tests.port.running.test_script_pairs import LEGACY, NAMES, OUTPUTS, SCORES, outputs, run
 from torchq_compat.support import torch_ao
@@ -63,16 +63,16 @@ def text_of(argument: ast.AST) -> str:
     return str(first.value) if isinstance(first, ast.Constant) else ""
 
 
-def names_of_torch_ao(tree: ast.AST) -> list[str]:
+def names_of_torch_ao(nodes: Iterable[ast.AST]) -> list[str]:
     found = []
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             found += [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Attribute):
-            found.append(ast.unparse(node))
-        elif isinstance(node, ast.Call) and node.args and ast.unparse(node.func).endswith(IMPORTS):
+            found.append(spelled(node))
+        elif isinstance(node, ast.Call) and node.args and spelled(node.func).endswith(IMPORTS):
             found.append(text_of(node.args[0]))
     return [name for name in found if f"{name}.".startswith(tuple(f"{space}." for space in NAMESPACES))]
 
@@ -80,8 +80,8 @@ def names_of_torch_ao(tree: ast.AST) -> list[str]:
 def test_one_module_imports_torch_ao() -> None:
     found = {
         path.relative_to(PACKAGE).as_posix(): names
-        for path, tree in package_trees().items()
-        if (names := names_of_torch_ao(tree))
+        for path, nodes in package_nodes().items()
+        if (names := names_of_torch_ao(nodes))
     }
     assert list(found) == [DOOR]
     assert len(found[DOOR]) > 30
@@ -100,7 +100,7 @@ def test_one_module_imports_torch_ao() -> None:
     ],
 )
 def test_other_imports_are_found(code: str) -> None:
-    assert names_of_torch_ao(ast.parse(code))
+    assert names_of_torch_ao(ast.walk(ast.parse(code)))
 
 
 def test_names_of_the_engine_are_its_own() -> None:

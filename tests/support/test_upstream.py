@@ -15,7 +15,7 @@ from torch import nn
 from torch.ao.quantization import FixedQParamsObserver
 from torchao.quantization.pt2e.quantize_pt2e import prepare_pt2e, prepare_qat_pt2e
 
-from tests.helpers.package_trees import PACKAGE, package_trees
+from tests.helpers.package_trees import PACKAGE, package_nodes, spelled
 from torchq_compat.support import upstream
 
 #: Public and private names of torch.ao have a module of their own.
@@ -29,8 +29,8 @@ def wrapped(x: torch.Tensor) -> torch.Tensor:
 
 def test_private_modules_are_imported_in_one_place() -> None:
     found = []
-    for path, tree in package_trees().items():
-        for node in ast.walk(tree):
+    for path, nodes in package_nodes().items():
+        for node in nodes:
             names: list[str] = []
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
@@ -306,11 +306,11 @@ def test_a_lazy_clone_shares_memory_until_one_side_writes() -> None:
 def test_every_name_is_tested_here() -> None:
     text = inspect.getsource(inspect.getmodule(test_every_name_is_tested_here))  # type: ignore[arg-type]
     used: set[str] = set()
-    for tree in package_trees().values():
-        for node in ast.walk(tree):
+    for nodes in package_nodes().values():
+        for node in nodes:
             if isinstance(node, ast.ImportFrom) and node.module == upstream.__name__:
                 used.update(alias.name for alias in node.names)
-            elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "upstream":
+            elif isinstance(node, ast.Attribute) and spelled(node.value) == "upstream":
                 used.add(node.attr)
     assert len(used) > 30
     assert [name for name in sorted(used) if f"upstream.{name}" not in text] == []
