@@ -3,8 +3,6 @@
 An interrupted save leaves the old file in place, and a damaged file is refused.
 """
 
-from __future__ import annotations
-
 import os
 import stat
 from collections.abc import Mapping

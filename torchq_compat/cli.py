@@ -4,8 +4,6 @@ A command is a module with a function ``add_parser``, which names the function t
 ``set_defaults(command=...)``. ``COMMANDS`` lists the modules in the order of the help text.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

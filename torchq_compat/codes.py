@@ -1,7 +1,5 @@
 """The register of codes, ``codes.toml``, and its warnings, decisions and errors. Imports no torch."""
 
-from __future__ import annotations
-
 import string
 import tomllib
 from collections.abc import Mapping

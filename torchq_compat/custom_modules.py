@@ -5,8 +5,6 @@ Each kind of custom module has a handler in ``modules/registry.py``; the stages 
 name no class. Scripts add a kind with ``register``.
 """
 
-from __future__ import annotations
-
 # Each registers its kinds when it is imported; the kinds of scripts come later, and take precedence.
 import torchq_compat.modules.attention
 import torchq_compat.modules.standalone

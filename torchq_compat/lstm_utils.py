@@ -5,8 +5,6 @@ and multiplications, in the forward direction only. Here each part has a name, i
 ``recurrent.cells``. ``torchq_compat.recurrent_parts`` does the same for GRU, RNN and cells.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

@@ -6,8 +6,6 @@ program = torch.export.load("model.pt2")
 A C++ program loads the library that ``native_library`` returns instead.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 # These imports register quantized_decomposed and torchq_compat_native.

@@ -2,8 +2,6 @@
 move values, which are batch norms.
 """
 
-from __future__ import annotations
-
 import functools
 import operator
 import tomllib

@@ -14,8 +14,6 @@ Custom modules (``prepare_custom_config_dict``, by default LSTM and MultiheadAtt
 ``prepare_fx``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any

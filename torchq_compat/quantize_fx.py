@@ -1,7 +1,5 @@
 """``torch.ao.quantization.quantize_fx`` on PT2E: the same functions, arguments and meaning."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

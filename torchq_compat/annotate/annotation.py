@@ -1,7 +1,5 @@
 """Writes decisions into a graph in the form that torchao's prepare reads."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

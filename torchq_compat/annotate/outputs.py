@@ -5,8 +5,6 @@ torchao's prepare silently drops the ``output_qspec`` of a node whose value is n
 ``getitem`` node of the output.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Warnings about settings that match nothing in a model, which FX ignores silently."""
 
-from __future__ import annotations
-
 import difflib
 import itertools
 from collections.abc import Collection, Iterable, Iterator

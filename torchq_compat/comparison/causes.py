@@ -1,7 +1,5 @@
 """Judge the measured values of a comparison, and explain why the two sides differ."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

@@ -13,8 +13,6 @@ exit code: 0 nothing got worse, 1 an output is farther from the float model than
 quantized, 2 an error
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """The measurements at a place, accumulated over batches, and the costs of a model."""
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

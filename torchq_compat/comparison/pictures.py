@@ -1,7 +1,5 @@
 """The pictures of the page: plots, and the drawing of a cell."""
 
-from __future__ import annotations
-
 import io
 import math
 from collections.abc import Iterator, Mapping, Sequence

@@ -8,8 +8,6 @@ module:function names a function without arguments that returns model, qconfig_m
 calibration_data, as for compare
 """
 
-from __future__ import annotations
-
 import argparse
 
 from torchq_compat.comparison.results import Target

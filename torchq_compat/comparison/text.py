@@ -1,7 +1,5 @@
 """Comparisons in words, as tables on a terminal, and as JSON."""
 
-from __future__ import annotations
-
 import io
 import math
 from collections.abc import Iterable, Iterator, Sequence

@@ -4,8 +4,6 @@ Legacy: ``torch.ao.quantization.convert`` and ``swap_module``; also the step of 
 float modules by those that train with fake-quantized weights.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field

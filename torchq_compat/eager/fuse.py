@@ -4,8 +4,6 @@ Legacy: torch.ao's fused modules of ``torch.ao.nn.intrinsic``, at the path of th
 other modules are deleted.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Legacy: ``torch.ao.quantization.prepare`` and ``prepare_qat``. The names of the 
 keys of the state_dict, are theirs: ``conv.activation_post_process.min_val``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -5,8 +5,6 @@ Legacy: ``torch.ao.nn.quantized``. A class here has the name, the public attribu
 that every call dequantizes; exported, that is the graph that ``convert_pt2e`` makes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """``torch.ao.quantization.quantize_dynamic``: integer weights, and activations quantized at run time."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Container, Iterator, Mapping
 from typing import Any

@@ -2,8 +2,6 @@
 loaded, and calls of a converted model follow the values on their grids.
 """
 
-from __future__ import annotations
-
 import copyreg
 import functools
 import sys

@@ -1,8 +1,6 @@
 """Loads a state dict of FX into a prepared model: everything is matched first, then all or nothing is
 written."""
 
-from __future__ import annotations
-
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace

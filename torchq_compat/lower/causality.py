@@ -1,7 +1,5 @@
 """Which calls of a model keep a state in a stream, and whether pieces give what the whole gives."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """``streaming``: a converted model that keeps its recurrent states."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Explain failed calls of captured models: which argument differs from the example, and which op failed."""
 
-from __future__ import annotations
-
 import linecache
 import operator
 import traceback

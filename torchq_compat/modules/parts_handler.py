@@ -1,7 +1,5 @@
 """The base of the handlers for the package's own kinds: a float, an observed and a converted class."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

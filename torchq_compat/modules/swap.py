@@ -3,8 +3,6 @@
 One function decides, another changes the model, which is the package's own copy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Users' own custom modules: any float class with an observed and a quantized class."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

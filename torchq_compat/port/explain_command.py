@@ -8,8 +8,6 @@ examples:
 exit code: 0, or 2 for an unknown code
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import shutil

@@ -1,7 +1,5 @@
 """What finds the sites of a construct, declared in a module of ``rewrites`` or ``reviews``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 

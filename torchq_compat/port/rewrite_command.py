@@ -10,8 +10,6 @@ exit code: 0 all done, 1 something is left for manual review, 2 an error of usag
 read or written
 """
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import sys

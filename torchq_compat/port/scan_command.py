@@ -10,8 +10,6 @@ examples:
 exit code: 0 nothing found, 1 something found, 2 an error of usage or a file that could not be read
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

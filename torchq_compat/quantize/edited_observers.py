@@ -4,8 +4,6 @@ FX has observers of activations in the graph and observes weights at convert, by
 weights are in the graph too. A loop that replaces or removes all observers means those of activations.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """``explain``: reports the decisions about a model, from the first module to the last part of a cell."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import replace

@@ -4,8 +4,6 @@ The patterns are torch.ao's own objects; none is declared again here. A fused pa
 order they run: ``(nn.Linear, nn.ReLU)``.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Translate QConfigs to torchao's QuantizationSpecs, and check that they can mean what they say."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace

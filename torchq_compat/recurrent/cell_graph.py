@@ -1,7 +1,5 @@
 """A cell as a graph of parts, prepared once for each layer and direction."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

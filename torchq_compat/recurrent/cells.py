@@ -1,7 +1,5 @@
 """The float cells of torch.nn's recurrences: their kinds, parts and formulas, one time step each."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 

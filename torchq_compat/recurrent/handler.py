@@ -1,7 +1,5 @@
 """The handlers of recurrent modules, which the stages call: one for each family, one for dynamic QConfigs."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """States between calls: streams, explicit zeros, and calibrations that never saw a state."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar

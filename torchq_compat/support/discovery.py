@@ -1,7 +1,5 @@
 """Names that are found without an import above: what modules of a package declare, and where others live."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from types import ModuleType

@@ -1,7 +1,5 @@
 """dtypes: names, ranges, and the plain integer dtypes of PT2E graphs for torch.ao's quantized dtypes."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torchao.quantization.pt2e.utils import to_underlying_dtype

@@ -4,8 +4,6 @@ These stages import the models that call them, so each is imported when it is fi
 it is.
 """
 
-from __future__ import annotations
-
 import importlib
 from contextvars import ContextVar
 from typing import Any

@@ -5,8 +5,6 @@ State between stages is kept there because torchao's prepare and convert, and co
 ``quantization_annotation``) are not in the table.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar

@@ -4,8 +4,6 @@ Convert copies a sharded model with its parts, and gathers a weight where it rea
 rank holds at a time are those of one weight of the graph, or of one custom module.
 """
 
-from __future__ import annotations
-
 import sys
 import zlib
 from collections.abc import Iterator

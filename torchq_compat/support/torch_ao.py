@@ -6,8 +6,6 @@ by ``compare``, which shows FX's results beside ours and works without them: nam
 absent, and are then replaced by something that matches nothing.
 """
 
-from __future__ import annotations
-
 import importlib
 from types import ModuleType
 from typing import Any

@@ -4,8 +4,6 @@
 there first.
 """
 
-from __future__ import annotations
-
 import builtins
 import importlib
 import math

@@ -1,7 +1,5 @@
 """All checks of the torch and torchao versions."""
 
-from __future__ import annotations
-
 import re
 
 import torch

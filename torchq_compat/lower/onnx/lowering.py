@@ -1,7 +1,5 @@
 """``to_onnx``: write a converted model as an ONNX file."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import io

@@ -1,7 +1,5 @@
 """A captured graph as the source of one TorchScript function of tensors and constants."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import operator

@@ -6,8 +6,6 @@ over its modules has no effect. The functions here act on the whole model; ``tor
 place of torch.ao's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Calls of the FX functions, under their legacy or new names, and the origins of their arguments."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache

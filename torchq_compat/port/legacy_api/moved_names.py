@@ -4,8 +4,6 @@ The rewrites of imports share this module. A local name keeps its meaning for ot
 changes; but a private name whose public successor has another name is renamed in the file.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

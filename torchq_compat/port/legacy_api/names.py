@@ -1,7 +1,5 @@
 """All legacy names that this package knows, with their old and new places. Names only, without torch."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path

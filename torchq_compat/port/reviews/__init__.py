@@ -1,7 +1,5 @@
 """The findings that ``rewrite`` leaves for manual review, one module each, found without a list."""
 
-from __future__ import annotations
-
 import sys
 
 from torchq_compat.port.finders import Finder

@@ -1,7 +1,5 @@
 """Find calls that prepare without ``example_inputs``, or with some that no model runs on."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import libcst as cst

@@ -1,7 +1,5 @@
 """Find models of FX that are equalized, pickled whole, or exported to ONNX through TorchScript."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import libcst as cst

@@ -1,8 +1,6 @@
 """Find code that inspects a converted model, uses the classes of FX's converted models, or edits a prepared
 one."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

@@ -4,8 +4,6 @@ Every rewrite recognises the FX functions under their legacy and their new names
 the look of the result: names that others import come first, so that imports are joined.
 """
 
-from __future__ import annotations
-
 import sys
 
 from torchq_compat.port.finders import Finder

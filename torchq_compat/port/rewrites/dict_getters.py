@@ -1,7 +1,5 @@
 """Rewrite ``get_default_qconfig_dict`` and related functions to the functions that return the object."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import libcst as cst

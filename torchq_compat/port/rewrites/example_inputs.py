@@ -1,7 +1,5 @@
 """Rewrite ``prepare_fx(model, mapping, x)``: example inputs that are no tuple get parentheses and a comma."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import libcst as cst

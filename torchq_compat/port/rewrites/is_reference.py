@@ -1,8 +1,6 @@
 """Rewrite ``convert_fx(model, is_reference=True)``, removed in torch 1.13, to
 ``convert_to_reference_fx(model)``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import libcst as cst

@@ -4,8 +4,6 @@ them.
 Each is a row of its table; where others names of a legacy module stay, the rows are guests.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

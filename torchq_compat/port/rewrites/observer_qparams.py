@@ -1,7 +1,5 @@
 """Rewrite ``convert_fx(model)`` in a file that trains to ``convert_fx(model, observer_qparams=True)``."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Rewrite ``qconfig_dict`` to ``QConfigMapping``."""
 
-from __future__ import annotations
-
 from torchq_compat.port.finders import Finder
 from torchq_compat.port.legacy_api.dict_forms import DictForm, of_tuples, whole_value
 

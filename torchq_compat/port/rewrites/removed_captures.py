@@ -5,8 +5,6 @@ It traced with Dynamo, as ``strict=True`` does: Quantizers find ops by the sourc
 records.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import libcst as cst

@@ -1,7 +1,5 @@
 """Rewrite keywords that torch 1.13 renamed: ``qconfig_dict=`` to ``qconfig_mapping=``, and related ones."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from torchq_compat.port.constructs import Edit, Site

@@ -1,7 +1,5 @@
 """Python files and notebooks in one form, found, read and replaced as a whole."""
 
-from __future__ import annotations
-
 import ast
 import errno
 import io

@@ -1,7 +1,5 @@
 """Imports of a source: those that rewritten code needs, and those whose names moved."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple

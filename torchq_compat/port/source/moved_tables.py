@@ -1,7 +1,5 @@
 """FX's functions and configuration classes: their legacy modules and their modules now."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import NamedTuple
 

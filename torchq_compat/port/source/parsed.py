@@ -1,7 +1,5 @@
 """A parsed Python text: its nodes, their positions, and the full names that they mean."""
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """All files of a tree, to find those that re-export legacy names under names of their own."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache

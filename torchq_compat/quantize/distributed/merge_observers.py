@@ -1,7 +1,5 @@
 """Merge what the observers of several processes saw: ``merge_observers``."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import zlib

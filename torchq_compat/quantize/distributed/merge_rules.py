@@ -15,8 +15,6 @@ The rule follows from what the observer keeps, so it covers torch.ao's classes, 
 The order of the states is that of the ranks, on every rank, so every rank computes the same bits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

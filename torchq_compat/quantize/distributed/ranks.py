@@ -1,8 +1,6 @@
 """What convert does first under a process group: it unwraps, waits for the ranks that share the weights, and
 says when the ranks differ."""
 
-from __future__ import annotations
-
 import zlib
 from collections import Counter
 from collections.abc import Mapping

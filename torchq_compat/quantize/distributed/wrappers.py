@@ -1,7 +1,5 @@
 """The wrappers of torch.distributed around a prepared model: taken off, or refused with what to do."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """Decomposes the recurrent operators of an exported program, and quantizes what results."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from collections.abc import Callable, Collection

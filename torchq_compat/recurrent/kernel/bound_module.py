@@ -1,7 +1,5 @@
 """A module's arguments of the native operator that do not change, bound once for each direction."""
 
-from __future__ import annotations
-
 import itertools
 import operator
 import weakref

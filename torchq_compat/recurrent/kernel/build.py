@@ -1,7 +1,5 @@
 """Builds, caches and loads the compiled kernel; a release may carry it."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno

@@ -1,7 +1,5 @@
 """Calls of a lowered module that go straight to the operator, because their form is known in advance."""
 
-from __future__ import annotations
-
 import weakref
 from dataclasses import dataclass
 from typing import Any

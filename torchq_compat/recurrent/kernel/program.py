@@ -1,7 +1,5 @@
 """A converted cell as a program for the cell loop: instructions over slots of floats and integers."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator, Sequence
