@@ -16,21 +16,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from torchq_compat.comparison import text as texts
 from torchq_compat.comparison.causes import decibel_text
 from torchq_compat.comparison.results import Capture, ComparedModel, FxOutcome, Point, QParamsView, Side
-from torchq_compat.comparison.text import (
-    COLUMNS,
-    PointGroup,
-    as_data,
-    as_text,
-    cost_rows,
-    distinct_places,
-    findings_by_reason,
-    grade,
-    point_rows,
-    summary_sentence,
-    worst_places,
-)
 from torchq_compat.errors import ScriptError, install_extra
 from torchq_compat.support.argument_checks import PATH, checked_arguments
 from torchq_compat.support.atomic_files import write_whole
@@ -40,7 +28,7 @@ from torchq_compat.support.report import html_table
 if TYPE_CHECKING:
     import pandas as pd
 
-NoisyT = TypeVar("NoisyT", Point, PointGroup)
+NoisyT = TypeVar("NoisyT", Point, texts.PointGroup)
 
 # The tables and bars of the page; a column that would be empty is left out.
 
@@ -56,7 +44,7 @@ def noisiest(items: list[NoisyT], most: int) -> list[NoisyT]:
 
     def sqnr(index: int) -> float:
         item = items[index]
-        return (item.point if isinstance(item, PointGroup) else item).ours.sqnr
+        return (item.point if isinstance(item, texts.PointGroup) else item).ours.sqnr
 
     return [items[index] for index in sorted(sorted(range(len(items)), key=sqnr)[:most])]
 
@@ -68,17 +56,17 @@ def bar_length(sqnr: float) -> float:
 
 def page_table(points: Sequence[Point]) -> list[tuple[list[str], dict[str, str]]]:
     """Return the names and the cells of each place, without the columns that would be empty."""
-    places = distinct_places(points)
+    places = texts.distinct_places(points)
     kept = {title: of for title, of in PAGE_COLUMNS.items() if any(map(of, places))}
     return [(place.names, {title: of(place) for title, of in kept.items()}) for place in places]
 
 
-def _as_in_text(title: str) -> Callable[[PointGroup], str]:
-    return lambda place: point_rows([place.point])[0][COLUMNS.index(title)]
+def _as_in_text(title: str) -> Callable[[texts.PointGroup], str]:
+    return lambda place: texts.point_rows([place.point])[0][texts.COLUMNS.index(title)]
 
 
-def _qparams(read: Callable[[QParamsView], str], *, of_fx: bool) -> Callable[[PointGroup], str]:
-    def cell(place: PointGroup) -> str:
+def _qparams(read: Callable[[QParamsView], str], *, of_fx: bool) -> Callable[[texts.PointGroup], str]:
+    def cell(place: texts.PointGroup) -> str:
         ours, fx = place.point.ours, place.point.fx
         side = fx if of_fx else ours
         if side is None:
@@ -117,7 +105,7 @@ def _covers(qparams: QParamsView) -> str:
     return f"{(qparams.quant_min - zero) * scale:.4g} to {(qparams.quant_max - zero) * scale:.4g}"
 
 
-def _float_range(place: PointGroup) -> str:
+def _float_range(place: texts.PointGroup) -> str:
     histogram = place.point.histogram
     return f"{histogram.low:.4g} to {histogram.high:.4g}" if histogram else ""
 
@@ -125,7 +113,7 @@ def _float_range(place: PointGroup) -> str:
 def _graded(side: Side | None) -> str:
     if side is None:
         return ""
-    word = grade(side.sqnr)
+    word = texts.grade(side.sqnr)
     return "bit-equal" if word == "exact" else f"{side.sqnr:.1f} {word}"
 
 
@@ -134,7 +122,7 @@ def _outside(side: Side | None) -> str:
 
 
 #: The most important columns come first: a narrow screen shows only those.
-PAGE_COLUMNS: dict[str, Callable[[PointGroup], str]] = {
+PAGE_COLUMNS: dict[str, Callable[[texts.PointGroup], str]] = {
     "what": _as_in_text("what"),
     "dB here": lambda place: _graded(place.point.ours),
     "dB FX": lambda place: _graded(place.point.fx),
@@ -206,7 +194,7 @@ def page(comparisons: Sequence[ComparedModel]) -> str:
     import jinja2
 
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters.update(grade=grade, decibels=decibel_text, bar_length=bar_length)
+    environment.filters.update(grade=texts.grade, decibels=decibel_text, bar_length=bar_length)
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
     return template.render(sections=list(map(_section, comparisons)), facts=_versions(), words=OF_WORDS)
 
@@ -215,7 +203,7 @@ def _section(comparison: ComparedModel) -> dict[str, Any]:
     from torchq_compat.comparison import pictures
 
     capture = comparison.capture
-    worst = worst_places(capture)
+    worst = texts.worst_places(capture)
     plots = list(_plots(comparison))
     contents = {
         "worst": ("Worst places", worst),
@@ -229,16 +217,16 @@ def _section(comparison: ComparedModel) -> dict[str, Any]:
     return {
         "capture": capture,
         "verdict": comparison.verdict,
-        "sentence": summary_sentence(comparison),
-        "findings": findings_by_reason(comparison.verdict.findings),
+        "sentence": texts.summary_sentence(comparison),
+        "findings": texts.findings_by_reason(comparison.verdict.findings),
         "has_fx": any(point.fx is not None for point in (*capture.outputs, *capture.points)),
         "worst": worst,
         "overview": pictures.overview(capture.points, INVISIBLE) if capture.points else "",
-        "bars": noisiest(distinct_places((*capture.outputs, *capture.points)), MOST_BARS),
+        "bars": noisiest(texts.distinct_places((*capture.outputs, *capture.points)), MOST_BARS),
         "marked": {place.point.name for place, _ in worst},
         "outputs": page_table(capture.outputs),
         "points": page_table(capture.points),
-        "costs": list(cost_rows(capture.costs)),
+        "costs": list(texts.cost_rows(capture.costs)),
         "plots": plots,
         "contents": [(anchor, title) for anchor, (title, content) in contents.items() if content],
     }
@@ -348,14 +336,14 @@ def comparison_html(comparison: ComparedModel) -> str:
     capture, verdict = comparison.capture, comparison.verdict
     worst = "".join(
         f"<li><code>{escape(', '.join(place.names))}</code>: {place.point.ours.sqnr:.1f} dB, "
-        f"{grade(place.point.ours.sqnr)}. {escape(why)}</li>"
-        for place, why in worst_places(capture)
+        f"{texts.grade(place.point.ours.sqnr)}. {escape(why)}</li>"
+        for place, why in texts.worst_places(capture)
     )
-    rows = point_rows((*capture.outputs, *capture.points))
+    rows = texts.point_rows((*capture.outputs, *capture.points))
     return (
         f"<div><p><b>{escape(capture.model)}: {verdict.status}</b>. "
-        f"{escape(summary_sentence(comparison))}</p><ol>{worst}</ol>"
-        f"<details><summary>{len(rows)} places</summary>{html_table(COLUMNS, rows)}</details></div>"
+        f"{escape(texts.summary_sentence(comparison))}</p><ol>{worst}</ol>"
+        f"<details><summary>{len(rows)} places</summary>{html_table(texts.COLUMNS, rows)}</details></div>"
     )
 
 
@@ -366,7 +354,7 @@ def place_rows(capture: Capture) -> list[dict[str, Any]]:
             "name": point.name,
             "kind": point.kind.value,
             "operation": point.operation,
-            "grade": grade(point.ours.sqnr),
+            "grade": texts.grade(point.ours.sqnr),
             **_side(point.ours, ""),
             **_side(point.fx, "fx_"),
             "differ": point.steps.share if point.steps else None,
@@ -398,10 +386,10 @@ class Comparison(ComparedModel):
     """FX and this package on one model; ``print`` shows the tables."""
 
     def __str__(self) -> str:
-        return as_text((self,))
+        return texts.as_text((self,))
 
     def __repr__(self) -> str:
-        return f"<Comparison of {self.capture.model}: {self.verdict.status}. {summary_sentence(self)}>"
+        return f"<Comparison of {self.capture.model}: {self.verdict.status}. {texts.summary_sentence(self)}>"
 
     def _repr_html_(self) -> str:
         return comparison_html(self)
@@ -409,7 +397,7 @@ class Comparison(ComparedModel):
     @property
     def summary(self) -> str:
         """One sentence: how near to float, how small and how fast."""
-        return summary_sentence(self)
+        return texts.summary_sentence(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Return ``as_dict()``, under the name used by other reports."""
@@ -425,7 +413,7 @@ class Comparison(ComparedModel):
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, as ``torchq-compat compare --json`` prints them for each model."""
-        return as_data(self)
+        return texts.as_data(self)
 
     def to_json(self) -> str:
         """Return ``as_dict()`` as indented JSON."""

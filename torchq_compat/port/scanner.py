@@ -25,16 +25,7 @@ from torchq_compat.port.legacy_api.fx_calls import fx_calls
 from torchq_compat.port.legacy_api.names import DICT_GETTERS, ENGINE_INTERNALS
 from torchq_compat.port.reviews import MANUAL_REVIEWS
 from torchq_compat.port.rewrites import REWRITES
-from torchq_compat.port.source.files import (
-    Document,
-    Position,
-    Problem,
-    UnreadableError,
-    check_readable,
-    find_files,
-    read_document,
-    read_raw,
-)
+from torchq_compat.port.source import files as source_files
 from torchq_compat.port.source.imports import import_edits
 from torchq_compat.port.source.moved_tables import MOVED
 from torchq_compat.port.source.parsed import Follow, ParsedSource
@@ -254,7 +245,7 @@ class Finding:
     """A site in a file."""
 
     path: Path
-    place: Position
+    place: source_files.Position
     site: Site
 
     @property
@@ -325,9 +316,9 @@ class Scan:
     """
 
     files: int = 0
-    documents: list[tuple[Document, Origin]] = field(default_factory=list)
+    documents: list[tuple[source_files.Document, Origin]] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[source_files.Problem] = field(default_factory=list)
 
 
 def scan_paths(
@@ -346,8 +337,8 @@ def scan_paths(
     """
     scan = Scan()
     files: list[Path] = []
-    for find_file in find_files(paths):
-        if isinstance(find_file, Problem):
+    for find_file in source_files.find_files(paths):
+        if isinstance(find_file, source_files.Problem):
             scan.problems.append(find_file)
         else:
             files.append(find_file)
@@ -375,8 +366,8 @@ def scan_paths(
 
 
 def in_processes(
-    work: Callable[[Document], ResultT],
-    documents: Sequence[Document],
+    work: Callable[[source_files.Document], ResultT],
+    documents: Sequence[source_files.Document],
     jobs: int,
     progress: Progress,
     description: str,
@@ -397,10 +388,10 @@ def in_processes(
         pool.shutdown(cancel_futures=True)
 
 
-_WORK: list[Callable[[Document], Any]] = []
+_WORK: list[Callable[[source_files.Document], Any]] = []
 
 
-def _start(work: Callable[[Document], Any]) -> None:
+def _start(work: Callable[[source_files.Document], Any]) -> None:
     """Keep ``work``, which has the whole tree, for all documents of this process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent ends its processes.
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -415,14 +406,14 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _do(document: Document) -> Any:
+def _do(document: source_files.Document) -> Any:
     return _WORK[0](document)
 
 
 def _sites_and_taken(
-    tree: Tree, seconds: float, document: Document
-) -> tuple[list[Finding], list[Problem], dict[Path, set[str]]]:
-    problems: list[Problem] = []
+    tree: Tree, seconds: float, document: source_files.Document
+) -> tuple[list[Finding], list[source_files.Problem], dict[Path, set[str]]]:
+    problems: list[source_files.Problem] = []
     result = _sites(document, _origin(tree, document.path), problems, seconds)
     return result, problems, tree.taken
 
@@ -432,8 +423,8 @@ def _origin(tree: Tree, path: Path) -> Origin:
 
 
 def _candidates(
-    files: list[Path], tree: Tree, problems: list[Problem], progress: Progress
-) -> Iterator[Document]:
+    files: list[Path], tree: Tree, problems: list[source_files.Problem], progress: Progress
+) -> Iterator[source_files.Document]:
     """Yield the documents that contain a legacy word, then those that contain a name these re-export, and so
     on."""
     is_candidate: Callable[[bytes], object] = may_concern
@@ -443,22 +434,22 @@ def _candidates(
         silent, re_exported = [], set[ReExport]()
         for path in progress("Reading", remaining) if first_round else remaining:
             try:
-                raw = read_raw(path)
+                raw = source_files.read_raw(path)
                 if not is_candidate(raw):
                     if first_round:
-                        check_readable(path, raw)
+                        source_files.check_readable(path, raw)
                     silent.append(path)
                     continue
-                document = read_document(path, raw)
-            except UnreadableError as error:
-                problems.append(Problem(path, str(error)))
+                document = source_files.read_document(path, raw)
+            except source_files.UnreadableError as error:
+                problems.append(source_files.Problem(path, str(error)))
                 continue
             if first_round:
-                problems += [Problem(path, problem) for problem in document.problems]
+                problems += [source_files.Problem(path, problem) for problem in document.problems]
             try:
                 re_exported |= tree.add(path, document.syntax)
             except TOO_DEEP:
-                problems.append(Problem(path, "is nested too deeply"))
+                problems.append(source_files.Problem(path, "is nested too deeply"))
                 continue
             yield document
         if re_exported <= known:
@@ -472,19 +463,21 @@ def _uses(re_exported: set[ReExport], raw: bytes) -> bool:
     return any(name.encode() in raw and module.encode() in raw for name, module in re_exported)
 
 
-def _sites(document: Document, origin: Origin, problems: list[Problem], seconds: float) -> list[Finding]:
+def _sites(
+    document: source_files.Document, origin: Origin, problems: list[source_files.Problem], seconds: float
+) -> list[Finding]:
     try:
         with time_limit(seconds):
             source = origin.parse(document.text)
             sites = find_sites(source)
     except TooLongError as error:
         site = Site(TOO_LONG, 0, document.path.name, refusal=str(error))
-        return [Finding(document.path, Position(1), site)]
+        return [Finding(document.path, source_files.Position(1), site)]
     except cst.ParserSyntaxError as error:
-        problems.append(Problem(document.path, f"line {error.raw_line}: {error.message}"))
+        problems.append(source_files.Problem(document.path, f"line {error.raw_line}: {error.message}"))
         return []
     except TOO_DEEP:
-        problems.append(Problem(document.path, "is nested too deeply"))
+        problems.append(source_files.Problem(document.path, "is nested too deeply"))
         return []
     return [
         Finding(document.path, document.place(source.line(site.offset), source.column(site.offset)), site)

@@ -9,16 +9,9 @@ from dataclasses import replace
 
 from torchq_compat.port.constructs import Site
 from torchq_compat.port.finders import Finder
+from torchq_compat.port.legacy_api import names as legacy
 from torchq_compat.port.legacy_api.fx_calls import uses_fx
 from torchq_compat.port.legacy_api.moved_names import MovedNames
-from torchq_compat.port.legacy_api.names import (
-    EAGER_FLOW,
-    EAGER_FUNCTIONS,
-    EAGER_MODE,
-    FUSING,
-    PT2E_OBSERVERS,
-    new_module,
-)
 from torchq_compat.port.source.moved_tables import FUNCTIONS, MOVED_CLASSES, MOVED_FUNCTIONS
 from torchq_compat.port.source.parsed import ParsedSource
 
@@ -33,7 +26,7 @@ PREPARES = frozenset(
     for module in (f"{PT2E}.quantize_pt2e", OURS)
     for name in ("prepare_pt2e", "prepare_qat_pt2e")
 )
-MOVED_OBSERVERS = MovedNames("TQ115", (), PT2E_OBSERVERS)
+MOVED_OBSERVERS = MovedNames("TQ115", (), legacy.PT2E_OBSERVERS)
 
 
 def find_functions(source: ParsedSource) -> Iterator[Site]:
@@ -47,7 +40,7 @@ def find_functions(source: ParsedSource) -> Iterator[Site]:
 
 def find_observers(source: ParsedSource) -> Iterator[Site]:
     """Yield observers of torch.ao in a file for PT2E, whose prepare fails on them, or drops them."""
-    used = {new_module(name) or name for name in source.used_names()}
+    used = {legacy.new_module(name) or name for name in source.used_names()}
     if not any(f"{name}.".startswith((f"{PT2E}.", f"{OURS}.")) for name in used):
         return
     legacy_configuration = uses_fx(source) or any("qconfig" in name.lower() for name in used)
@@ -67,6 +60,8 @@ def find_observers(source: ParsedSource) -> Iterator[Site]:
 FX_FUNCTIONS = Finder("TQ101", find_functions)
 LSTM_PART_HELPERS = Finder("TQ102", MovedNames("TQ102", PARTS).find)
 CUSTOM_CONFIG_CLASSES = Finder("TQ103", MovedNames("TQ103", MOVED_CLASSES[:1], guests=MOVED_CLASSES[1:]).find)
-QUANTIZE_DYNAMIC = Finder("TQ111", MovedNames("TQ111", (), EAGER_FUNCTIONS).find)
-EAGER_STATIC_MODE = Finder("TQ117", MovedNames("TQ117", (), EAGER_MODE).find, (*EAGER_FLOW, *FUSING))
+QUANTIZE_DYNAMIC = Finder("TQ111", MovedNames("TQ111", (), legacy.EAGER_FUNCTIONS).find)
+EAGER_STATIC_MODE = Finder(
+    "TQ117", MovedNames("TQ117", (), legacy.EAGER_MODE).find, (*legacy.EAGER_FLOW, *legacy.FUSING)
+)
 OBSERVERS_IN_PT2E = Finder("TQ115", find_observers)

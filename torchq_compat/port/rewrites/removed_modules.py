@@ -10,22 +10,14 @@ import libcst as cst
 
 from torchq_compat.port.constructs import Edit, ImportRequest, Site
 from torchq_compat.port.finders import Finder
+from torchq_compat.port.legacy_api import names as legacy
 from torchq_compat.port.legacy_api.moved_names import MovedNames
-from torchq_compat.port.legacy_api.names import (
-    MOVED_OF_EXPORTED,
-    MOVED_PT2E,
-    NAMES_ELSEWHERE,
-    OF_EXPORTED,
-    PT2E_FUNCTIONS,
-    REMOVED,
-    new_module,
-)
 from torchq_compat.port.source.imports import moved_modules, why_not_free
 from torchq_compat.port.source.parsed import ParsedSource, dotted, imported_module
 from torchq_compat.port.source.source_tree import installed_lacks
 
 CODE, CODE_OF_PT2E = "TQ112", "TQ120"
-OF_PT2E = frozenset(row.legacy for row in MOVED_PT2E)
+OF_PT2E = frozenset(row.legacy for row in legacy.MOVED_PT2E)
 
 
 def find(source: ParsedSource) -> Iterator[Site]:
@@ -33,32 +25,32 @@ def find(source: ParsedSource) -> Iterator[Site]:
         return _now(imported_module(node), dotted(alias.name))
 
     for node in source.nodes(cst.ImportFrom):
-        new = new_module(imported_module(node)) if isinstance(node.names, cst.ImportStar) else None
+        new = legacy.new_module(imported_module(node)) if isinstance(node.names, cst.ImportStar) else None
         if new is not None and node.module is not None:
             edit = Edit(source.start(node.module), source.end(node.module), new)
             yield Site(CODE, source.start(node), f"from {imported_module(node)}", edits=(edit,))
     yield from moved_modules(source, CODE, now, _import, _attribute)
-    yield from MovedNames(CODE, (), guests=MOVED_OF_EXPORTED).find(source)
+    yield from MovedNames(CODE, (), guests=legacy.MOVED_OF_EXPORTED).find(source)
 
 
 def _now(module: str, name: str) -> tuple[str, str] | None:
     """Return the module and the name of ``module.name`` now; None if it did not move."""
-    new, full = new_module(module), f"{module}.{name}"
-    if module in OF_PT2E and name in PT2E_FUNCTIONS:
+    new, full = legacy.new_module(module), f"{module}.{name}"
+    if module in OF_PT2E and name in legacy.PT2E_FUNCTIONS:
         return None  # The other rewrite moves it.
-    if full in REMOVED:
-        package, _, last = REMOVED[full].rpartition(".")
+    if full in legacy.REMOVED:
+        package, _, last = legacy.REMOVED[full].rpartition(".")
         return package, last
     if new is None:
         return None
-    if name in NAMES_ELSEWHERE and installed_lacks(new, name):
-        return NAMES_ELSEWHERE[name]
+    if name in legacy.NAMES_ELSEWHERE and installed_lacks(new, name):
+        return legacy.NAMES_ELSEWHERE[name]
     return new, name
 
 
 def _import(source: ParsedSource, node: cst.Import, alias: cst.ImportAlias) -> Iterator[Site]:
     name = dotted(alias.name)
-    new = new_module(name)
+    new = legacy.new_module(name)
     if new is None:
         return
     site = Site(CODE, source.start(alias), f"import {name}")
@@ -66,9 +58,9 @@ def _import(source: ParsedSource, node: cst.Import, alias: cst.ImportAlias) -> I
     if alias.asname is not None:
         uses = (source.parent(use) for use in source.references(alias.evaluated_alias or "", node))
         for use in uses:
-            if not isinstance(use, cst.Attribute) or use.attr.value in PT2E_FUNCTIONS:
+            if not isinstance(use, cst.Attribute) or use.attr.value in legacy.PT2E_FUNCTIONS:
                 continue
-            home, now = NAMES_ELSEWHERE.get(use.attr.value, (new, use.attr.value))
+            home, now = legacy.NAMES_ELSEWHERE.get(use.attr.value, (new, use.attr.value))
             if reason := installed_lacks(new, now if home == new else use.attr.value):
                 yield replace(site, refusal=reason)
                 return
@@ -80,16 +72,16 @@ def _import(source: ParsedSource, node: cst.Import, alias: cst.ImportAlias) -> I
 def _attribute(source: ParsedSource, node: cst.Attribute) -> Iterator[Site]:
     """Yield the site of a removed module written out as a dotted name; the rest of the name is kept."""
     code = source.code(node)
-    new = new_module(code)
-    if new is None or source.written_names(node) != {code} or new_module(source.code(node.value)):
+    new = legacy.new_module(code)
+    if new is None or source.written_names(node) != {code} or legacy.new_module(source.code(node.value)):
         return
     parent = source.parent(node)
-    while isinstance(parent, cst.Attribute) and new_module(source.code(parent)) not in (
+    while isinstance(parent, cst.Attribute) and legacy.new_module(source.code(parent)) not in (
         None,
         f"{new}.{parent.attr.value}",
     ):
         # A submodule may have moved to a module of its own.
-        node, new = parent, str(new_module(source.code(parent)))
+        node, new = parent, str(legacy.new_module(source.code(parent)))
         parent = source.parent(node)
     if any(isinstance(a, (cst.ImportFrom, cst.Import)) for a in source.ancestors(node)):
         return
@@ -98,10 +90,12 @@ def _attribute(source: ParsedSource, node: cst.Attribute) -> Iterator[Site]:
         node, new = parent, f"{new}.{parent.attr.value}"  # A module further down.
         parent = source.parent(node)
     edits = [Edit(source.start(used), source.end(node), new)]
-    if isinstance(parent, cst.Attribute) and parent.attr.value not in PT2E_FUNCTIONS:
+    if isinstance(parent, cst.Attribute) and parent.attr.value not in legacy.PT2E_FUNCTIONS:
         name = parent.attr.value
         home, now = (
-            NAMES_ELSEWHERE[name] if name in NAMES_ELSEWHERE and installed_lacks(new, name) else (new, name)
+            legacy.NAMES_ELSEWHERE[name]
+            if name in legacy.NAMES_ELSEWHERE and installed_lacks(new, name)
+            else (new, name)
         )
         if reason := installed_lacks(home, now):
             yield replace(site, refusal=reason)
@@ -113,7 +107,7 @@ def _attribute(source: ParsedSource, node: cst.Attribute) -> Iterator[Site]:
 
 def find_pt2e(source: ParsedSource) -> Iterator[Site]:
     old = next(filter(None, (_of_qconfigs(source, call) for call in source.nodes(cst.Call))), "")
-    for site in MovedNames(CODE_OF_PT2E, MOVED_PT2E).find(source):
+    for site in MovedNames(CODE_OF_PT2E, legacy.MOVED_PT2E).find(source):
         yield replace(site, edits=(), imports=(), refusal=old) if old else site
 
 
@@ -128,7 +122,7 @@ def _of_qconfigs(source: ParsedSource, call: cst.Call) -> str:
 
 
 REWRITE = Finder(
-    CODE, find, ("_pt2e", "QNNPackQuantizer", "XNNPACKQuantizer", "X86InductorQuantizer", *OF_EXPORTED)
+    CODE, find, ("_pt2e", "QNNPackQuantizer", "XNNPACKQuantizer", "X86InductorQuantizer", *legacy.OF_EXPORTED)
 )
 
 REWRITE_OF_PT2E = Finder(
