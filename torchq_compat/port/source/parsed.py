@@ -7,7 +7,17 @@ from functools import cache, cached_property
 from typing import Any, TypeVar, cast
 
 import libcst as cst
-from libcst import metadata
+from libcst.metadata import (
+    Assignment,
+    BaseAssignment,
+    ByteSpanPositionProvider,
+    GlobalScope,
+    ImportAssignment,
+    MetadataWrapper,
+    QualifiedNameSource,
+    Scope,
+    ScopeProvider,
+)
 from libcst.metadata.scope_provider import ScopeVisitor
 
 # LibCST's scopes in linear time: the names bound in each scope, without their uses.
@@ -21,7 +31,7 @@ from libcst.metadata.scope_provider import ScopeVisitor
 TYPING_CALLS = ("NewType", "TypeVar", "cast")
 
 
-class ScopesWithoutUses(metadata.ScopeProvider):
+class ScopesWithoutUses(ScopeProvider):
     """A ``ScopeProvider`` whose ``accesses`` and ``referents`` stay empty."""
 
     def visit_Module(self, node: cst.Module) -> bool | None:  # noqa: N802
@@ -110,17 +120,17 @@ class ParsedSource:
         self.taken_by_others = taken_by_others
         self.follow = cache(follow or (lambda name: name))
         self.module = cst.parse_module(text)
-        wrapper = metadata.MetadataWrapper(self.module, unsafe_skip_copy=True)
-        self._spans = wrapper.resolve(metadata.ByteSpanPositionProvider)
+        wrapper = MetadataWrapper(self.module, unsafe_skip_copy=True)
+        self._spans = wrapper.resolve(ByteSpanPositionProvider)
         self._scopes = wrapper.resolve(ScopesWithoutUses)
         self._parents = _parents(self.module)
         self._by_class: dict[type[cst.CSTNode], list[cst.CSTNode]] = {}
         for node in self._parents:
             self._by_class.setdefault(type(node), []).append(node)
         self._names_of_node: dict[cst.CSTNode, frozenset[str]] = {}
-        self._names_of_key: dict[tuple[metadata.Scope, str, str, int], set[str]] = {}
-        self._bindings: dict[tuple[metadata.Scope, str], frozenset[metadata.BaseAssignment]] = {}
-        self._nodes_of_bindings: dict[tuple[metadata.Scope, str], frozenset[cst.CSTNode]] = {}
+        self._names_of_key: dict[tuple[Scope, str, str, int], set[str]] = {}
+        self._bindings: dict[tuple[Scope, str], frozenset[BaseAssignment]] = {}
+        self._nodes_of_bindings: dict[tuple[Scope, str], frozenset[cst.CSTNode]] = {}
         self._stars: list[str] | None = None
 
     def nodes(self, *kinds: type[NodeT]) -> list[NodeT]:
@@ -195,11 +205,11 @@ class ParsedSource:
                 matches.setdefault(node.value, []).append(node)
         return matches
 
-    def scope(self, node: cst.CSTNode) -> metadata.Scope | None:
+    def scope(self, node: cst.CSTNode) -> Scope | None:
         return self._scopes.get(node)
 
     @property
-    def global_scope(self) -> metadata.GlobalScope | None:
+    def global_scope(self) -> GlobalScope | None:
         scope = self._scopes.get(self.module.body[0]) if self.module.body else None
         return scope.globals if scope is not None else None
 
@@ -223,7 +233,7 @@ class ParsedSource:
         matches: dict[str, list[cst.CSTNode]] = {}
         for scope in {scope for scope in self._scopes.values() if scope is not None}:
             for assignment in scope.assignments:
-                if isinstance(assignment, metadata.Assignment):
+                if isinstance(assignment, Assignment):
                     matches.setdefault(assignment.name, []).append(assignment.node)
         return matches
 
@@ -262,13 +272,11 @@ class ParsedSource:
         scope = self.scope(node)
         return scope is not None and binding in self._binding_nodes(scope, node.value)
 
-    def _binding_nodes(self, scope: metadata.Scope, name: str) -> frozenset[cst.CSTNode]:
+    def _binding_nodes(self, scope: Scope, name: str) -> frozenset[cst.CSTNode]:
         key = (scope, name)
         if key not in self._nodes_of_bindings:
             self._nodes_of_bindings[key] = frozenset(
-                binding.node
-                for binding in self.bindings(scope, name)
-                if isinstance(binding, metadata.Assignment)
+                binding.node for binding in self.bindings(scope, name) if isinstance(binding, Assignment)
             )
         return self._nodes_of_bindings[key]
 
@@ -301,7 +309,7 @@ class ParsedSource:
             return set()
         return self._names_in(scope, base.value, remaining, budget)
 
-    def _names_in(self, scope: metadata.Scope, name: str, remaining: str, budget: int) -> set[str]:
+    def _names_in(self, scope: Scope, name: str, remaining: str, budget: int) -> set[str]:
         # All uses of a name in a scope mean the same; the cache avoids quadratic time if it is bound often.
         key = (scope, name, remaining, budget)
         if key not in self._names_of_key:
@@ -311,21 +319,19 @@ class ParsedSource:
             self._names_of_key[key] = full or {f"{star}.{name}{remaining}" for star in self.star_modules()}
         return self._names_of_key[key]
 
-    def bindings(self, scope: metadata.Scope, name: str) -> frozenset[metadata.BaseAssignment]:
+    def bindings(self, scope: Scope, name: str) -> frozenset[BaseAssignment]:
         """Return the assignments that bind ``name`` for the code in ``scope``."""
         key = (scope, name)
         if key not in self._bindings:
             self._bindings[key] = frozenset(scope[name]) if name in scope else frozenset()
         return self._bindings[key]
 
-    def _names_of(
-        self, assignment: metadata.BaseAssignment, name: str, remaining: str, budget: int
-    ) -> set[str]:
-        if isinstance(assignment, metadata.ImportAssignment):
+    def _names_of(self, assignment: BaseAssignment, name: str, remaining: str, budget: int) -> set[str]:
+        if isinstance(assignment, ImportAssignment):
             return {
                 qualified.name
                 for qualified in assignment.get_qualified_names_for(name + remaining)
-                if qualified.source is metadata.QualifiedNameSource.IMPORT
+                if qualified.source is QualifiedNameSource.IMPORT
             }
         value = self.assigned_value(assignment)
         if budget and isinstance(value, (cst.Name, cst.Attribute)):
@@ -333,9 +339,9 @@ class ParsedSource:
         # Unknown code binds the name: mark it, so that a caller can tell if an import is the only origin.
         return {f"<local>.{name}{remaining}"}
 
-    def assigned_value(self, assignment: metadata.BaseAssignment) -> cst.BaseExpression | None:
+    def assigned_value(self, assignment: BaseAssignment) -> cst.BaseExpression | None:
         """Return ``value`` of a plain ``name = value``; None for every other way to bind a name."""
-        if not isinstance(assignment, metadata.Assignment):
+        if not isinstance(assignment, Assignment):
             return None
         statement = self.parent(assignment.node) if isinstance(assignment.node, cst.Name) else None
         if isinstance(statement, cst.AssignTarget):
