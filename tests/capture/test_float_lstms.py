@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from torchq_compat.capture.float_lstms import LSTM, WithoutOneDNN, without_packing
+from torchq_compat.capture.trial_runs import LSTM, WithoutOneDNN, without_packing
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "two layers": {"num_layers": 2},

@@ -27,12 +27,12 @@ from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY, Edge
 
 from torchq_compat.annotate.annotation import NodeSpecs, SpecQuantizer, WrappingQuantizer
 from torchq_compat.annotate.decide import decide_graph
+from torchq_compat.annotate.hidden_calls import HiddenCalls
 from torchq_compat.annotate.observed_graph import observer_nodes
 from torchq_compat.annotate.outputs import check_annotations
 from torchq_compat.annotate.patterns import SourcePartition, find_source_partitions, is_float_tensor
 from torchq_compat.annotate.sharing import has_several
 from torchq_compat.capture.opaque_calls import OpaqueBoundary, opaque_call_nodes
-from torchq_compat.capture.opaque_stub import HiddenCalls
 from torchq_compat.capture.writes import make_out_of_place
 from torchq_compat.errors import AnnotationError, ConfigError, TorchQCompatError
 from torchq_compat.read.backend_configs import read_backend_config

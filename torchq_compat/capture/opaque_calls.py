@@ -19,16 +19,13 @@ from torchq_compat.capture.call_layouts import CallLayout, Field, Structure
 from torchq_compat.capture.opaque_stub import OPAQUE_OP, ORIGINAL, StubRegistry
 from torchq_compat.errors import ConvertError
 from torchq_compat.ops import those
-from torchq_compat.read.qdq import DEQUANTIZE, QUANTIZE, constants_in, insert_dequantize
-from torchq_compat.read.qparams import PerTensorQParams, QParams
+from torchq_compat.read.qparams import QParams
 from torchq_compat.support import metadata
 from torchq_compat.support.graph_nodes import (
     called_modules,
     copied_values,
-    position_of,
     replace_node,
     replace_results,
-    source_of,
 )
 from torchq_compat.support.torch_ao import EAGER_ENGINE, QuantType
 from torchq_compat.support.upstream import pytree
@@ -168,8 +165,7 @@ def insert_calls(
             continue
         tensors, sizes, handle, index = node.args
         module = modules[handle]
-        if not _has(graph_module, handle, module):
-            graph_module.add_submodule(handle, module)
+        graph_module.add_submodule(handle, module)
         layouts = stubs.layouts(handle)
         if isinstance(module, OpaqueModule):
             module.opaque_layouts = layouts
@@ -186,13 +182,6 @@ def insert_calls(
     graph_module.graph.lint()
     graph_module.recompile()
     return copied
-
-
-def _has(graph_module: GraphModule, path: str, module: nn.Module) -> bool:
-    try:
-        return graph_module.get_submodule(path) is module
-    except AttributeError:
-        return False
 
 
 def _keep_parameters_read(graph_module: GraphModule, handle: str, module: nn.Module) -> list[str]:
@@ -314,71 +303,6 @@ def _call_nested(
                 result.meta = dict(getitem.meta)
                 replace_node(getitem, result)
     graph.erase_node(node)
-
-
-# The quantized boundary of converted opaque modules, as in FX.
-#
-# Inputs: the dequantize in front of each input is bypassed, so that the module receives integers. Outputs:
-# each used result leaves as integers, followed by one dequantize, and its consumers do not quantize it
-# again. An opaque module that feeds another passes its integers on directly. The call's layout has the
-# qparams.
-
-
-TO_DTYPE = torch.ops.aten.to.dtype
-
-
-def quantize_boundaries(graph_module: GraphModule) -> None:
-    """Make the calls of all opaque modules in a converted graph pass and return integers."""
-    for call, module in opaque_call_nodes(graph_module).items():
-        inputs = [_decide_input(arg) for arg in tensor_arguments(call, module)]
-        call.args = (*(node for node, _ in inputs), *call.args[len(inputs) :])
-        output_qparams = module.opaque_output_qparams(call.meta["val"])
-        input_qparams = tuple(qparams for _, qparams in inputs)
-        module.opaque_set_qparams(layout_index(call), input_qparams, output_qparams)
-        for getitem in list(call.users):
-            qparams = output_qparams[position_of(getitem)]
-            if qparams is not None:
-                _insert_dequantize(graph_module, getitem, qparams)
-    graph_module.graph.eliminate_dead_code()
-
-
-def refresh_boundaries(graph_module: GraphModule) -> None:
-    """Update the qparams of all boundaries after new qparams were loaded into the graph and its cells."""
-    for call, module in opaque_call_nodes(graph_module).items():
-        output_qparams = module.opaque_output_qparams(call.meta["val"])
-        input_qparams = tuple(qparams_of_integers(arg) for arg in tensor_arguments(call, module))
-        module.opaque_set_qparams(layout_index(call), input_qparams, output_qparams)
-        for getitem in call.users:
-            metadata.INTEGERS.write(getitem, output_qparams[position_of(getitem)])
-
-
-def qparams_of_integers(arg: Node) -> QParams | None:
-    """Return the qparams of the integers that ``arg`` returns, as a quantize node or a result of an opaque
-    module; None for floats."""
-    return PerTensorQParams.of_call(arg, QUANTIZE) or metadata.INTEGERS.of(arg)
-
-
-def _decide_input(arg: Node) -> tuple[Node, QParams | None]:
-    """Return the node to pass in place of ``arg``, and the qparams of its integers; None for floats."""
-    if arg.target is TO_DTYPE and isinstance(arg.args[0], Node) and arg.args[0].target is DEQUANTIZE:
-        arg = arg.args[0]
-    if metadata.DEQUANTIZED.is_on(arg):
-        return source_of(arg), metadata.DEQUANTIZED.required(arg)
-    if arg.target is DEQUANTIZE:
-        return source_of(arg), PerTensorQParams.of_node(arg)
-    return arg, None
-
-
-def _insert_dequantize(graph_module: GraphModule, getitem: Node, qparams: QParams) -> None:
-    graph = graph_module.graph
-    value = getitem.meta["val"]
-    with graph.inserting_before(getitem.next):
-        dequantize = insert_dequantize(graph, getitem, qparams, constants_in(graph_module), value.dtype)
-    dequantize.meta = {**getitem.meta, metadata.DEQUANTIZED.name: qparams}
-    metadata.INTEGERS.write(getitem, qparams)
-    with value.fake_mode:
-        getitem.meta["val"] = value.to(qparams.dtype)
-    getitem.replace_all_uses_with(dequantize, delete_user_cb=lambda user: user is not dequantize)
 
 
 # The specs that the outer graph has around one call of a custom module.

@@ -16,14 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter
 from torch.nn.utils.rnn import PackedSequence
+from torch.overrides import TorchFunctionMode
 
 from torchq_compat.capture.call_layouts import Structure
-from torchq_compat.capture.float_lstms import without_packing
 from torchq_compat.capture.opaque_stub import OPAQUE_OP, StubRegistry
 from torchq_compat.capture.sizes.find_sizes import Group, SizeGroups, group_of, sizes_at
 from torchq_compat.capture.sizes.input_sizes import InputSizes
 from torchq_compat.capture.torch_export import copied_inputs
 from torchq_compat.read.qdq import BLOCK
+from torchq_compat.read.qdq import LARGE as LARGE_WEIGHT
 from torchq_compat.support.graph_nodes import (
     copied_model,
     copied_values,
@@ -412,6 +413,36 @@ def kept_buffers(module: nn.Module, *, but: torch.dtype | None = None) -> Iterat
                 if not buffer.is_meta and not torch.equal(buffer, value):
                     # Observers of channels give their buffers another size.
                     buffer.resize_(value.shape).copy_(value)
+
+
+# Float LSTMs, computed without the copy of their weights that oneDNN packs at each call.
+
+
+LSTM = torch.ops.aten.lstm.input
+
+
+def without_packing(*models: nn.Module) -> AbstractContextManager[Any]:
+    """Compute LSTMs without oneDNN while the context is active, if ``models`` have large ones."""
+    return WithoutOneDNN() if any(map(_has_large_lstm, models)) else nullcontext()
+
+
+def _has_large_lstm(model: nn.Module) -> bool:
+    if not any(parameter.numel() > LARGE_WEIGHT for parameter in model.parameters()):
+        return False
+    return any(
+        isinstance(module, nn.LSTM)
+        or (isinstance(module, GraphModule) and module.graph.find_nodes(op="call_function", target=LSTM))
+        for module in model.modules()
+    )
+
+
+class WithoutOneDNN(TorchFunctionMode):
+    """Computes LSTMs by torch's own kernel; for threads that run alone, because torch's switch is for all."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_lstm = func in (torch.lstm, LSTM)
+        with torch.backends.mkldnn.flags(enabled=False) if is_lstm else nullcontext():
+            return func(*args, **(kwargs or {}))
 
 
 # Comparison of the results of two models.

@@ -20,6 +20,7 @@ from torchq_compat.checkpoints import load_fx_state
 from torchq_compat.comparison import sides
 from torchq_compat.comparison.cases import Case
 from torchq_compat.comparison.results import CellGraph, CellNode, Explained, Kind
+from torchq_compat.model.quantized_boundary import qparams_of_integers
 from torchq_compat.modules.parts import PartKind, PartOwner, part_nodes, part_of
 from torchq_compat.port.running.recorder import computes_nothing
 from torchq_compat.quantize.explain import explain
@@ -281,7 +282,7 @@ def _integers_of(node: Node) -> tuple[Node, QParams | None]:
     """Return the node that holds the integers of ``node``, with their qparams; ``node`` and None if it stays
     float."""
     quantizes = (user for user in node.users if user.target is QUANTIZE)
-    known = ((item, opaque_calls.qparams_of_integers(item)) for item in (node, *quantizes))
+    known = ((item, qparams_of_integers(item)) for item in (node, *quantizes))
     return next((pair for pair in known if pair[1] is not None), (node, None))
 
 
@@ -289,7 +290,7 @@ def _output_qparams(converted: GraphModule, result: Any) -> tuple[QParams | None
     nodes = pytree.tree_leaves(converted.graph.output_node().args[0])
     pairs = zip(nodes, pytree.tree_leaves(result), strict=True)
     return tuple(
-        opaque_calls.qparams_of_integers(source_of(node)) if is_dequantize(node) else None
+        qparams_of_integers(source_of(node)) if is_dequantize(node) else None
         for node, leaf in pairs
         if isinstance(leaf, Tensor)
     )

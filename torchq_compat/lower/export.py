@@ -17,10 +17,10 @@ from torch.fx import Graph, GraphModule, Node
 
 from torchq_compat.capture import torch_export
 from torchq_compat.capture.opaque_calls import OpaqueModule, layout_index, opaque_call_nodes, tensor_arguments
-from torchq_compat.capture.packed_sequences import with_padded_packs
 from torchq_compat.capture.sizes.find_sizes import SizeGroups, group_of, sizes_at
 from torchq_compat.capture.trial_runs import kept_buffers, trial_sizes, with_sizes
 from torchq_compat.errors import CaptureError, ExportError, TorchQCompatError
+from torchq_compat.lower.padded_packs import with_padded_packs
 from torchq_compat.lower.streaming import StreamingModel, StreamProgram
 from torchq_compat.model.graph_module import ConvertedGraphModule
 from torchq_compat.model.quantized_interface import take_integers

@@ -20,10 +20,10 @@ from torch.fx.graph import PythonCode
 
 from torchq_compat import errors
 from torchq_compat.annotate.observed_graph import ObservedPlace, observer_label, observer_nodes
-from torchq_compat.capture.opaque_calls import refresh_boundaries
 from torchq_compat.capture.training import freeze_batch_norm, set_training
 from torchq_compat.model import failed_calls, other_tools, quantized_interface, views
 from torchq_compat.model import state as states
+from torchq_compat.model.quantized_boundary import refresh_boundaries
 from torchq_compat.model.signature import CallSignature
 from torchq_compat.model.view_hooks import HOOKED, calling_hooks, is_of_a_hook
 from torchq_compat.read.backend_configs import BackendTable

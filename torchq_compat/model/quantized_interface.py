@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node, Proxy
 from torch.fx.graph import CodeGen
 
-from torchq_compat.capture.opaque_calls import qparams_of_integers
 from torchq_compat.errors import ConfigError, InputError
+from torchq_compat.model.quantized_boundary import qparams_of_integers
 from torchq_compat.read import qdq
 from torchq_compat.read.qparams import PerTensorQParams, QParams
 from torchq_compat.support.decisions import QuantizedValue

@@ -24,6 +24,7 @@ from torchq_compat.custom_modules import handler_of
 from torchq_compat.errors import ConfigError, ConvertError
 from torchq_compat.model import graph_module
 from torchq_compat.model.other_tools import unguard
+from torchq_compat.model.quantized_boundary import quantize_boundaries
 from torchq_compat.model.quantized_interface import expose_integers, return_flat
 from torchq_compat.modules.parts import PartOwner
 from torchq_compat.modules.registry import ConvertRequest, CustomModuleHandler
@@ -226,7 +227,7 @@ def _convert_graph(state: _Converting) -> None:
         is_trained=state.record.is_qat,
         observer_qparams=state.observer_qparams,
     )
-    opaque_calls.quantize_boundaries(state.converted)
+    quantize_boundaries(state.converted)
     expose_integers(state.converted, state.record.interface)
     make_whole(state.converted, "")
     state.replaced = convert_float_calls(
