@@ -6,7 +6,6 @@ nothing in it would be quantized, and torchao after 0.18 refuses graphs with suc
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from torchq_compat.ops import written_by
-from torchq_compat.support.graph_nodes import replace_node, replace_results
+from torchq_compat.support.graph_nodes import attribute_of, replace_node, replace_results
 from torchq_compat.support.upstream import FakeTensor
 
 HIGHER_ORDER = torch.ops.higher_order
@@ -147,17 +146,13 @@ def _forget_autocast(graph_module: GraphModule, inlined: Iterable[Node]) -> None
         reached = node in changed or any(source in changed for source in node.all_input_nodes)
         if node.op != "call_function" or not reached or before is None:
             continue
-        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), _value_of(graph_module))
+        args, kwargs = torch.fx.node.map_arg(
+            (node.args, node.kwargs),
+            lambda item: item.meta["val"] if "val" in item.meta else attribute_of(graph_module, item),
+        )
         with _fake_mode(before), torch.no_grad():
             node.meta["val"] = node.target(*args, **kwargs)
         changed.add(node)
-
-
-def _value_of(graph_module: GraphModule) -> Any:
-    def value(node: Node) -> Any:
-        return node.meta["val"] if "val" in node.meta else operator.attrgetter(str(node.target))(graph_module)
-
-    return value
 
 
 def _fake_mode(value: Any) -> Any:
