@@ -125,8 +125,7 @@ def _check_results(flow: Flow) -> None:
 
 
 def _outside(flow: Flow, node: Node) -> list[Node]:
-    inside = {item for step in flow.steps for item in step}
-    return [user for user in node.users if user not in inside]
+    return [user for user in node.users if user not in flow.nodes]
 
 
 @dataclass

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -106,6 +107,11 @@ class Flow:
     def template(self) -> list[Node]:
         """The nodes of the first step."""
         return [node for node in self.steps[0] if node is not None]
+
+    @cached_property
+    def nodes(self) -> set[Node | None]:
+        """The nodes of its steps."""
+        return {node for step in self.steps for node in step}
 
     @property
     def covered(self) -> int:
@@ -294,8 +300,8 @@ def _write(flow: Flow, position: int, reads: list[Read], nodes: list[Node | None
     if place.slope not in (1, -1):
         raise NotALoopError(f"{node} writes every {abs(place.slope)}th part")
     parts = {step[view.position] for step in flow.steps}
-    inside = {item for step in flow.steps for item in step}
-    if place.source.op != "call_function" or any(u in inside and u not in parts for u in place.source.users):
+    inside, is_input = flow.nodes, place.source.op != "call_function"
+    if is_input or any(user in inside and user not in parts for user in place.source.users):
         raise NotALoopError(f"{node} writes into {place.source}, which the loop reads")
     if any(user in inside for step in flow.steps if (n := step[position]) is not None for user in n.users):
         raise NotALoopError(f"{node} is read again")
