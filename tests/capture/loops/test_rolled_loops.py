@@ -214,7 +214,7 @@ def test_it_is_trained() -> None:
 
 def test_nothing_is_said_of_a_model_without_loops() -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", QuantizationWarning)
         prepared = tc.prepare_fx(
             nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval(), MAPPING, (torch.ones(2, 4),)
         )
