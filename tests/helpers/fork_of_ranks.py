@@ -16,7 +16,7 @@ import torchq_compat as tc
 # The first calls import.
 torch.set_num_threads(1)
 tc.prepare_fx(torch.nn.Linear(1, 1).eval(), get_default_qconfig_mapping("x86"), (torch.ones(1, 1),))
-# No process looks through what all have in common, as in conftest.
+# No process looks through what all have in common, as in around_tests.
 gc.collect()
 gc.freeze()
 gc.set_threshold(100_000, 50, 100)

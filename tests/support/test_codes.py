@@ -115,7 +115,7 @@ def test_a_code_is_used_once_and_says_what_to_do() -> None:
         file, _, test = entry.test.partition("::")
         name = test.partition("[")[0]
         source = (PACKAGE.parent / "tests" / file).read_text()
-        # That it raises the code is asserted whenever it runs: conftest.py.
+        # That it raises the code is asserted whenever it runs: around_tests.py.
         assert f"def {name}(" in source, entry
 
 
