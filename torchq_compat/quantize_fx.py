@@ -16,12 +16,7 @@ from torchq_compat.quantize.convert import convert_to_reference, warn_of_loss
 from torchq_compat.quantize.distributed.ranks import ready_to_convert
 from torchq_compat.quantize.first_call import takes_waiting_models, waits_for_first_call
 from torchq_compat.quantize.prepare import prepare
-from torchq_compat.quantize.request import (
-    PrepareRequest,
-    check_float_model,
-    is_converted,
-    rules_beside,
-)
+from torchq_compat.quantize.request import PrepareRequest, check_float_model, is_converted, rules_beside
 from torchq_compat.read.backend_configs import read_backend_config
 from torchq_compat.read.custom_configs import (
     read_convert_custom_config,

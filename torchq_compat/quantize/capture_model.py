@@ -16,12 +16,7 @@ from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e.quantizer import Quantizer
 
 from torchq_compat.annotate.annotation import module_record, write_op_records
-from torchq_compat.annotate.quantizers import (
-    QuantizerFailedError,
-    UserQuantizer,
-    annotated_points,
-    own_copy,
-)
+from torchq_compat.annotate.quantizers import QuantizerFailedError, UserQuantizer, annotated_points, own_copy
 from torchq_compat.annotate.sharing import has_several
 from torchq_compat.capture import opaque_calls, torch_export
 from torchq_compat.capture.checked import Attempt, CaptureCase, capture_checked

@@ -14,7 +14,6 @@ from torch.fx import GraphModule, Node
 
 from torchq_compat.annotate import observed_graph
 from torchq_compat.annotate.annotation import op_record
-from torchq_compat.annotate.observed_graph import ObserverFault
 from torchq_compat.annotate.unmatched import unmatched_at_convert
 from torchq_compat.capture import opaque_calls
 from torchq_compat.capture.torch_export import copied_inputs
@@ -30,7 +29,6 @@ from torchq_compat.modules.parts import PartOwner
 from torchq_compat.modules.registry import ConvertRequest, CustomModuleHandler
 from torchq_compat.modules.user_modules import convert_float_calls
 from torchq_compat.ops import draws, those, weight_of
-from torchq_compat.quantize.edited_observers import settle_observers, with_removed_observers
 from torchq_compat.quantize.float_model import are_never_updated
 from torchq_compat.quantize.passes import CONVERT, carries_out, run_passes
 from torchq_compat.read import qconfig_mappings
@@ -40,14 +38,12 @@ from torchq_compat.read.qspecs import OpSpecs
 from torchq_compat.support import metadata
 from torchq_compat.support.argument_checks import listed
 from torchq_compat.support.decisions import Action, Decision
+from torchq_compat.support.dtypes import plain_dtype
 from torchq_compat.support.graph_nodes import give_back_freed, position_of, source_of, tensors_in
 from torchq_compat.support.process_state import TURNS, draws_kept, without_code
 from torchq_compat.support.sharded import converting_together, is_sharded, make_whole, whole_inside
 from torchq_compat.support.torch_ao import QuantType
-from torchq_compat.support.upstream import (
-    USER_PRESERVED_ATTRIBUTES_KEY,
-    is_activation_post_process,
-)
+from torchq_compat.support.upstream import USER_PRESERVED_ATTRIBUTES_KEY, is_activation_post_process
 from torchq_compat.support.user_warnings import warn_user
 
 # Ops that were calibrated and stay float because ``convert_fx(qconfig_mapping=...)`` switches them off.
@@ -106,6 +102,96 @@ def remove_observers(prepared: GraphModule, switched_off: SwitchedOff) -> None:
     for path in removed - {str(node.target) for node, _ in observed_graph.observer_nodes(prepared)}:
         prepared.delete_submodule(path)
     prepared.recompile()
+
+
+# Observers that the script replaced or removed after prepare: which of them count, as FX counts them.
+#
+# FX has observers of activations in the graph and observes weights at convert, by the QConfig; here those of
+# weights are in the graph too. A loop that replaces or removes all observers means those of activations.
+
+
+UNSIGNED = (torch.uint8, torch.uint16)
+
+
+def settle_observers(
+    working: GraphModule, record: graph_module.ModelRecord
+) -> tuple[observed_graph.ObservedPlace, ...]:
+    """Make every observer in ``working`` one that convert knows; return the places that lost theirs.
+
+    Observers of weights that the script replaced or removed are put back, except after training, where FX has
+    them too.
+    """
+    adopted = observed_graph.adopt_observers(working)
+    if not record.is_qat and record.rules is not None:
+        _restore_weight_observers(working, record.rules, record.observed, adopted)
+    if record.is_qat and record.rules is not None:
+        _warn_of_activations_on_weights(working, record.observed, adopted)
+    there = {place.target for place in observed_graph.observed_places(working)}
+    removed = tuple(place for place in record.observed if place.target not in there)
+    if removed:
+        names = [f"{place.target} ({place.op or 'no op'})" for place in removed]
+        warn_user("TQ404", count=len(removed), observers=listed(names))
+    return removed
+
+
+def with_removed_observers(
+    decisions: tuple[Decision, ...],
+    removed: Collection[observed_graph.ObservedPlace],
+    observed: Collection[observed_graph.ObservedPlace],
+) -> tuple[Decision, ...]:
+    """Return ``decisions`` with the ops as float that have no observer left, and the reason for all that lost
+    one."""
+    lost: dict[str, list[str]] = {}
+    for place in removed:
+        lost.setdefault(place.op, []).append(place.target)
+    left = {place.op for place in observed if place not in removed}
+    return tuple(
+        replace(
+            decision,
+            action=decision.action if decision.path in left else Action.FLOAT,
+            reason=f"{decision.reason}; {', '.join(lost[decision.path])} removed from the prepared model",
+        )
+        if decision.path in lost and decision.action is Action.QUANTIZED
+        else decision
+        for decision in decisions
+    )
+
+
+def _warn_of_activations_on_weights(
+    working: GraphModule, observed: Collection[observed_graph.ObservedPlace], adopted: Collection[str]
+) -> None:
+    """Warn about weights that the script gave an observer of unsigned integers, which are for activations."""
+    replaced = [
+        f"{place.target} ({place.op})"
+        for place in observed
+        if place.is_weight
+        and place.target in adopted
+        and plain_dtype(working.get_submodule(place.target).dtype) in UNSIGNED  # type: ignore[arg-type]
+    ]
+    if replaced:
+        warn_user("TQ330", observers=listed(replaced))
+
+
+def _restore_weight_observers(
+    working: GraphModule,
+    rules: qconfig_mappings.QConfigRules,
+    observed: Collection[observed_graph.ObservedPlace],
+    adopted: Collection[str],
+) -> None:
+    there = {place.target for place in observed_graph.observed_places(working)} - set(adopted)
+    weights = {place.target for place in observed if place.is_weight and place.target not in there}
+    restored = []
+    for node in working.graph.nodes:
+        if node.op != "call_module" or node.target not in weights:
+            continue
+        records = [result for result in map(op_record, node.users) if result is not None]
+        qconfig = records[0].select(rules).qconfig if records else None
+        spec = None if qconfig is None else OpSpecs(qconfig).weight
+        if spec is not None:
+            working.set_submodule(str(node.target), spec.observer_or_fake_quant_ctr())
+            restored.append(f"{node.target} ({records[0].label})")
+    if restored:
+        warn_user("TQ319", observers=listed(restored))
 
 
 # The decisions about ops that convert with the qparams of their observers, as FX converts trained models.
@@ -391,17 +477,19 @@ def _check_observers(prepared: GraphModule) -> None:
         handler = handler_of(opaque)
         if handler is not None:
             faults.extend((f"{path}.{name}", fault) for name, fault in handler.observer_faults(opaque))
-    places = {kind: [where for where, fault in faults if fault is kind] for kind in ObserverFault}
-    if without_qparams := places[ObserverFault.NO_QPARAMS]:
+    places = {
+        kind: [where for where, fault in faults if fault is kind] for kind in observed_graph.ObserverFault
+    }
+    if without_qparams := places[observed_graph.ObserverFault.NO_QPARAMS]:
         raise ConvertError.of("TQ950.no_qparams", observers=listed(without_qparams))
-    if not_finite := places[ObserverFault.NOT_FINITE]:
+    if not_finite := places[observed_graph.ObserverFault.NOT_FINITE]:
         raise ConvertError.of("TQ950.not_finite", observers=listed(not_finite))
     left_out = observed_graph.observers_without_infinity(prepared)
     if left_out:
         warn_user("TQ406", observers=listed(left_out))
-    if accidents := places[ObserverFault.ACCIDENT]:
+    if accidents := places[observed_graph.ObserverFault.ACCIDENT]:
         warn_user("TQ419", observers=listed(accidents))
-    if unseen := places[ObserverFault.UNSEEN]:
+    if unseen := places[observed_graph.ObserverFault.UNSEEN]:
         warn_user("TQ405", count=len(unseen), observers=listed(unseen))
 
 

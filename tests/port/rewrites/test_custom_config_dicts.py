@@ -6,7 +6,8 @@ from torch.ao.quantization import QConfigMapping
 from torch.ao.quantization.fx.custom_config import ConvertCustomConfig, FuseCustomConfig, PrepareCustomConfig
 
 from tests.port.checks import IMPORTS, check_left, check_noop, check_transformed
-from torchq_compat.port.rewrites.custom_config_dicts import CONVERT, FUSE, PREPARE, REWRITE
+from torchq_compat.port.rewrites.config_dicts import CONVERT, FUSE, PREPARE
+from torchq_compat.port.rewrites.config_dicts import OF_CUSTOM_CONFIGS as REWRITE
 from torchq_compat.port.scanner import rewrite_text
 
 NAMES = {

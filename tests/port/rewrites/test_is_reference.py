@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from tests.port.checks import IMPORTS, check_left, check_noop, check_transformed
-from torchq_compat.port.rewrites.is_reference import REWRITE
+from torchq_compat.port.rewrites.fx_arguments import IS_REFERENCE as REWRITE
 
 
 @pytest.mark.parametrize(

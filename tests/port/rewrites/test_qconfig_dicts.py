@@ -6,7 +6,8 @@ from torch import nn
 from torch.ao.quantization import QConfigMapping, default_dynamic_qconfig, default_qconfig
 
 from tests.port.checks import IMPORTS, check_left, check_noop, check_transformed
-from torchq_compat.port.rewrites.qconfig_dicts import QCONFIG_DICT, REWRITE
+from torchq_compat.port.rewrites.config_dicts import OF_QCONFIGS as REWRITE
+from torchq_compat.port.rewrites.config_dicts import QCONFIG_DICT
 from torchq_compat.port.scanner import rewrite_text
 
 NEEDED = "from torch.ao.quantization import QConfigMapping\n"

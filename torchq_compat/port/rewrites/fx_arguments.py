@@ -1,16 +1,19 @@
-"""Rewrite ``prepare_fx(model, mapping, x)``: example inputs that are no tuple get parentheses and a comma."""
+"""Rewrite arguments of calls of FX: example inputs that are no tuple, keywords that torch 1.13 renamed, and
+``convert_fx(model, is_reference=True)``, removed in torch 1.13."""
 
 from collections.abc import Iterator
 
 import libcst as cst
 
-from torchq_compat.port.constructs import Edit, Site
+from torchq_compat.port.constructs import Edit, ImportRequest, Site
 from torchq_compat.port.finders import Finder
 from torchq_compat.port.legacy_api.fx_calls import FxCall, fx_calls, last_value
 from torchq_compat.port.legacy_api.names import PREPARING
+from torchq_compat.port.source.imports import why_not_free
 from torchq_compat.port.source.parsed import ParsedSource
+from torchq_compat.read.old_forms import KEYWORDS
 
-CODE = "TQ113"
+EXAMPLES = "TQ113"
 MAX_STEPS = 8
 #: Functions of torch that return one tensor.
 MAKING = frozenset(
@@ -27,9 +30,56 @@ METHODS = frozenset(
         *("repeat", "clone", "detach", "long", "cuda", "cpu", "to", "half", "double"),
     )
 )
+#: This one was renamed too, but has no counterpart: see ``reviews.models``.
+NOT_CARRIED_OVER = "_equalization_config"
+NEW_NAME = "convert_to_reference_fx"
 
 
-def find(source: ParsedSource) -> Iterator[Site]:
+def find_keywords(source: ParsedSource) -> Iterator[Site]:
+    for call in fx_calls(source):
+        given = {arg.keyword.value for arg in call.node.args if arg.keyword is not None}
+        for arg in call.node.args:
+            keyword = arg.keyword
+            new = KEYWORDS.get(keyword.value) if keyword is not None else None
+            if keyword is None or new not in call.parameters or new == NOT_CARRIED_OVER:
+                continue
+            site = Site("TQ107", source.start(keyword), f"{keyword.value}=")
+            edit = Edit(site.offset, source.end(keyword), new)
+            yield site.settled(f"{new} is given too" if new in given else "", (edit,))
+
+
+def find_is_reference(source: ParsedSource) -> Iterator[Site]:
+    for call in fx_calls(source):
+        if call.function != "convert_fx":
+            continue
+        for index, arg in enumerate(call.node.args):
+            if arg.keyword is not None and arg.keyword.value == "is_reference":
+                yield _of_is_reference(source, call, index)
+
+
+def _of_is_reference(source: ParsedSource, call: FxCall, index: int) -> Site:
+    arg = call.node.args[index]
+    start = source.start(arg)
+    value = arg.value.value if isinstance(arg.value, cst.Name) else ""
+    site = Site("TQ108", start, f"is_reference={source.code(arg.value)}")
+    if value not in ("True", "False") or not index:
+        return site.settled("which function to call depends on a value", ())
+    before = call.node.args[index - 1].value
+    removed = Edit(source.full_end(before), source.full_end(arg.value), "")
+    if b"#" in source.data[removed.start : start]:
+        return site.settled("there is a comment before it", ())
+    edits = [removed]
+    imports: tuple[ImportRequest, ...] = ()
+    if value == "True":
+        function = call.node.func
+        name = function.attr if isinstance(function, cst.Attribute) else function
+        edits.append(Edit(source.start(name), source.end(name), NEW_NAME))
+        if name is function:
+            imports = (ImportRequest("torchq_compat.quantize_fx", NEW_NAME, source.start(function)),)
+    return site.settled("".join(why_not_free(source, request) for request in imports), edits, imports)
+
+
+def find_examples(source: ParsedSource) -> Iterator[Site]:
     for call in fx_calls(source):
         arg = _example(call)
         if arg is None:
@@ -41,7 +91,7 @@ def find(source: ParsedSource) -> Iterator[Site]:
             what = source.code(value)
             text = f"({source.full_code(value)[1:-1]},)" if value.lpar else f"({source.full_code(value)},)"
             first = source.start(value.lpar[0]) if value.lpar else start
-            yield Site(CODE, start, what, (Edit(first, source.full_end(value), text),))
+            yield Site(EXAMPLES, start, what, (Edit(first, source.full_end(value), text),))
 
 
 def _example(call: FxCall) -> cst.Arg | None:
@@ -57,11 +107,11 @@ def _list(source: ParsedSource, value: cst.List) -> Iterator[Site]:
         or any(isinstance(element, cst.StarredElement) for element in value.elements)
         or not value.elements
     ):
-        yield Site(CODE, start, source.code(value), refusal="it is a list and should be a tuple")
+        yield Site(EXAMPLES, start, source.code(value), refusal="it is a list and should be a tuple")
         return
     inner = source.code(value)[1:-1].strip().rstrip(",")
     text = f"({inner},)" if len(value.elements) == 1 else f"({inner})"
-    yield Site(CODE, start, source.code(value), (Edit(start, end, text),))
+    yield Site(EXAMPLES, start, source.code(value), (Edit(start, end, text),))
 
 
 def _is_tensor(source: ParsedSource, value: cst.BaseExpression, at: cst.CSTNode) -> bool:
@@ -101,4 +151,6 @@ def _is_first_of_batch(value: cst.Subscript) -> bool:
     )
 
 
-REWRITE = Finder(CODE, find)
+RENAMED_KEYWORDS = Finder("TQ107", find_keywords)
+IS_REFERENCE = Finder("TQ108", find_is_reference)
+EXAMPLE_INPUTS = Finder(EXAMPLES, find_examples)

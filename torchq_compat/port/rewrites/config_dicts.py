@@ -1,4 +1,4 @@
-"""Rewrite dict forms of custom configs to ``PrepareCustomConfig``, ``ConvertCustomConfig``,
+"""Rewrite dict forms of configs to ``QConfigMapping``, ``PrepareCustomConfig``, ``ConvertCustomConfig``,
 ``FuseCustomConfig``."""
 
 from __future__ import annotations
@@ -10,8 +10,22 @@ import libcst as cst
 from torchq_compat.port.constructs import ImportRequest, Site
 from torchq_compat.port.finders import Finder
 from torchq_compat.port.legacy_api import dict_forms
-from torchq_compat.port.rewrites.qconfig_dicts import QCONFIG_DICT
 from torchq_compat.port.source.parsed import ParsedSource
+
+QCONFIG_DICT = dict_forms.DictForm(
+    code="TQ105",
+    module="torch.ao.quantization",
+    class_name="QConfigMapping",
+    parameter="qconfig_mapping",
+    setters={
+        "": dict_forms.whole_value("set_global"),
+        "object_type": dict_forms.of_tuples("set_object_type", 2),
+        "module_name_regex": dict_forms.of_tuples("set_module_name_regex", 2),
+        "module_name": dict_forms.of_tuples("set_module_name", 2),
+        "module_name_object_type_order": dict_forms.of_tuples("set_module_name_object_type_order", 4),
+    },
+)
+
 
 MODULE = "torchq_compat.custom_config"
 
@@ -115,4 +129,5 @@ def find(source: ParsedSource) -> Iterator[Site]:
         yield from form.find(source)
 
 
-REWRITE = Finder("TQ106", find)
+OF_QCONFIGS = Finder("TQ105", QCONFIG_DICT.find)
+OF_CUSTOM_CONFIGS = Finder("TQ106", find)
