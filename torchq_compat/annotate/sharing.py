@@ -12,13 +12,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
+from torchao.quantization.pt2e import quantizer
 from torchao.quantization.pt2e.observer import PlaceholderObserver
-from torchao.quantization.pt2e.quantizer import (
-    DerivedQuantizationSpec,
-    FixedQParamsQuantizationSpec,
-    QuantizationSpec,
-    SharedQuantizationSpec,
-)
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 from torchao.quantization.pt2e.quantizer.quantizer import QuantizationSpecBase as Spec
 
@@ -187,7 +182,7 @@ def checked_spec(point: EdgeOrNode, spec: Any) -> Spec:
     """
     if not isinstance(spec, Spec):
         raise AnnotationError.of("TQ943.spec_type", place=shown(point), spec=spec)
-    if isinstance(spec, (FixedQParamsQuantizationSpec, DerivedQuantizationSpec)):
+    if isinstance(spec, (quantizer.FixedQParamsQuantizationSpec, quantizer.DerivedQuantizationSpec)):
         # torchao reads no qscheme, and no axis, as per tensor; its convert fails without a range.
         low, high = dtype_range(spec.dtype) if is_integer(spec.dtype) else (None, None)
         return dataclasses.replace(
@@ -196,7 +191,7 @@ def checked_spec(point: EdgeOrNode, spec: Any) -> Spec:
             quant_min=low if spec.quant_min is None else spec.quant_min,
             quant_max=high if spec.quant_max is None else spec.quant_max,
         )
-    if not isinstance(spec, QuantizationSpec):
+    if not isinstance(spec, quantizer.QuantizationSpec):
         return spec
     try:
         translated, result = with_torchao_observer(spec, f"the spec of {shown(point)}")
@@ -251,9 +246,9 @@ def _without_qscheme(point: EdgeOrNode, spec: Spec) -> AnnotationError:
 
 def references(spec: Spec) -> list[EdgeOrNode]:
     """Return the points from which ``spec`` gets its qparams."""
-    if isinstance(spec, SharedQuantizationSpec):
+    if isinstance(spec, quantizer.SharedQuantizationSpec):
         return [_referred(spec.edge_or_node)]
-    if isinstance(spec, DerivedQuantizationSpec):
+    if isinstance(spec, quantizer.DerivedQuantizationSpec):
         return [_referred(point) for point in spec.derived_from]
     return []
 
@@ -400,11 +395,13 @@ class SpecTable:
             elif root in self.specs and leaders[root] == point:
                 settled[point] = self._leading(point, self.specs[root], leaders)
             else:
-                settled[point] = SharedQuantizationSpec(leaders[root] if root in self.specs else root)
+                settled[point] = quantizer.SharedQuantizationSpec(
+                    leaders[root] if root in self.specs else root
+                )
         return settled
 
     def _leading(self, point: EdgeOrNode, spec: Spec, leaders: Mapping[EdgeOrNode, EdgeOrNode]) -> Spec:
-        if not isinstance(spec, DerivedQuantizationSpec):
+        if not isinstance(spec, quantizer.DerivedQuantizationSpec):
             return spec
         sources = []
         for source in references(spec):
@@ -417,7 +414,7 @@ class SpecTable:
     def _root(self, point: EdgeOrNode) -> EdgeOrNode:
         """Follow shared specs from ``point`` to the first point that has its own spec, or none."""
         seen: set[EdgeOrNode] = set()
-        while point not in seen and isinstance(self.specs.get(point), SharedQuantizationSpec):
+        while point not in seen and isinstance(self.specs.get(point), quantizer.SharedQuantizationSpec):
             seen.add(point)
             (point,) = references(self.specs[point])
         return point
@@ -444,12 +441,12 @@ class SpecTable:
     def _depth(self, point: EdgeOrNode) -> int:
         """Return the number of derived specs between ``point`` and observed values."""
         spec = self.specs.get(self._root(point))
-        if not isinstance(spec, DerivedQuantizationSpec):
+        if not isinstance(spec, quantizer.DerivedQuantizationSpec):
             return 0
         return 1 + max((self._depth(source) for source in references(spec)), default=0)
 
     def _text_of(self, spec: Spec) -> str:
-        if not isinstance(spec, SharedQuantizationSpec):
+        if not isinstance(spec, quantizer.SharedQuantizationSpec):
             return described(spec)
         (source,) = references(spec)
         root = self.specs.get(self._root(source))
@@ -474,9 +471,9 @@ def with_nodes(spec: Spec, node_of: Callable[[Any], Node]) -> Spec:
 
 def with_points(spec: Spec, point_for: Callable[[Any], Any]) -> Spec:
     """Return ``spec`` with ``point_for`` of every point it refers to."""
-    if isinstance(spec, SharedQuantizationSpec):
-        return SharedQuantizationSpec(point_for(spec.edge_or_node))
-    if isinstance(spec, DerivedQuantizationSpec):
+    if isinstance(spec, quantizer.SharedQuantizationSpec):
+        return quantizer.SharedQuantizationSpec(point_for(spec.edge_or_node))
+    if isinstance(spec, quantizer.DerivedQuantizationSpec):
         return dataclasses.replace(spec, derived_from=[point_for(point) for point in spec.derived_from])
     return spec
 

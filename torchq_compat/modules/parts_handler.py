@@ -14,15 +14,7 @@ from torchq_compat.capture.opaque_calls import OpaqueBoundary, OpaqueModule
 from torchq_compat.errors import CustomModuleError
 from torchq_compat.fx_state.numbered import Required, RequiredObserver, RequiredTensor
 from torchq_compat.model.quantized_interface import quantized_values, result_details
-from torchq_compat.modules.parts import (
-    Part,
-    PartOwner,
-    PartSpecs,
-    measured_parts,
-    part_nodes,
-    part_of,
-    saturated_parts,
-)
+from torchq_compat.modules import parts as part_graphs
 from torchq_compat.modules.registry import ConvertRequest, CustomModuleHandler, ExplainModel, ObserveRequest
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.dtypes import is_integer
@@ -39,7 +31,7 @@ class PartOwnerHandler(CustomModuleHandler):
     def boundary(self, opaque: OpaqueModule, request: ObserveRequest, layout: CallLayout) -> OpaqueBoundary:
         """Return a boundary that quantizes every float input by the QConfig; results have the qparams of the
         parts, or are floats."""
-        assert isinstance(opaque, PartOwner)
+        assert isinstance(opaque, part_graphs.PartOwner)
         count = layout.outputs.count()
         dtypes = tuple(
             dtype if dtype is not None and is_integer(dtype) else None
@@ -55,7 +47,7 @@ class PartOwnerHandler(CustomModuleHandler):
         )
 
     def observer_faults(self, opaque: OpaqueModule) -> list[tuple[str, ObserverFault]]:
-        assert isinstance(opaque, PartOwner)
+        assert isinstance(opaque, part_graphs.PartOwner)
         return [
             (f"{path}.{name}", fault)
             for path, graph in opaque.graphs()
@@ -63,32 +55,35 @@ class PartOwnerHandler(CustomModuleHandler):
         ]
 
     def explain(self, opaque: OpaqueModule, path: str, explain_model: ExplainModel) -> Iterator[Decision]:
-        assert isinstance(opaque, PartOwner)
+        assert isinstance(opaque, part_graphs.PartOwner)
         for graph_path, graph in opaque.graphs():
-            saturated, measured = dict(saturated_parts(graph)), dict(measured_parts(graph))
-            parts = {node for _, node in part_nodes(graph)}
-            for name, node in part_nodes(graph):
+            saturated, measured = (
+                dict(part_graphs.saturated_parts(graph)),
+                dict(part_graphs.measured_parts(graph)),
+            )
+            parts = {node for _, node in part_graphs.part_nodes(graph)}
+            for name, node in part_graphs.part_nodes(graph):
                 details, reason = _observation(graph, node), "part of the custom module"
                 if name in saturated:
                     details["saturated"] = saturated[name]
                 if is_far_worse(name, measured):
                     others = statistics.median(measured.values())
                     reason = f"{reason}; {measured[name]:.0f} dB where its parts have {others:.0f}"
-                    reason += self.mending_profile(part_of(node))
-                where, formula = f"{path}.{graph_path}.{name}", part_of(node).formula
+                    reason += self.mending_profile(part_graphs.part_of(node))
+                where, formula = f"{path}.{graph_path}.{name}", part_graphs.part_of(node).formula
                 values = quantized_values(graph, node, where, parts - {node}, parts)
                 action = Action.QUANTIZED
-                if _stays_float(opaque, part_of(node)):
+                if _stays_float(opaque, part_graphs.part_of(node)):
                     reason += "; its result stays float, as its observer is of a float dtype"
                     action = Action.QUANTIZED if values else Action.FLOAT
                 yield Decision(where, formula, action, reason, details, values=values, is_part=True)
 
-    def mending_profile(self, part: Part) -> str:
+    def mending_profile(self, part: part_graphs.Part) -> str:
         """Return advice, as text, for a ``part`` that needs more than 8 bits; empty if there is none."""
         return ""
 
 
-def _stays_float(opaque: PartOwner, part: Part) -> bool:
+def _stays_float(opaque: part_graphs.PartOwner, part: part_graphs.Part) -> bool:
     """Return whether the constructor given for ``part`` quantizes nothing."""
     given = opaque.specs.constructors.by_group.get(part.group)
     return given is not None and not is_integer(given.settings.dtype)
@@ -179,7 +174,7 @@ class FamilyHandler(PartOwnerHandler):
             observed = f"nn.{family.float_class.__name__} with its parameters"
             warn_user("TQ408", kind=type(request.module).__name__, path=path, observed=observed)
         if family.has_standard("from_float", observed_class):
-            result: Any = family.observed.observe(request.module, PartSpecs(request.specs))
+            result: Any = family.observed.observe(request.module, part_graphs.PartSpecs(request.specs))
         else:
             request.module.qconfig = request.qconfig  # type: ignore[assignment]  # where FX puts it
             result = observed_class.from_float(request.module)  # type: ignore[attr-defined]
@@ -192,9 +187,9 @@ class FamilyHandler(PartOwnerHandler):
         usable.module_path = path
         return usable
 
-    def observed_result(self, result: Any, request: ObserveRequest) -> PartOwner:
+    def observed_result(self, result: Any, request: ObserveRequest) -> part_graphs.PartOwner:
         """Return the module for ``result`` of an observed class."""
-        if isinstance(result, PartOwner) and isinstance(result, self.family.observed):
+        if isinstance(result, part_graphs.PartOwner) and isinstance(result, self.family.observed):
             return result
         raise self._unusable("from_float", result, request.path)
 
@@ -246,7 +241,7 @@ def required_by_parts(graph: GraphModule, at: str) -> Required:
 def part_observers(graph: GraphModule) -> Iterator[tuple[str, str]]:
     """Yield (part, path of its observer)."""
     calls = {node for node, _ in observer_nodes(graph)}
-    for part, node in part_nodes(graph):
+    for part, node in part_graphs.part_nodes(graph):
         for user in node.users:
             if user in calls:
                 yield part, str(user.target)

@@ -6,13 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torchao.quantization.pt2e import observer as observers
 from torchao.quantization.pt2e.fake_quantize import FakeQuantizeBase, FusedMovingAvgObsFakeQuantize
-from torchao.quantization.pt2e.observer import (
-    FixedQParamsObserver,
-    HistogramObserver,
-    MinMaxObserver,
-    MovingAverageMinMaxObserver,
-)
 
 from torchq_compat.errors import ExportError
 from torchq_compat.read.histogram_search import least_error_bins
@@ -29,7 +24,7 @@ from torchq_compat.support.process_state import is_compiling, is_exporting
 
 
 @recognised_by_torch_ao
-class FastHistogramObserver(HistogramObserver):  # type: ignore[misc]
+class FastHistogramObserver(observers.HistogramObserver):  # type: ignore[misc]
     """torchao's HistogramObserver; values inside the range seen so far are only counted.
 
     Attributes:
@@ -76,7 +71,7 @@ class FastHistogramObserver(HistogramObserver):  # type: ignore[misc]
 
 
 @recognised_by_torch_ao
-class FastMinMaxObserver(MinMaxObserver):  # type: ignore[misc]
+class FastMinMaxObserver(observers.MinMaxObserver):  # type: ignore[misc]
     """torchao's MinMaxObserver that ignores values inside the range seen so far."""
 
     def forward(self, x_orig: Tensor) -> Tensor:
@@ -110,7 +105,7 @@ def _is_inside(values: Tensor, low: Tensor, high: Tensor) -> bool:
 
 
 @recognised_by_torch_ao
-class SaturationCountingObserver(MovingAverageMinMaxObserver):  # type: ignore[misc]
+class SaturationCountingObserver(observers.MovingAverageMinMaxObserver):  # type: ignore[misc]
     """torchao's MovingAverageMinMaxObserver that counts values outside its range while observing.
 
     Buffers: ``seen`` and ``saturated``, float64 counts of shape ().
@@ -265,7 +260,7 @@ class FusedFakeQuantize(FusedMovingAvgObsFakeQuantize):  # type: ignore[misc]
 
 
 @recognised_by_torch_ao
-class PowerOfTwoMinMaxObserver(MinMaxObserver):  # type: ignore[misc]
+class PowerOfTwoMinMaxObserver(observers.MinMaxObserver):  # type: ignore[misc]
     """A symmetric observer: zero point 0, scale the smallest power of two at which no seen value saturates.
 
     Args:
@@ -359,7 +354,7 @@ def _has_a_choice(module: nn.Module) -> bool:
         return False
     if hasattr(module, "convert"):
         return False
-    if isinstance(getattr(module, "activation_post_process", None), FixedQParamsObserver):
+    if isinstance(getattr(module, "activation_post_process", None), observers.FixedQParamsObserver):
         return False
     dtype = plain_dtype(module.dtype)
     return is_integer(dtype) and dtype not in SIXTEEN_BITS

@@ -8,13 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
+from torchao.quantization.pt2e import quantizer as quantizers
 from torchao.quantization.pt2e.observer import HistogramObserver, MinMaxObserver
-from torchao.quantization.pt2e.quantizer import (
-    DerivedQuantizationSpec,
-    QuantizationSpec,
-    Quantizer,
-    SharedQuantizationSpec,
-)
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from torchq_compat.annotate.outputs import annotate_outputs, check_annotations
@@ -36,13 +31,13 @@ from torchq_compat.support.user_warnings import warn_user
 EdgeSpecs = dict[Node | Output, Any]
 
 
-SPEC = optional(instance_of(QuantizationSpec))
+SPEC = optional(instance_of(quantizers.QuantizationSpec))
 
 
 @checked_arguments(activation=SPEC, weight=SPEC, weights=FLAG, states=FLAG)
 def whole_op_lstm_quantizer(
-    activation: QuantizationSpec | None = None,
-    weight: QuantizationSpec | None = None,
+    activation: quantizers.QuantizationSpec | None = None,
+    weight: quantizers.QuantizationSpec | None = None,
     *,
     weights: bool = True,
     states: bool = True,
@@ -86,8 +81,8 @@ def whole_op_lstm_quantizer(
 
 @checked_arguments(activation=SPEC, weight=SPEC, weights=FLAG, states=FLAG)
 def whole_op_recurrent_quantizer(
-    activation: QuantizationSpec | None = None,
-    weight: QuantizationSpec | None = None,
+    activation: quantizers.QuantizationSpec | None = None,
+    weight: quantizers.QuantizationSpec | None = None,
     *,
     weights: bool = True,
     states: bool = True,
@@ -121,15 +116,15 @@ def whole_op_recurrent_quantizer(
     return WholeOpRecurrentQuantizer(activation, weight, weights=weights, states=states)
 
 
-class WholeOpRecurrentQuantizer(Quantizer):  # type: ignore[misc]
+class WholeOpRecurrentQuantizer(quantizers.Quantizer):  # type: ignore[misc]
     """The Quantizer of ``whole_op_recurrent_quantizer``. It skips nodes that are already annotated."""
 
     operators: tuple[Any, ...] = tuple(aten_recurrent.KINDS)
 
     def __init__(
         self,
-        activation: QuantizationSpec | None,
-        weight: QuantizationSpec | None,
+        activation: quantizers.QuantizationSpec | None,
+        weight: quantizers.QuantizationSpec | None,
         *,
         weights: bool,
         states: bool,
@@ -186,13 +181,15 @@ class WholeOpRecurrentQuantizer(Quantizer):  # type: ignore[misc]
     def _output_specs(self, recurrent: aten_recurrent.AtenRecurrent) -> list[Any]:
         if not self.states:
             return [self.activation, *(None for _ in recurrent.states)]
-        states = [SharedQuantizationSpec((state, recurrent.node)) for state in recurrent.states]
+        states = [quantizers.SharedQuantizationSpec((state, recurrent.node)) for state in recurrent.states]
         return [states[0], *states]
 
-    def _bias_spec(self, multiplied: tuple[Node, Node], weight: tuple[Node, Node]) -> DerivedQuantizationSpec:
+    def _bias_spec(
+        self, multiplied: tuple[Node, Node], weight: tuple[Node, Node]
+    ) -> quantizers.DerivedQuantizationSpec:
         per_channel = self.weight.qscheme in PER_CHANNEL
         limits = torch.iinfo(torch.int32)
-        return DerivedQuantizationSpec(
+        return quantizers.DerivedQuantizationSpec(
             derived_from=[multiplied, weight],
             derive_qparams_fn=product_of_scales,
             dtype=torch.int32,
@@ -216,8 +213,8 @@ def product_of_scales(observers: list[Any]) -> tuple[Tensor, Tensor]:
     return scale, torch.zeros_like(scale, dtype=torch.int32)
 
 
-def _int8(qscheme: torch.qscheme, constructor: Any) -> QuantizationSpec:
-    return QuantizationSpec(torch.int8, constructor, -128, 127, qscheme)
+def _int8(qscheme: torch.qscheme, constructor: Any) -> quantizers.QuantizationSpec:
+    return quantizers.QuantizationSpec(torch.int8, constructor, -128, 127, qscheme)
 
 
 # Writes a float recurrent module as the operator torch.export captures for it, such as ``aten.lstm.input``.
