@@ -103,3 +103,8 @@ def pytest_collection_finish() -> None:
         kernel = ctypes.CDLL(str(kernel_build().library))
         assert kernel.torchq_compat_use_instruction_set(INSTRUCTION_SET.encode()) == 0, INSTRUCTION_SET
     gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Let the interpreter end without looking through what all tests left."""
+    gc.freeze()
