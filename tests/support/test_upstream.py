@@ -303,6 +303,13 @@ def test_a_lazy_clone_shares_memory_until_one_side_writes() -> None:
         upstream.lazy_clone(torch.from_numpy(alias))  # another library's memory
 
 
+def test_hooks_of_all_modules() -> None:
+    assert not upstream.has_global_hooks()
+    with nn.modules.module.register_module_forward_hook(lambda *_: None):
+        assert upstream.has_global_hooks()
+    assert not upstream.has_global_hooks()
+
+
 def test_every_name_is_tested_here() -> None:
     text = inspect.getsource(inspect.getmodule(test_every_name_is_tested_here))  # type: ignore[arg-type]
     used: set[str] = set()
