@@ -25,6 +25,7 @@ from tests.helpers.oracle import CONVERT_LSTM, MAP_LSTM, leaves, sqnr
 from torchq_compat.errors import CallError, CustomModuleError
 from torchq_compat.read.qparams import PerTensorQParams
 from torchq_compat.recurrent.kernel import op
+from torchq_compat.recurrent.kernel.build import kernel_build
 from torchq_compat.recurrent.kernel.interpreter import run_by_operators
 from torchq_compat.recurrent.kernel.program import Boundary, ModuleNumbers, qparams_row
 
@@ -108,6 +109,7 @@ def test_arguments_nested_in_another_way_are_refused() -> None:
 
 def kept() -> int:
     """Return how many modules have packed weights."""
+    assert kernel_build().is_loaded
     op.drop_forgotten()
     count: int = OPS.kept.default()
     return count
