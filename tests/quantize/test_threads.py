@@ -187,8 +187,10 @@ def counted(model: nn.Module) -> dict[str, float]:
 
 
 def test_a_copy_is_not_of_the_middle_of_a_batch() -> None:
-    """While another thread calibrates the model, all observers of a copy have seen a batch or none. The tensors of
-    ``state_dict()`` are the model's own, as in torch."""
+    """While another thread calibrates the model, all observers of a copy have seen a batch or none.
+
+    The tensors of ``state_dict()`` are the model's own, as in torch.
+    """
     mapping = QConfigMapping().set_global(QConfig(HistogramObserver, default_weight_observer))
     (x,), stop = inputs(), threading.Event()
     model = tc.prepare_fx(floats(), mapping, (x,))
