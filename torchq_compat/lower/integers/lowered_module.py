@@ -113,12 +113,12 @@ class StateVersions:
     Writes that bypass torch's version counter, through ``tensor.data`` or numpy, are not detected.
 
     Args:
-        live: ids of the tensors that may be written.
+        live: ids of the tensors that may be: modules that have no others are not looked at.
     """
 
     def __init__(self, module: nn.Module, live: Collection[int]) -> None:
         homes = [home for item in module.modules() for home in (item._parameters, item._buffers)]
-        self._homes = [home for home in homes if home]
+        self._homes = [home for home in homes if any(id(value) not in live for value in home.values())]
         self._all = [value for home in self._homes for value in home.values()]
         self._tensors = [tensor for tensor in self._all if tensor is not None and id(tensor) not in live]
         self._versions = list(map(_version, self._tensors))
@@ -127,7 +127,7 @@ class StateVersions:
         self._quick = self._read_quickly()
 
     def are_current(self) -> bool:
-        """Return whether no tensor was replaced, and none of those that must not be was moved or written."""
+        """Return whether none of these tensors was replaced, moved or written."""
         # Called before every model call, so written with loops that run in C where possible.
         tensors = chain.from_iterable([home.values() for home in self._homes])
         if sum(map(len, self._homes)) != len(self._all) or not all(map(operator.is_, tensors, self._all)):
