@@ -27,6 +27,7 @@ from tests.helpers.oracle import calibrate, sqnr
 from tests.helpers.side_by_side import Branches
 from torchq_compat.errors import CallError
 from torchq_compat.lower.integers.lowered_module import LoweredGraphModule
+from torchq_compat.support.decisions import FUSED
 
 DEFAULT = get_default_qconfig_mapping("x86")
 DYNAMIC = QConfigMapping().set_global(default_dynamic_qconfig)
@@ -461,3 +462,34 @@ def test_a_kernel_covers_no_activation_that_stays_float() -> None:
     assert computing(lowered).count(LINEAR) == 2
     assert ((lowered(x) - lowered.reference(x)) / result_scale(lowered)).abs().max() < 1.001
     assert 20 < sqnr(model(x), lowered(x)) < 60
+
+
+class Clamped(nn.Module):
+    """ReLUs and a clamp that FX does not fuse, behind layers that other ops read too or do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 1)
+        self.linear = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        first = torch.relu(self.first(x))
+        second = self.second(first)
+        pixels = torch.clamp(second, -0.3, 0.4).flatten(2).transpose(1, 2)
+        return torch.relu(self.linear(pixels)).transpose(1, 2), second.flatten(1)
+
+
+def test_kernels_saturate_to_a_clamp_that_alone_reads_them() -> None:
+    torch.manual_seed(0)
+    model, x = Clamped().eval(), images()
+    prepared = tc.prepare_fx(model, DEFAULT, (x,))
+    prepared(x)
+    converted = tc.convert_fx(prepared)
+    clamps = [node.name for node in converted.graph.nodes if "clamp" in str(node.target)]
+    assert clamps == ["clamp"]  # The result of the second convolution is read without it, too.
+    reasons = {decision.node: decision.reason for decision in converted.lowering}
+    assert all(reasons[name].startswith(FUSED) for name in ("relu", "relu_1"))
+    for x in (images(), 3 * images(2, 5, 6)):
+        for result, expected, floats in zip(converted(x), converted.reference(x), model(x), strict=True):
+            assert torch.equal(result, expected)
+            assert 10 < sqnr(floats, result) < 50

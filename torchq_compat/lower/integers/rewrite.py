@@ -218,9 +218,11 @@ class Rewriter:
         self._tell(
             op, Action.LOWERED, FUSED if written is source.node else "runs on the integers, as a clamp"
         )
-        self._replace(quantize, written)
-        if written is not source.node:
+        if written is source.node:
+            self.stands_for[written] = self.stands_for[quantize]
+        else:
             self.names[written] = op.name
+        self._replace(quantize, written)
         return True
 
     def _narrowed(self, op: Node, source: qdq_graph.Integers, low: float | None, high: float | None) -> Node:
@@ -235,7 +237,6 @@ class Rewriter:
         args[first], args[second] = max(args[first], least), min(args[second], most)  # type: ignore[type-var]
         result.args = tuple(args)
         self.lowered.graph.erase_node(written)
-        self.stands_for[result] = self.stands_for[qdq_graph.only_reader(op) or op]
         return result
 
     def _move(self, op: Node) -> None:
@@ -246,11 +247,18 @@ class Rewriter:
         several = isinstance(qdq_graph.example_value(op), (tuple, list))
         if several and any(user.target is not operator.getitem for user in op.users):
             return
-        written = write_move(self.lowered, op, qparams)
         why_float = self.left_float.get(op.name)
         values = f", with the values it has in floats; it has no q-dq: {why_float}" if why_float else ""
+        source = qdq_graph.integers_at(op.args[0]) if op.target in qdq_graph.CLAMPS else None
+        if source is None:
+            written, nothing = write_move(self.lowered, op, qparams), NOTHING
+        else:
+            bounds = qdq_graph.CLAMPS[op.target](qdq_graph.arguments_of(op))
+            written, nothing = self._narrowed(op, source, *bounds), f"{FUSED}{values}"
+            if written is source.node:
+                self.stands_for[written] = qdq_graph.Counterpart(self.reference_node[op], qparams)
         is_nothing = written in self.stands_for
-        self._tell(op, Action.LOWERED, NOTHING if is_nothing else f"runs on the integers as it is{values}")
+        self._tell(op, Action.LOWERED, nothing if is_nothing else f"runs on the integers as it is{values}")
         if not is_nothing:
             self.names[written] = op.name
         for result in list(op.users) if several else [op]:

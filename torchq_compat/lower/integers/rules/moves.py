@@ -79,8 +79,6 @@ def write_move(lowered: LoweredGraph, node: Node, qparams: PerTensorQParams) -> 
         return source
     if node.target in those("max pool"):
         return _max_pool(lowered, source, arguments)
-    if node.target in qdq_graph.CLAMPS:
-        return clamp(lowered, qdq_graph.Integers(source, qparams), *qdq_graph.CLAMPS[node.target](arguments))
     args, kwargs = map_arg(node.args, integers), map_arg(node.kwargs, integers)
     if node.target is PAD:
         value = _filled_with(node, qparams) if arguments["mode"] == "constant" else None
