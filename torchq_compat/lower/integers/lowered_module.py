@@ -37,7 +37,7 @@ from torchq_compat.model.graph_module import (
     record_of,
 )
 from torchq_compat.model.quantized_interface import quantize_inputs, take_integers
-from torchq_compat.model.view_hooks import HOOKED
+from torchq_compat.model.view_hooks import HOOKED, has_hooks
 from torchq_compat.modules.standalone import ConvertedStandalone, standalone
 from torchq_compat.quantize.passes import LOWER, carries_out, run_passes
 from torchq_compat.read.qdq import is_dequantize
@@ -271,14 +271,15 @@ class LoweredGraphModule(ConvertedModel):
             return super().__call__(*take_integers(bound, lowering.input_qparams))
         return super().__call__(*args, **kwargs)
 
-    def _is_plain_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    def _is_plain_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return whether ``forward`` takes these arguments, and nothing else is to be called around it."""
-        own, record = vars(self), self.record
-        has_hooks = own["_forward_hooks"] or own["_forward_pre_hooks"] or upstream.has_global_hooks()
-        is_watched = has_hooks or HOOKED or own["_backward_hooks"] or own["_backward_pre_hooks"]
-        return not (is_watched or self._compiled_call_impl is not None or torch._C._is_tracing()) and bool(
-            not record.interface.inputs and record.signature.knows(args, dict(kwargs))
-        )
+        is_watched = has_hooks(self) or HOOKED or upstream.has_global_hooks()
+        if is_watched or self._backward_hooks or self._backward_pre_hooks:
+            return False
+        if self._compiled_call_impl is not None or torch._C._is_tracing():
+            return False
+        record = self.record
+        return not record.interface.inputs and record.signature.knows(args, kwargs)
 
     def _refresh(self) -> None:
         """Make the graph again if the state that its constants were made of has changed."""
