@@ -214,22 +214,27 @@ class Rewriter:
         if not all(bound is None or isinstance(bound, (int, float)) for bound in bounds):
             return False
         self._covered.add(quantize)
-        written = self._narrowed(op, source, *bounds)
+        written = self._narrowed(op, source, bounds, self.stands_for[quantize])
         self._tell(
             op, Action.LOWERED, FUSED if written is source.node else "runs on the integers, as a clamp"
         )
-        if written is source.node:
-            self.stands_for[written] = self.stands_for[quantize]
-        else:
-            self.names[written] = op.name
         self._replace(quantize, written)
+        if written is not source.node:
+            self.names[written] = op.name
         return True
 
-    def _narrowed(self, op: Node, source: qdq_graph.Integers, low: float | None, high: float | None) -> Node:
-        """Return the clamped integers: if nothing else reads them, the kernel that makes them saturates."""
+    def _narrowed(
+        self,
+        op: Node,
+        source: qdq_graph.Integers,
+        bounds: tuple[float | None, float | None],
+        value: qdq_graph.Counterpart,
+    ) -> Node:
+        """Return the clamped integers: if nothing else reads them, the kernel that makes them saturates, and
+        has the ``value`` of the clamp."""
         result, dequantize = source.node, op.args[0]
         assert isinstance(dequantize, Node)
-        written = clamp(self.lowered, source, low, high)
+        written = clamp(self.lowered, source, *bounds)
         if result.target not in SATURATES or len(result.users) > 2 or len(dequantize.users) > 1:
             return written
         _, least, most = written.args
@@ -237,6 +242,7 @@ class Rewriter:
         args[first], args[second] = max(args[first], least), min(args[second], most)  # type: ignore[type-var]
         result.args = tuple(args)
         self.lowered.graph.erase_node(written)
+        self.stands_for[result] = value
         return result
 
     def _move(self, op: Node) -> None:
@@ -254,9 +260,8 @@ class Rewriter:
             written, nothing = write_move(self.lowered, op, qparams), NOTHING
         else:
             bounds = qdq_graph.CLAMPS[op.target](qdq_graph.arguments_of(op))
-            written, nothing = self._narrowed(op, source, *bounds), f"{FUSED}{values}"
-            if written is source.node:
-                self.stands_for[written] = qdq_graph.Counterpart(self.reference_node[op], qparams)
+            value = qdq_graph.Counterpart(self.reference_node[op], qparams)
+            written, nothing = self._narrowed(op, source, bounds, value), f"{FUSED}{values}"
         is_nothing = written in self.stands_for
         self._tell(op, Action.LOWERED, nothing if is_nothing else f"runs on the integers as it is{values}")
         if not is_nothing:
