@@ -3,7 +3,7 @@ written."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -46,13 +46,13 @@ def load_state(
     _refuse_wrapped(prepared, given)
     state = FxState.read(given)
     expected = required_by_model(prepared, state, prepared.record.rules, handler_of=handler_of)
-    plan = _Planner(prepared, state, expected).plan()
-    _carry_out(prepared, plan)
+    plan = _Plan(prepared, state, expected)
+    plan.write()
     if plan.dropped:
         warn_user("TQ501", count=len(plan.dropped), values=listed(plan.dropped))
-    if plan.of_several_calls:
-        warn_user("TQ502", modules=listed(plan.of_several_calls))
-
+    shared = [name for name, paths in plan.given_by.items() if name.endswith(".scale") and len(paths) > 1]
+    if shared:
+        warn_user("TQ502", modules=listed(shared))
     if plan.trained_float:
         warn_user("TQ431", observers=listed(list(plan.trained_float.values())))
 
@@ -67,11 +67,11 @@ def load_module_state(
     """
     _refuse_wrapped(prepared, given)
     state = FxState.read(given)
-    planner = _Planner(prepared, state, required_by_modules(prepared, state, handler_of))
-    _carry_out(prepared, planner.plan())
+    plan = _Plan(prepared, state, required_by_modules(prepared, state, handler_of))
+    plan.write()
     for path, module in prepared.named_modules():
         vars(module).pop(WEIGHT_QPARAMS, None)
-        weight = planner.weights.get(f"{path}.{WEIGHT_QPARAMS}")
+        weight = plan.weights.get(f"{path}.{WEIGHT_QPARAMS}")
         if weight is not None:
             vars(module)[WEIGHT_QPARAMS] = weight.scale, weight.zero_point
 
@@ -122,7 +122,7 @@ def translated_state(module: nn.Module, given: Mapping[str, Any], handler: Any, 
         CheckpointError: an entry has no place, or ``given`` is of a converted module.
     """
     state = FxState.read({f"{at}.{name}": value for name, value in given.items()})
-    plan = _Planner(module, state, handler.required_of_fx(module, state, at, required_by_model)).plan()
+    plan = _Plan(module, state, handler.required_of_fx(module, state, at, required_by_model))
     if state.is_converted:
         raise CheckpointError.of("TQ960.converted_state")
     observers = ((f"{path}.{key}", value) for path, of in plan.observers.items() for key, value in of.items())
@@ -164,25 +164,24 @@ def required_by_model(
     return expected
 
 
-@dataclass
-class _Assignments:
-    """The values to write: tensors by name, states of observers and qparams by path."""
+class _Plan:
+    """What is written into a model: every entry of the state and every wanted value is matched first.
 
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    observers: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    qparams: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    dropped: list[str] = field(default_factory=list)
-    of_several_calls: list[str] = field(default_factory=list)
-    trained_float: dict[str, str] = field(default_factory=dict)
+    Raises:
+        CheckpointError: an entry or a wanted value has no match, or does not fit.
+    """
 
-
-class _Planner:
     def __init__(self, prepared: nn.Module, state: FxState, expected: Required) -> None:
         self.prepared = prepared
         self.state = state
         self.required = expected
         self.own = prepared.state_dict()
-        self.assigned = _Assignments()
+        #: The values to write: tensors by name, states of observers and qparams by path.
+        self.tensors: dict[str, Tensor] = {}
+        self.observers: dict[str, dict[str, Tensor]] = {}
+        self.qparams: dict[str, tuple[Tensor, Tensor]] = {}
+        self.trained_float: dict[str, str] = {}
+        self.dropped: list[str] = []
         self.missing: list[str] = []
         self.weights: dict[str, FxWeight] = {}
         #: Our name of a function's weight -> FX's name of its packed weight.
@@ -190,29 +189,18 @@ class _Planner:
         self.without_qparams: list[RequiredObserver] = []
         #: FX's name of a scale -> the paths of our observers that it is loaded into.
         self.given_by: dict[str, list[str]] = {}
-
-    def plan(self) -> _Assignments:
-        """Match every entry of the state, and return the values to write.
-
-        Raises:
-            CheckpointError: an entry or a wanted value has no match, or does not fit.
-        """
-        functional = iter(list(self.state.functional_weights.items()))
+        functional = iter(list(state.functional_weights.items()))
         # Weights come first: the bias of a function is packed with its weight.
-        for tensor in sorted(self.required.tensors, key=lambda tensor: tensor.packed_with is not None):
+        for tensor in sorted(expected.tensors, key=lambda tensor: tensor.packed_with is not None):
             self._plan_tensor(tensor, functional)
-        for batch_norm in self.required.folded if self.state.is_converted else ():
+        for batch_norm in expected.folded if state.is_converted else ():
             self._dissolve(batch_norm)
-        for observer in self.required.observers:
+        for observer in expected.observers:
             self._plan_observer(observer)
         lacks_weights = bool(self.missing)
         self._match_in_order()
         self._drop_known()
         self._refuse_remaining(lacks_weights)
-        self.assigned.of_several_calls = [
-            name for name, paths in self.given_by.items() if name.endswith(".scale") and len(paths) > 1
-        ]
-        return self.assigned
 
     def _plan_tensor(self, required: RequiredTensor, functional: Iterator[tuple[str, Entry]]) -> None:
         result = self._take_tied(required)
@@ -269,7 +257,7 @@ class _Planner:
             raise CheckpointError.bad_value(fx_name, "holds NaN or infinity")
         if not torch.can_cast(value.dtype, expected.dtype):
             raise CheckpointError.bad_value(fx_name, f"is {value.dtype} where the model has {expected.dtype}")
-        self.assigned.tensors[name] = value
+        self.tensors[name] = value
 
     def _dissolve(self, batch_norm: FoldedBatchNorm) -> None:
         """Make the batch norm an identity plus the loaded bias: a converted state has it in the weight."""
@@ -284,7 +272,7 @@ class _Planner:
         # The weight is scaled by weight / sqrt(variance + eps), which is 1, bit for bit.
         weight = torch.sqrt(variance + batch_norm.eps)
         values = {"weight": weight, "bias": shift, "running_mean": mean, "running_var": variance}
-        self.assigned.tensors |= {names[role]: value for role, value in values.items()}
+        self.tensors |= {names[role]: value for role, value in values.items()}
 
     def _plan_observer(self, required: RequiredObserver) -> None:
         observer = self.prepared.get_submodule(required.path)
@@ -299,19 +287,19 @@ class _Planner:
             return
         if not result:
             if required.trained_float:
-                self.assigned.trained_float[required.path] = required.prefixes[0]
+                self.trained_float[required.path] = required.prefixes[0]
             elif not has_fixed_qparams(observer):
                 self.missing.append(required.prefixes[0] if required.prefixes else required.path)
             return
         prefix = self._most_common(list(result))
-        self.assigned.observers[required.path] = self._checked(prefix, required, observer, result[prefix])
+        self.observers[required.path] = self._checked(prefix, required, observer, result[prefix])
 
     def _most_common(self, names: list[str]) -> str:
         """Return the observer or scale whose content most of ``names`` have; record those that differ as
         dropped. ``names`` belong to ops that share one observer here."""
         prints = {name: self.state.fingerprint(name) for name in names}
         common = Counter(prints.values()).most_common(1)[0][0]
-        self.assigned.dropped += [name for name in names if prints[name] != common]
+        self.dropped += [name for name in names if prints[name] != common]
         return next(name for name in names if prints[name] == common)
 
     def _checked(
@@ -327,7 +315,7 @@ class _Planner:
         fixed = {item.rpartition(".")[2]: given[item] for item in unknown}
         if lacking and fixed.keys() == {"scale", "zero_point"}:
             # FX gives it those of the first value of a join.
-            self.assigned.qparams[required.path] = fixed["scale"], fixed["zero_point"]
+            self.qparams[required.path] = fixed["scale"], fixed["zero_point"]
             return {}
         if lacking or unknown:
             raise CheckpointError.other_model(
@@ -361,7 +349,7 @@ class _Planner:
         weight = self.weights.get(required.path)
         if weight is not None:
             if weight.scale is not None and weight.zero_point is not None:
-                self.assigned.qparams[required.path] = weight.scale, weight.zero_point
+                self.qparams[required.path] = weight.scale, weight.zero_point
             return
         result = self._qparams_of(required.scales)
         if not result and self.state.is_lowered and (handed_on := self._qparams_of(required.handed_on)):
@@ -372,7 +360,7 @@ class _Planner:
             if required.kernel is not None and self.state.is_lowered:
                 fixed_scale, fixed_zero_point = required.kernel
                 qparams = torch.tensor([fixed_scale]), torch.tensor([fixed_zero_point])
-                self.assigned.qparams[required.path] = qparams
+                self.qparams[required.path] = qparams
             # FX's kernels know fixed qparams; dynamic activations and float weights have none.
             elif not (has_fixed_qparams(observer) or not observer.state_dict() or required.is_weight):
                 self.without_qparams.append(required)
@@ -403,7 +391,7 @@ class _Planner:
             )
         if not bool((scale_value.isfinite() & (scale_value > 0)).all()):
             raise CheckpointError.bad_value(name, "holds a scale that is no positive number")
-        self.assigned.qparams[required.path] = scale_value, zero_point_value
+        self.qparams[required.path] = scale_value, zero_point_value
         if required.is_weight:
             self._quantize_weight(required, observer, scale_value, zero_point_value)
 
@@ -412,14 +400,14 @@ class _Planner:
     ) -> None:
         """Quantize a function's weight, which a reference model has as floats in front of a quantize node."""
         name = next(tensor.name for tensor in self.required.tensors if required.path in tensor.observers)
-        weight = self.assigned.tensors.get(name)
+        weight = self.tensors.get(name)
         if weight is None:
             return
         axis = int(getattr(observer, "ch_axis", 0))
         shape = [-1 if d == axis and scale.numel() > 1 else 1 for d in range(weight.dim())]
         s, z = scale.reshape(shape), zero_point.reshape(shape)
         low, high = int(observer.quant_min), int(observer.quant_max)
-        self.assigned.tensors[name] = ((torch.round(weight / s) + z).clamp(low, high) - z) * s
+        self.tensors[name] = ((torch.round(weight / s) + z).clamp(low, high) - z) * s
 
     def _match_in_order(self) -> None:
         """Match the remaining observers with the remaining scales in order. FX names a scale after the first
@@ -450,7 +438,7 @@ class _Planner:
             else:
                 taken = [f"{prefix}.{name}" for name in self.state.take_under(prefix)]
             if taken and prefix in self.required.only_fx:
-                self.assigned.dropped.append(prefix)
+                self.dropped.append(prefix)
         for name, entry in dict(self.state.untaken()).items():
             path, _, last = name.rpartition(".")
             is_qparam = last in ("scale", "zero_point")
@@ -490,6 +478,31 @@ class _Planner:
         if left:
             raise _incomplete(f"this model has no place for {listed(left)}.", [], key)
 
+    def write(self) -> None:
+        """Write the values; if that fails, the model is as it was."""
+        prepared = self.prepared
+        before = {name: value.clone() for name, value in self.own.items() if isinstance(value, Tensor)}
+        own = dict(prepared.named_parameters(remove_duplicate=False)) | dict(
+            prepared.named_buffers(remove_duplicate=False)
+        )
+        try:
+            for module in prepared.modules():
+                release_qparams(module)
+            with torch.no_grad():
+                for name, value in self.tensors.items():
+                    own[name].copy_(value)
+            for path, given in self.observers.items():
+                _load_observer(prepared.get_submodule(path), given)
+            if isinstance(prepared, GraphModule):
+                for node in prepared.graph.nodes:
+                    if node.op == "call_module" and node.target in self.trained_float:
+                        _observe_anew(prepared, node)
+            for path, (scale, zero_point) in self.qparams.items():
+                _hold(prepared.get_submodule(path), scale, zero_point)
+        except Exception as cause:
+            prepared.load_state_dict(before, strict=False)
+            raise CheckpointError.other_model(str(cause)) from cause
+
 
 def _is_stand_in(path: str, state: FxState) -> bool:
     qparams = state.values_of(f"{path}.scale")
@@ -522,32 +535,6 @@ def _names_of(observer: nn.Module) -> set[str]:
         for name in target.state_dict()
         if name.rpartition(".")[2] not in (*COUNTS, "loaded_scale", "loaded_zero_point")
     }
-
-
-def _carry_out(prepared: nn.Module, plan: _Assignments) -> None:
-    before = {
-        name: value.clone() for name, value in prepared.state_dict().items() if isinstance(value, Tensor)
-    }
-    own = dict(prepared.named_parameters(remove_duplicate=False)) | dict(
-        prepared.named_buffers(remove_duplicate=False)
-    )
-    try:
-        for module in prepared.modules():
-            release_qparams(module)
-        with torch.no_grad():
-            for name, value in plan.tensors.items():
-                own[name].copy_(value)
-        for path, given in plan.observers.items():
-            _load_observer(prepared.get_submodule(path), given)
-        if isinstance(prepared, GraphModule):
-            for node in prepared.graph.nodes:
-                if node.op == "call_module" and node.target in plan.trained_float:
-                    _observe_anew(prepared, node)
-        for path, (scale, zero_point) in plan.qparams.items():
-            _hold(prepared.get_submodule(path), scale, zero_point)
-    except Exception as cause:
-        prepared.load_state_dict(before, strict=False)
-        raise CheckpointError.other_model(str(cause)) from cause
 
 
 def _load_observer(observer: nn.Module, given: dict[str, Tensor]) -> None:
