@@ -168,19 +168,14 @@ def _part_nodes(
 def _module_taps(reference: GraphModule, places: Mapping[sides.Key, KeyFacts]) -> dict[sides.Key, sides.Tap]:
     """Return the taps of cells that FX left as eager modules, and of the results of custom modules."""
     taps: dict[sides.Key, sides.Tap] = {}
-    results: dict[str, list[sides.ResultKey]] = {}
     for key in places:
-        if isinstance(key, sides.ResultKey):
-            results.setdefault(key.path, []).append(key)
+        if isinstance(key, sides.ResultKey) and (module := _submodule(reference, key.path)) is not None:
+            taps[key] = sides.tap_module(module, key.position)
         elif isinstance(key, sides.PartKey) and not isinstance(_submodule(reference, key.cell), GraphModule):
             part = _submodule(reference, f"{key.cell}.{key.part}")
             if part is not None:
                 # A QFunctional is never called, but its result goes through its activation_post_process.
                 taps[key] = sides.tap_module(getattr(part, "activation_post_process", part))
-    for path, keys in results.items():
-        module = _submodule(reference, path)
-        if module is not None:
-            taps.update(_result_taps(module, keys))
     return taps
 
 
@@ -212,18 +207,6 @@ class _LastCalls(TorchFunctionMode):
 
     def _keep(self, tap: sides.Tap, function: Any, *_: Any) -> None:
         tap(self._last.pop(function, None))
-
-
-def _result_taps(module: nn.Module, keys: list[sides.ResultKey]) -> dict[sides.Key, sides.Tap]:
-    taps = {key.position: sides.Tap() for key in keys}
-
-    def keep(_: nn.Module, args: Any, result: Any) -> None:
-        for position, leaf in enumerate(pytree.tree_leaves(result)):
-            if position in taps:
-                taps[position](leaf)
-
-    module.register_forward_hook(keep)
-    return {key: taps[key.position] for key in keys}
 
 
 def _submodule(model: nn.Module, path: str) -> nn.Module | None:

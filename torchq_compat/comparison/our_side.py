@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -133,14 +133,14 @@ def quantize_by_us(case: Case) -> OurSide:
     decisions = tuple(explain(converted))
     names = {decision.path: _name(key) for key, decision in _op_keys(decisions)}
     places = dict(_places(converted, decisions))
-    observed = _names_of_observed(prepared)
-    exact = copy.deepcopy(prepared).apply(disable_fake_quant).eval()
+    exact, quantized = copy.deepcopy(prepared).apply(disable_fake_quant).eval(), copy.deepcopy(converted)
+    # A quantize after a node whose output has no qspec of its own belongs to the node's consumer.
+    annotations = ((node.name, node.meta.get(Q_ANNOTATION_KEY)) for node in prepared.graph.nodes)
+    observed = {name for name, item in annotations if item is not None and item.output_qspec is not None}
     return OurSide(
-        sides.QuantizedModel(_exact_runner(exact, decisions), lambda _: (), None),
+        sides.QuantizedModel(_runner(exact, decisions), lambda _: (), None),
         sides.QuantizedModel(
-            _quantized_runner(copy.deepcopy(converted), decisions, observed),
-            partial(_output_qparams, converted),
-            deployed,
+            _runner(quantized, decisions, observed), partial(_output_qparams, converted), deployed
         ),
         places,
         tuple(cell_graphs(converted)),
@@ -223,39 +223,15 @@ def _of_opaque_call(
         yield sides.ResultKey(path, position_of(getitem)), (graph_module, getitem)
 
 
-def _names_of_observed(prepared: GraphModule) -> frozenset[str]:
-    """Return the names of the nodes whose output has its own qspec; a quantize after any other node belongs
-    to its consumer."""
-    return frozenset(
-        node.name
-        for node in prepared.graph.nodes
-        if (annotation := node.meta.get(Q_ANNOTATION_KEY)) is not None and annotation.output_qspec is not None
-    )
-
-
-def _exact_runner(model: GraphModule, decisions: tuple[Decision, ...]) -> sides.Run:
-    """Return a function that runs the observed ``model`` and reads its float values."""
-    nodes = _nodes(model, decisions)
-    return _runner(model, {key: (graph, node, None) for key, (graph, node) in nodes.items()})
-
-
-def _quantized_runner(
-    model: GraphModule, decisions: tuple[Decision, ...], observed: frozenset[str]
+def _runner(
+    model: GraphModule, decisions: tuple[Decision, ...], observed: Collection[str] | None = None
 ) -> sides.Run:
-    """Return a function that runs the q-dq ``model`` and reads the integers of the ``observed`` nodes, of
-    results and of parts."""
+    """Return a function that runs ``model`` with taps, and reads floats, or the integers of the ``observed``
+    nodes, of results and of parts."""
     values: dict[sides.Key, tuple[GraphModule, Node, QParams | None]] = {}
     for key, (graph, node) in _nodes(model, decisions).items():
-        is_own = not isinstance(key, sides.OpKey) or node.name in observed
+        is_own = observed is not None and (not isinstance(key, sides.OpKey) or node.name in observed)
         values[key] = (graph, *(_integers_of(node) if is_own else (node, None)))
-    return _runner(model, values)
-
-
-def _runner(
-    model: GraphModule, values: Mapping[sides.Key, tuple[GraphModule, Node, QParams | None]]
-) -> sides.Run:
-    """Return a function that runs ``model`` with taps after the nodes of ``values``, each with the qparams of
-    its value."""
     taps: dict[tuple[int, Node], sides.Tap] = {}
     for graph in {id(graph): graph for graph, _, _ in values.values()}.values():
         tapped = sides.tap_nodes(graph, [node for owner, node, _ in values.values() if owner is graph])

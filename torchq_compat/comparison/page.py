@@ -41,12 +41,8 @@ MOST_BARS, MOST_HISTOGRAMS = 60, 24
 
 def noisiest(items: list[NoisyT], most: int) -> list[NoisyT]:
     """Return the ``most`` points or places with the most noise here, in the order of ``items``."""
-
-    def sqnr(index: int) -> float:
-        item = items[index]
-        return (item.point if isinstance(item, texts.PointGroup) else item).ours.sqnr
-
-    return [items[index] for index in sorted(sorted(range(len(items)), key=sqnr)[:most])]
+    by_noise = sorted(range(len(items)), key=lambda index: items[index].ours.sqnr)
+    return [items[index] for index in sorted(by_noise[:most])]
 
 
 def bar_length(sqnr: float) -> float:
@@ -57,29 +53,22 @@ def bar_length(sqnr: float) -> float:
 def page_table(points: Sequence[Point]) -> list[tuple[list[str], dict[str, str]]]:
     """Return the names and the cells of each place, without the columns that would be empty."""
     places = texts.distinct_places(points)
-    kept = {title: of for title, of in PAGE_COLUMNS.items() if any(map(of, places))}
-    return [(place.names, {title: of(place) for title, of in kept.items()}) for place in places]
+    kept = {title: of for title, of in PAGE_COLUMNS.items() if any(of(place.point) for place in places)}
+    return [(place.names, {title: of(place.point) for title, of in kept.items()}) for place in places]
 
 
-def _as_in_text(title: str) -> Callable[[texts.PointGroup], str]:
-    return lambda place: texts.point_rows([place.point])[0][texts.COLUMNS.index(title)]
+def _qparams(read: Callable[[QParamsView], str], *, of_fx: bool = False) -> Callable[[Point], str]:
+    # Values that are the same here and in FX are shown once.
+    otherwise = read is not _dtype
 
-
-def _qparams(read: Callable[[QParamsView], str], *, of_fx: bool) -> Callable[[texts.PointGroup], str]:
-    def cell(place: texts.PointGroup) -> str:
-        ours, fx = place.point.ours, place.point.fx
-        side = fx if of_fx else ours
-        if side is None:
-            return ""
-        if side.qparams is None:
-            return "float" if read is _dtype else ""
+    def cell(point: Point) -> str:
+        ours, side = point.ours.qparams, point.fx if of_fx else point.ours
+        if side is None or side.qparams is None:
+            return "" if side is None or otherwise else "float"
+        if of_fx and ours is not None and ours.same_qparams(side.qparams):
+            return "" if otherwise else "same"
         shown = read(side.qparams)
-        if not of_fx or ours.qparams is None:
-            return shown
-        if ours.qparams.same_qparams(side.qparams):
-            return "same" if read is _dtype else ""
-        # Values that are the same here and in FX are shown once.
-        return "" if read is not _dtype and shown == read(ours.qparams) else shown
+        return "" if of_fx and otherwise and ours is not None and shown == read(ours) else shown
 
     return cell
 
@@ -105,8 +94,8 @@ def _covers(qparams: QParamsView) -> str:
     return f"{(qparams.quant_min - zero) * scale:.4g} to {(qparams.quant_max - zero) * scale:.4g}"
 
 
-def _float_range(place: texts.PointGroup) -> str:
-    histogram = place.point.histogram
+def _float_range(point: Point) -> str:
+    histogram = point.histogram
     return f"{histogram.low:.4g} to {histogram.high:.4g}" if histogram else ""
 
 
@@ -122,19 +111,19 @@ def _outside(side: Side | None) -> str:
 
 
 #: The most important columns come first: a narrow screen shows only those.
-PAGE_COLUMNS: dict[str, Callable[[texts.PointGroup], str]] = {
-    "what": _as_in_text("what"),
-    "dB here": lambda place: _graded(place.point.ours),
-    "dB FX": lambda place: _graded(place.point.fx),
-    "differ": _as_in_text("differ"),
-    "steps": _as_in_text("steps"),
-    "outside": lambda place: _outside(place.point.ours),
-    "outside, FX": lambda place: _outside(place.point.fx),
+PAGE_COLUMNS: dict[str, Callable[[Point], str]] = {
+    "what": texts.COLUMNS["what"],
+    "dB here": lambda point: _graded(point.ours),
+    "dB FX": lambda point: _graded(point.fx),
+    "differ": texts.COLUMNS["differ"],
+    "steps": texts.COLUMNS["steps"],
+    "outside": lambda point: _outside(point.ours),
+    "outside, FX": lambda point: _outside(point.fx),
     "float from, to": _float_range,
-    "dtype": _qparams(_dtype, of_fx=False),
-    "scale": _qparams(_scale, of_fx=False),
-    "zero point": _qparams(_zero_point, of_fx=False),
-    "covers": _qparams(_covers, of_fx=False),
+    "dtype": _qparams(_dtype),
+    "scale": _qparams(_scale),
+    "zero point": _qparams(_zero_point),
+    "covers": _qparams(_covers),
     "FX dtype": _qparams(_dtype, of_fx=True),
     "FX scale": _qparams(_scale, of_fx=True),
     "FX zero point": _qparams(_zero_point, of_fx=True),
@@ -200,11 +189,15 @@ def page(comparisons: Sequence[ComparedModel]) -> str:
 
 
 def _section(comparison: ComparedModel) -> dict[str, Any]:
+    import matplotlib
+
     from torchq_compat.comparison import pictures
 
     capture = comparison.capture
     worst = texts.worst_places(capture)
-    plots = list(_plots(comparison))
+    with matplotlib.rc_context(pictures.STYLE):
+        plots = list(_plots(comparison))
+        overview = pictures.overview(capture.points, INVISIBLE) if capture.points else ""
     contents = {
         "worst": ("Worst places", worst),
         "differs": ("What differs", comparison.verdict.findings),
@@ -221,7 +214,7 @@ def _section(comparison: ComparedModel) -> dict[str, Any]:
         "findings": texts.findings_by_reason(comparison.verdict.findings),
         "has_fx": any(point.fx is not None for point in (*capture.outputs, *capture.points)),
         "worst": worst,
-        "overview": pictures.overview(capture.points, INVISIBLE) if capture.points else "",
+        "overview": overview,
         "bars": noisiest(texts.distinct_places((*capture.outputs, *capture.points)), MOST_BARS),
         "marked": {place.point.name for place, _ in worst},
         "outputs": page_table(capture.outputs),
@@ -340,10 +333,11 @@ def comparison_html(comparison: ComparedModel) -> str:
         for place, why in texts.worst_places(capture)
     )
     rows = texts.point_rows((*capture.outputs, *capture.points))
+    table = html_table(tuple(texts.COLUMNS), rows)
     return (
         f"<div><p><b>{escape(capture.model)}: {verdict.status}</b>. "
         f"{escape(texts.summary_sentence(comparison))}</p><ol>{worst}</ol>"
-        f"<details><summary>{len(rows)} places</summary>{html_table(texts.COLUMNS, rows)}</details></div>"
+        f"<details><summary>{len(rows)} places</summary>{table}</details></div>"
     )
 
 
@@ -367,16 +361,11 @@ def place_rows(capture: Capture) -> list[dict[str, Any]]:
 def _side(side: Side | None, prefix: str) -> dict[str, Any]:
     if side is None:
         return dict.fromkeys(f"{prefix}{name}" for name in OF_SIDE)
-    qparams = side.qparams
-    one = qparams if qparams is not None and len(qparams.scales) == 1 else None
-    shown = {
-        "dtype": qparams.dtype if qparams else "float",
-        "scale": one.scales[0] if one else None,
-        "zero_point": one.zero_points[0] if one else None,
-        "sqnr": side.sqnr,
-        "saturated": side.saturated,
-    }
-    return {f"{prefix}{name}": value for name, value in shown.items()}
+    qparams, one = side.qparams, (None, None)
+    if qparams is not None and len(qparams.scales) == 1:
+        one = qparams.scales[0], qparams.zero_points[0]  # type: ignore[assignment]
+    cells = (qparams.dtype if qparams else "float", *one, side.sqnr, side.saturated)
+    return {f"{prefix}{name}": cell for name, cell in zip(OF_SIDE, cells, strict=True)}
 
 
 # A compared model that shows itself as tables, as JSON and as a page. This module does not need torch.

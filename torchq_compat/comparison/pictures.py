@@ -3,6 +3,7 @@
 import io
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -169,6 +170,12 @@ def _chain(qparams: results.QParamsView | None) -> str:
 FLOAT, OURS, FX = "#7f8b97", "#1f77b4", "#d95f02"
 #: Replaced by the colour of the text around the picture.
 INK = "#010203"
+#: The settings with which the pictures are drawn.
+STYLE: Any = {
+    **dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), "none"),
+    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
+    "svg.fonttype": "none",
+}
 MAX_TICKS = 64
 #: The height of a tick, as a share of the axes.
 TICK = 0.07
@@ -212,7 +219,7 @@ def overview(points: Sequence[results.Point], ceiling: float) -> str:
     worst = min(range(len(points)), key=lambda index: points[index].ours.sqnr)
     place = (worst, max(0.0, min(points[worst].ours.sqnr, ceiling)))
     align = "right" if worst > len(points) / 2 else "left"
-    sqnr.annotate(f" {_shortened(points[worst].name)} ", place, ha=align, va="top", fontsize=8, color=INK)
+    sqnr.annotate(f" {_shortened(points[worst].name)} ", place, ha=align, va="top", fontsize=8)
     sqnr.set_ylabel(f"SQNR in dB, {ceiling:.0f} and more at the top")
     sqnr.grid(alpha=0.3)
     used = [point.ours.qparams.dtype if point.ours.qparams else "float" for point in points]
@@ -305,22 +312,8 @@ def _shortened(name: str, length: int = MAX_NAME) -> str:
 
 def _svg(figure: Figure, salt: str) -> str:
     """Return ``figure`` as an SVG element; ``salt`` makes its ids differ from those of other pictures."""
-    figure.patch.set_alpha(0)
-    for axes in figure.axes:
-        axes.patch.set_alpha(0)
-    # INK is replaced by the colour of the text around the picture.
-    for axes in figure.axes:
-        for spine in axes.spines.values():
-            spine.set_color(INK)
-        axes.title.set_color(INK)
-        axes.tick_params(colors=INK)
-        for label in (axes.xaxis.label, axes.yaxis.label):
-            label.set_color(INK)
-    for legend in figure.legends:
-        for label in legend.get_texts():
-            label.set_color(INK)
     buffer = io.StringIO()
-    with matplotlib.rc_context({"svg.hashsalt": salt, "svg.fonttype": "none"}):
+    with matplotlib.rc_context({"svg.hashsalt": salt}):
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()
     return text[text.index("<svg") :].replace(INK, "currentColor")

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from torchq_compat.read.qparams import QParams
+from torchq_compat.support.upstream import pytree
 
 # The facts of both sides about a model: the places where values can be read, and their qparams.
 
@@ -104,12 +105,13 @@ def tap_nodes(graph_module: GraphModule, nodes: Iterable[Node]) -> Mapping[Node,
     return taps
 
 
-def tap_module(module: nn.Module) -> Tap:
-    """Return a tap that keeps the results of ``module``."""
+def tap_module(module: nn.Module, position: int | None = None) -> Tap:
+    """Return a tap that keeps the results of ``module``, or the flat result at ``position``."""
     tap = Tap()
 
     def keep(_: nn.Module, args: Any, result: Any) -> None:
-        tap(result)
+        for leaf in [result] if position is None else pytree.tree_leaves(result)[position : position + 1]:
+            tap(leaf)
 
     module.register_forward_hook(keep)
     return tap

@@ -2,7 +2,7 @@
 
 import io
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -94,6 +94,10 @@ class PointGroup:
         self.point = point
         self.names = [point.name]
 
+    @property
+    def ours(self) -> results.Side:
+        return self.point.ours
+
     def takes(self, other: results.Point) -> bool:
         """Return whether ``other`` has the same value, moved or passed on."""
         mine = self.point
@@ -168,10 +172,43 @@ STYLES = {results.Status.WORSE: "bold red", results.Status.WITHOUT_FX: "bold yel
 WIDTH = 200
 #: The width from which both sides have columns of their own.
 WIDE = 150
-COLUMNS = ("where", "what", "here", "FX", "dB here", "dB FX", "differ", "steps", "saturated", "in FX")
 #: The maximum number of places shown for one reason.
 MAX_ALIKE = 6
-NONE, UNSATURATED = "-", "0.00%"
+UNSATURATED = "0.00%"
+
+
+def _decibels(side: results.Side | None) -> str:
+    return decibel_text(side.sqnr).removesuffix(" dB") if side else ""
+
+
+def _saturated(side: results.Side | None) -> str:
+    return "" if side is None or side.saturated is None else f"{side.saturated:.2%}"
+
+
+def _steps(steps: float) -> str:
+    return f"{steps:.0f}" if steps >= 10 else f"{steps:.2g}"
+
+
+def _fx_qparams(point: results.Point) -> str:
+    if point.fx is None:
+        return ""
+    ours, fx = point.ours.qparams, point.fx.qparams
+    return "same" if ours is not None and fx is not None and ours.same_qparams(fx) else qparams_text(fx)
+
+
+#: Column -> its cell for a point, empty where there is nothing.
+COLUMNS: dict[str, Callable[[results.Point], str]] = {
+    "where": lambda point: point.name,
+    "what": lambda point: "" if point.kind is results.Kind.OUTPUT else point.operation,
+    "here": lambda point: qparams_text(point.ours.qparams),
+    "FX": _fx_qparams,
+    "dB here": lambda point: _decibels(point.ours),
+    "dB FX": lambda point: _decibels(point.fx),
+    "differ": lambda point: f"{point.steps.share:.2%}" if point.steps else "",
+    "steps": lambda point: _steps(point.steps.largest) if point.steps else "",
+    "saturated": lambda point: _saturated(point.ours),
+    "in FX": lambda point: _saturated(point.fx),
+}
 
 
 def print_report(comparisons: Iterable[results.ComparedModel], console: Console) -> None:
@@ -204,68 +241,33 @@ def renderable(comparison: results.ComparedModel, width: int = WIDTH) -> Rendera
     return Group(*parts)
 
 
-def _points_table(points: Iterable[results.Point], width: int) -> Text:
+def _points_table(points: Sequence[results.Point], width: int) -> Text:
     rows = point_rows(points)
-    if width < WIDE:
-        narrow = [(*row[:2], _one_of_several(row[2]), row[4], _beside(row)) for row in rows]
-        return Text(folded_table(("where", "what", "here", "dB", ""), narrow, width), no_wrap=True)
-    return Text(folded_table((*COLUMNS, ""), [(*row, "") for row in rows], width), no_wrap=True)
+    if width >= WIDE:
+        return Text(folded_table((*COLUMNS, ""), [(*row, "") for row in rows], width), no_wrap=True)
+    narrow = []
+    for point, (where, what, here, _, decibels, *_) in zip(points, rows, strict=True):
+        # The other forms of the report list all pairs of qparams.
+        pairs = f"{here.split()[0]} {here.count('|') + 1} pairs" if "|" in here else here
+        narrow.append((where, what, pairs, decibels, _beside(point)))
+    return Text(folded_table(("where", "what", "here", "dB", ""), narrow, width), no_wrap=True)
 
 
-def _one_of_several(qparams: str) -> str:
-    """Return qparams shortened for a narrow column; the other forms of the report list all pairs."""
-    return f"{qparams.split()[0]} {qparams.count('|') + 1} pairs" if "|" in qparams else qparams
-
-
-def _beside(row: tuple[str, ...]) -> str:
+def _beside(point: results.Point) -> str:
     """Return the note that a narrow table has in place of columns: saturation, and FX."""
-    fx, decibels, share, steps, here, there = row[3], row[5], row[6], row[7], row[8], row[9]
-    texts = [f"FX {fx}" if fx else "", f"{decibels} dB" if decibels else ""]
-    if share:
-        texts.append(f"{share} differ, by {steps} steps at most")
-    if there and there != UNSATURATED:
-        texts.append(f"{there} saturated")
-    ours = f"{here} saturated" if here and here != UNSATURATED else ""
+    cells = {name: cell(point) for name, cell in COLUMNS.items()}
+    texts = [f"FX {cells['FX']}" if point.fx else "", f"{cells['dB FX']} dB" if point.fx else ""]
+    if point.steps:
+        texts.append(f"{cells['differ']} differ, by {cells['steps']} steps at most")
+    if cells["in FX"] not in ("", UNSATURATED):
+        texts.append(f"{cells['in FX']} saturated")
+    ours = f"{cells['saturated']} saturated" if cells["saturated"] not in ("", UNSATURATED) else ""
     return "; ".join(filter(None, (ours, ", ".join(filter(None, texts)))))
 
 
 def point_rows(points: Iterable[results.Point]) -> list[tuple[str, ...]]:
-    """Return the cells of ``COLUMNS`` for each of ``points``, empty where there is nothing."""
-    return [tuple("" if cell == NONE else cell for cell in _row(point)) for point in points]
-
-
-def _row(point: results.Point) -> tuple[str, ...]:
-    ours, fx, steps = point.ours, point.fx, point.steps
-    same = (
-        fx is not None
-        and fx.qparams is not None
-        and ours.qparams is not None
-        and ours.qparams.same_qparams(fx.qparams)
-    )
-    return (
-        point.name,
-        "" if point.kind is results.Kind.OUTPUT else point.operation,
-        qparams_text(ours.qparams),
-        NONE if fx is None else "same" if same else qparams_text(fx.qparams),
-        _decibels(ours),
-        NONE if fx is None else _decibels(fx),
-        NONE if steps is None else f"{steps.share:.2%}",
-        NONE if steps is None else step_text(steps.largest),
-        _saturated(ours),
-        NONE if fx is None else _saturated(fx),
-    )
-
-
-def step_text(steps: float) -> str:
-    return f"{steps:.0f}" if steps >= 10 else f"{steps:.2g}"
-
-
-def _decibels(side: results.Side) -> str:
-    return decibel_text(side.sqnr).removesuffix(" dB")
-
-
-def _saturated(side: results.Side) -> str:
-    return NONE if side.saturated is None else f"{side.saturated:.2%}"
+    """Return the cells of ``COLUMNS`` for each of ``points``."""
+    return [tuple(cell(point) for cell in COLUMNS.values()) for point in points]
 
 
 def cost_rows(costs: results.Costs) -> Iterator[tuple[str, str, str, str, str]]:
@@ -276,7 +278,7 @@ def cost_rows(costs: results.Costs) -> Iterator[tuple[str, str, str, str, str]]:
         ("FX", costs.fx_bytes, costs.fx_ms),
     ):
         if size is not None and time is not None:
-            of_size = f"{size / costs.float_bytes:.2f}x" if costs.float_bytes else NONE
+            of_size = f"{size / costs.float_bytes:.2f}x" if costs.float_bytes else "-"
             yield side, f"{size:,}", of_size, f"{time:.3g}", f"{time / costs.float_ms:.2f}x"
 
 
