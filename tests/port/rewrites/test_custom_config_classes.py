@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from tests.port.checks import check_left, check_noop, check_transformed
-from torchq_compat.port.rewrites.moved_functions import CUSTOM_CONFIG_CLASSES as REWRITE
+from torchq_compat.port.rewrites.moved import CUSTOM_CONFIG_CLASSES as REWRITE
 
 LEGACY = "torch.ao.quantization.fx.custom_config"
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.port.checks import IMPORTS, check_left, check_noop, check_transformed
 from torchq_compat.port.legacy_api.names import DICT_GETTERS
-from torchq_compat.port.rewrites.dict_getters import REWRITE
+from torchq_compat.port.rewrites.config_dicts import GETTERS as REWRITE
 
 GET = "from torch.ao.quantization import get_default_qconfig_dict\n"
 GET_NEW = "from torch.ao.quantization import get_default_qconfig_mapping\n"

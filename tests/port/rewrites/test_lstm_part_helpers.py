@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from tests.port.checks import check_noop, check_transformed
-from torchq_compat.port.rewrites.moved_functions import LSTM_PART_HELPERS as REWRITE
+from torchq_compat.port.rewrites.moved import LSTM_PART_HELPERS as REWRITE
 from torchq_compat.port.scanner import Origin
 
 OLD, NEW = "_get_lstm_with_individually_observed_parts", "get_lstm_with_individually_observed_parts"

@@ -7,7 +7,8 @@ import pytest
 
 from tests.port.checks import IMPORTS, check_left, check_noop, check_transformed
 from torchq_compat.port.legacy_api.names import NAMESPACES
-from torchq_compat.port.rewrites.old_namespaces import REWRITE, new_namespace
+from torchq_compat.port.rewrites.moved import NAMESPACE as REWRITE
+from torchq_compat.port.rewrites.moved import new_namespace
 
 
 @pytest.mark.parametrize(

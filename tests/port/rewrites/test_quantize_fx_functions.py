@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from tests.port.checks import check_left, check_noop, check_transformed
-from torchq_compat.port.rewrites.moved_functions import FX_FUNCTIONS as REWRITE
+from torchq_compat.port.rewrites.moved import FX_FUNCTIONS as REWRITE
 
 
 @pytest.mark.parametrize(

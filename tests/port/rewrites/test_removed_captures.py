@@ -6,7 +6,7 @@ import pytest
 
 from tests.port.checks import check_left, check_noop, check_transformed
 from torchq_compat.port.legacy_api.names import REMOVED_CAPTURES
-from torchq_compat.port.rewrites import removed_modules
+from torchq_compat.port.rewrites import moved
 from torchq_compat.port.rewrites.removed_captures import REWRITE
 from torchq_compat.port.scanner import rewrite_text
 
@@ -93,8 +93,8 @@ import torchao.quantization.pt2e.quantizer.x86_inductor_quantizer
 x86 = NEW.x86_inductor_quantizer.X86InductorQuantizer(), NEW.QuantizationSpec
 torchq_compat.pt2e.prepare_pt2e(m, x86)
 """.replace("NEW", "torchao.quantization.pt2e.quantizer")
-    both = (removed_modules.REWRITE, removed_modules.REWRITE_OF_PT2E)
+    both = (moved.REMOVED_MODULES, moved.PT2E_FLOW)
     assert rewrite_text(before, both) == after
     assert rewrite_text(after, both) == after
     gone = "import torch\ntorch.ao.quantization.pt2e.nonsense\n"
-    check_left(removed_modules.REWRITE, gone, "has no nonsense")
+    check_left(moved.REMOVED_MODULES, gone, "has no nonsense")

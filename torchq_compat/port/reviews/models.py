@@ -1,14 +1,16 @@
 """Find models of FX that are prepared without inputs, equalized, pickled whole, or exported to ONNX through
-TorchScript."""
+TorchScript; and code that inspects a converted model, uses the classes of FX's converted models, or edits a
+prepared one."""
 
+import re
 from collections.abc import Iterator
 
 import libcst as cst
 
 from torchq_compat.port.constructs import Site
 from torchq_compat.port.finders import Finder
-from torchq_compat.port.legacy_api.fx_calls import fx_call, fx_calls, last_value, sure_value
-from torchq_compat.port.legacy_api.names import PREPARING
+from torchq_compat.port.legacy_api.fx_calls import fx_call, fx_calls, last_value, sure_value, uses_pt2e
+from torchq_compat.port.legacy_api.names import CONVERTING, PREPARING
 from torchq_compat.port.rewrites.config_dicts import PREPARE
 from torchq_compat.port.source.parsed import ParsedSource
 
@@ -131,3 +133,135 @@ SAVED = Finder("TQ205", find_saved)
 EXPORTED = Finder("TQ207", find_exported)
 EQUALIZED = Finder("TQ202", find_equalized)
 WITHOUT_INPUTS = Finder("TQ201", find_without_inputs)
+
+
+INSIDE_CODE = "TQ208"
+#: Methods and attributes of a model by which code walks its modules or reads its weights.
+WALKS = frozenset(
+    {
+        "_modules",
+        "_packed_params",
+        "_weight_bias",
+        "children",
+        "get_submodule",
+        "modules",
+        "named_children",
+        "named_modules",
+    }
+)
+MODULE_NAMES = """
+add_module apply bfloat16 buffers code compile cpu cuda delete_all_unused_submodules double eval extra_repr
+float forward get_buffer get_extra_state get_parameter graph half input_qparams load_state_dict lowering meta
+named_buffers named_parameters output_qparams parameters print_readable qconfig recompile record reference
+register_backward_hook register_buffer register_forward_hook register_forward_pre_hook
+register_full_backward_hook register_full_backward_pre_hook register_load_state_dict_post_hook
+register_module register_parameter register_state_dict_pre_hook requires_grad_ set_extra_state set_submodule
+share_memory state_dict to to_empty to_folder train training type xpu zero_grad
+"""
+#: Attributes of every module or GraphModule, with the same meaning here as in FX.
+OF_EVERY_MODULE = frozenset(MODULE_NAMES.split())
+#: The modules of the classes in FX's converted models; FloatFunctional is a class of float models.
+QUANTIZED_CLASSES = (
+    "torch.ao.nn.quantized.",
+    "torch.ao.nn.intrinsic.quantized.",
+    "torch.nn.quantized.",
+    "torch.nn.intrinsic.quantized.",
+)
+#: A key of the qparams in the state of FX's converted model, or a pattern of such keys.
+KEY_OF_FX = re.compile(r"\S*_(scale|zero_point)_\d+")
+OF_FLOAT_MODELS = ("FloatFunctional", "FXFloatFunctional", "QFunctional")
+INSIDE = (
+    "the module is a view: it has weight(), bias(), scale and zero_point; the values are in the graph, "
+    "the state_dict and explain"
+)
+KEYS = "the keys are those of a captured graph; load_state_dict takes FX's, and a view has the weight"
+#: The name of an observer in FX's graph.
+OBSERVER = re.compile(r"activation_post_process_\d+")
+OBSERVERS = "observers have other numbers here, and those of weights are among them; explain names their ops"
+LAYERS = "its layers are aten operators here, not call_module nodes; the observers are called as in FX"
+CLASSES = "the ops of a converted model are in its graph; the modules are views, not of this class"
+
+
+def find_reading_inside(source: ParsedSource) -> Iterator[Site]:
+    """Yield attributes that only FX's converted model has in this form, keys of its state, and checks of its
+    class; and the graphs and observers of prepared models."""
+    functions = {call.function for call in fx_calls(source)}
+    if not functions.isdisjoint(PREPARING):
+        yield from _in_prepared(source)
+    if functions.isdisjoint(CONVERTING):
+        return
+    for attribute in source.nodes(cst.Attribute):
+        if _reads_inside(source, attribute):
+            yield Site(INSIDE_CODE, source.start(attribute), source.code(attribute), refusal=INSIDE)
+    for subscript in source.nodes(cst.Subscript):
+        state = subscript.value.func if isinstance(subscript.value, cst.Call) else None
+        if not isinstance(state, cst.Attribute) or state.attr.value != "state_dict":
+            continue
+        if _is_converted(source, state.value):
+            yield Site(INSIDE_CODE, source.start(subscript), source.code(subscript), refusal=KEYS)
+    if uses_pt2e(source):
+        return  # Whose models the rest is about is not known.
+    for string in source.nodes(cst.SimpleString):
+        if KEY_OF_FX.fullmatch(string.raw_value):
+            yield Site(INSIDE_CODE, source.start(string), source.code(string), refusal=KEYS)
+        elif f"{string.raw_value}.".startswith(QUANTIZED_CLASSES):
+            yield Site(INSIDE_CODE, source.start(string), source.code(string), refusal=CLASSES)
+    for call in source.nodes(cst.Call):
+        if source.code(call.func) in ("isinstance", "issubclass") and len(call.args) == 2:
+            if any(_is_quantized_class(source, item) for item in _classes(call.args[1].value)):
+                yield Site(INSIDE_CODE, source.start(call), source.code(call), refusal=CLASSES)
+        elif source.code(call.func) == "getattr" and call.args and _is_converted(source, call.args[0].value):
+            yield Site(INSIDE_CODE, source.start(call), source.code(call), refusal=INSIDE)
+
+
+def _in_prepared(source: ParsedSource) -> Iterator[Site]:
+    for attribute in source.nodes(cst.Attribute):
+        graph_of = _graph_of(attribute)
+        if graph_of is not None and _is_result_of(source, graph_of, PREPARING):
+            yield Site(INSIDE_CODE, source.start(attribute), source.code(attribute), refusal=LAYERS)
+        elif OBSERVER.fullmatch(attribute.attr.value) and not uses_pt2e(source):
+            yield Site(INSIDE_CODE, source.start(attribute), source.code(attribute), refusal=OBSERVERS)
+    for string in () if uses_pt2e(source) else source.nodes(cst.SimpleString):
+        if OBSERVER.fullmatch(string.raw_value):
+            yield Site(INSIDE_CODE, source.start(string), source.code(string), refusal=OBSERVERS)
+
+
+def _graph_of(attribute: cst.Attribute) -> cst.BaseExpression | None:
+    """Return ``model`` of ``model.graph.nodes``."""
+    graph = attribute.value
+    if attribute.attr.value != "nodes" or not isinstance(graph, cst.Attribute):
+        return None
+    return graph.value if graph.attr.value == "graph" else None
+
+
+def _reads_inside(source: ParsedSource, attribute: cst.Attribute) -> bool:
+    name, graph_of = attribute.attr.value, _graph_of(attribute)
+    if graph_of is not None:
+        return _is_converted(source, graph_of)
+    is_known = name in OF_EVERY_MODULE or name.startswith("__")
+    return (name in WALKS or not is_known) and _is_converted(source, attribute.value)
+
+
+def _is_converted(source: ParsedSource, node: cst.BaseExpression) -> bool:
+    """Return whether ``node`` is a variable that holds a converted model at this point."""
+    return _is_result_of(source, node, CONVERTING)
+
+
+def _is_result_of(source: ParsedSource, node: cst.BaseExpression, functions: tuple[str, ...]) -> bool:
+    result = fx_call(source, sure_value(source, node, node)) if isinstance(node, cst.Name) else None
+    return result is not None and result.function in functions
+
+
+def _classes(node: cst.BaseExpression) -> tuple[cst.BaseExpression, ...]:
+    return tuple(element.value for element in node.elements) if isinstance(node, cst.Tuple) else (node,)
+
+
+def _is_quantized_class(source: ParsedSource, node: cst.BaseExpression) -> bool:
+    names = source.names(node)
+    return bool(names) and all(
+        name.startswith(QUANTIZED_CLASSES) and name.rpartition(".")[2] not in OF_FLOAT_MODELS
+        for name in names
+    )
+
+
+READING_INSIDE = Finder(INSIDE_CODE, find_reading_inside)

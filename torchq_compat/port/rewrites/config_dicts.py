@@ -1,28 +1,254 @@
-"""Rewrite dict forms of configs to ``QConfigMapping``, ``PrepareCustomConfig``, ``ConvertCustomConfig``,
-``FuseCustomConfig``."""
+"""Rewrite dict forms of configs to ``QConfigMapping``, ``PrepareCustomConfig``, ``ConvertCustomConfig`` and
+``FuseCustomConfig``, and the functions that return such a dict to those that return the object.
+
+``{"": qconfig, "object_type": [(nn.Linear, other)]}`` becomes
+``QConfigMapping().set_global(qconfig).set_object_type(nn.Linear, other)``. The keys are those that
+``from_dict`` of the class reads.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 import libcst as cst
 
-from torchq_compat.port.constructs import ImportRequest, Site
+from torchq_compat.port.constructs import Edit, ImportRequest, Site
 from torchq_compat.port.finders import Finder
-from torchq_compat.port.legacy_api import dict_forms
-from torchq_compat.port.source.parsed import ParsedSource
+from torchq_compat.port.legacy_api.fx_calls import fx_calls, only_value, possible_values
+from torchq_compat.port.legacy_api.names import DICT_GETTERS
+from torchq_compat.port.source.imports import why_not_free
+from torchq_compat.port.source.parsed import ParsedSource, dotted
 
-QCONFIG_DICT = dict_forms.DictForm(
+MAX_COLUMN = 100
+INDENT = "    "
+
+
+class CannotRewriteError(Exception):
+    """The reason why a dict is left for manual review."""
+
+
+@dataclass(frozen=True)
+class Converted:
+    """One setter call, the expressions it contains, and the imports they need."""
+
+    call: str
+    origin: cst.CSTNode
+    taken: tuple[cst.CSTNode, ...]
+    imports: tuple[ImportRequest, ...] = ()
+
+
+Setter = Callable[[ParsedSource, cst.BaseExpression], Iterator[Converted]]
+
+
+@dataclass(frozen=True)
+class DictForm:
+    """One dict form.
+
+    Attributes:
+        code: the code of the construct.
+        module: the module of the class.
+        class_name: the class of the object.
+        parameter: the parameter of the FX functions that accepts it.
+        setters: key of the dict -> function that converts its value.
+    """
+
+    code: str
+    module: str
+    class_name: str
+    parameter: str
+    setters: Mapping[str, Setter]
+
+    def find(self, source: ParsedSource) -> Iterator[Site]:
+        """Yield the dicts given to an FX function, directly or through a variable, each once."""
+        matches: dict[cst.CSTNode, Site] = {}
+        for call in fx_calls(source):
+            arg = call.arg(self.parameter) if self.parameter in call.parameters else None
+            value = arg.value if arg is not None else None
+            if isinstance(value, cst.Name):
+                bound = only_value(source, value)
+                if bound is not None and _is_dict(bound[1]):
+                    matches.setdefault(bound[1], self._variable_site(source, value.value, *bound))
+                else:
+                    for item, why in possible_values(source, value):
+                        if _is_dict(item):
+                            matches.setdefault(item, self._site(source, item, why))
+            elif value is not None and _is_dict(value):
+                matches.setdefault(value, self._site(source, value))
+        yield from matches.values()
+
+    def _variable_site(
+        self, source: ParsedSource, name: str, assignment: cst.metadata.Assignment, value: cst.BaseExpression
+    ) -> Site:
+        statement = source.parent(assignment.node)
+        refusal = ""
+        if isinstance(statement, cst.AnnAssign):
+            refusal = f"{name} is annotated as a dict"
+        elif name in source.taken_by_others and assignment.scope is source.global_scope:
+            refusal = f"another file uses {name}"
+        for use in source.references(name, assignment.node):
+            if not self._is_argument(source, use):
+                refusal = f"{name} is also used at line {source.line(source.start(use))}"
+                break
+        return self._site(source, value, refusal)
+
+    def _is_argument(self, source: ParsedSource, use: cst.Name) -> bool:
+        arg = source.parent(use)
+        call = source.parent(arg) if isinstance(arg, cst.Arg) else None
+        return any(
+            call is fx.node and self.parameter in fx.parameters and fx.arg(self.parameter) is arg
+            for fx in fx_calls(source)
+        )
+
+    def _site(self, source: ParsedSource, value: cst.BaseExpression, refusal: str = "") -> Site:
+        start, what = source.start(value), f"a dict for {self.parameter}"
+        if refusal:
+            return Site(self.code, start, what, refusal=refusal)
+        try:
+            text, imports = self.convert(source, value)
+        except CannotRewriteError as reason:
+            return Site(self.code, start, what, refusal=str(reason))
+        return Site(self.code, start, what, (Edit(start, source.end(value), text),), imports)
+
+    def convert(
+        self, source: ParsedSource, value: cst.BaseExpression
+    ) -> tuple[str, tuple[ImportRequest, ...]]:
+        """Return the expression that builds the object, and the imports it needs.
+
+        Raises:
+            CannotRewriteError: the dict is not a literal, or has a key that FX does not know.
+        """
+        if not isinstance(value, cst.Dict):
+            raise CannotRewriteError("the dict is built by code")
+        request = ImportRequest(self.module, self.class_name, source.start(value))
+        if refusal := why_not_free(source, request):
+            raise CannotRewriteError(refusal)
+        calls = list(self._calls(source, value))
+        imports = (request, *(needed for call in calls for needed in call.imports))
+        return _layout(source, value, f"{self.class_name}()", calls), imports
+
+    def _calls(self, source: ParsedSource, value: cst.Dict) -> Iterator[Converted]:
+        seen: set[str] = set()
+        for element in value.elements:
+            if not isinstance(element, cst.DictElement):
+                raise CannotRewriteError("the dict includes another dict with **")
+            key = string_key(element.key)
+            if key is None or key not in self.setters:
+                raise CannotRewriteError(f"FX knows no key {source.code(element.key)} here")
+            if key in seen:
+                raise CannotRewriteError(f"the key {key!r} is there twice")
+            seen.add(key)
+            yield from self.setters[key](source, element.value)
+
+
+def string_key(node: cst.BaseExpression) -> str | None:
+    value = node.evaluated_value if isinstance(node, cst.SimpleString) else None
+    return value if isinstance(value, str) else None
+
+
+def whole_value(method: str) -> Setter:
+    """Return a converter for a value that is the single argument of ``method``."""
+
+    def convert(source: ParsedSource, value: cst.BaseExpression) -> Iterator[Converted]:
+        yield Converted(f".{method}({source.full_code(value)})", value, (value,))
+
+    return convert
+
+
+def of_tuples(method: str, arity: int) -> Setter:
+    """Return a converter for a value that is a list of tuples, each the arguments of one call."""
+
+    def convert(source: ParsedSource, value: cst.BaseExpression) -> Iterator[Converted]:
+        for entry, parts in tuples_of(source, value, arity):
+            arguments = ", ".join(source.full_code(part) for part in parts)
+            yield Converted(f".{method}({arguments})", entry, tuple(parts))
+
+    return convert
+
+
+def tuples_of(
+    source: ParsedSource, value: cst.BaseExpression, arity: int
+) -> Iterator[tuple[cst.BaseExpression, list[cst.BaseExpression]]]:
+    """Yield the entries of a list of tuples, each with its parts.
+
+    Raises:
+        CannotRewriteError: the list is not a literal.
+    """
+    for entry in _items(source, value):
+        parts = _items(source, entry)
+        if len(parts) != arity:
+            raise CannotRewriteError(f"{source.code(entry)} should have {arity} parts")
+        yield entry, parts
+
+
+def _items(source: ParsedSource, node: cst.BaseExpression) -> list[cst.BaseExpression]:
+    if not isinstance(node, (cst.List, cst.Tuple)):
+        raise CannotRewriteError(f"{source.code(node)} is not spelled out")
+    if any(isinstance(element, cst.StarredElement) for element in node.elements):
+        raise CannotRewriteError(f"{source.code(node)} unpacks another sequence with *")
+    return [element.value for element in node.elements]
+
+
+def _is_dict(node: cst.BaseExpression) -> bool:
+    if isinstance(node, (cst.Dict, cst.DictComp)):
+        return True
+    return isinstance(node, cst.Call) and isinstance(node.func, cst.Name) and node.func.value == "dict"
+
+
+# --- layout ---
+
+
+def _layout(source: ParsedSource, value: cst.Dict, head: str, calls: list[Converted]) -> str:
+    """Return the calls on one line if it is short, otherwise on one line each, with the comments of the dict
+    in place."""
+    start, end = source.start(value), source.end(value)
+    comments = [
+        node
+        for node in source.nodes(cst.Comment)
+        if start <= source.start(node) < end and not _is_inside(source, node, calls)
+    ]
+    line = head + "".join(call.call for call in calls)
+    column = len(source.data[source.data.rfind(b"\n", 0, start) + 1 : start].decode())
+    if not comments and (len(calls) <= 1 or column + len(line) <= MAX_COLUMN):
+        return line
+    newline, indent = source.newline(), source.indent_at(start)
+    lines = [head]
+    pending = list(comments)
+    for index, call in enumerate(calls):
+        following = source.start(calls[index + 1].origin) if index + 1 < len(calls) else end
+        while pending and source.start(pending[0]) < source.start(call.origin):
+            lines.append(pending.pop(0).value)
+        behind = ""
+        while pending and source.start(pending[0]) < following and _is_behind_code(source, pending[0]):
+            behind += f"  {pending.pop(0).value}"
+        lines.append(call.call + behind)
+    lines += [comment.value for comment in pending]
+    body = "".join(f"{newline}{indent}{INDENT}{item}" for item in lines)
+    return f"({body}{newline}{indent})"
+
+
+def _is_inside(source: ParsedSource, node: cst.CSTNode, calls: list[Converted]) -> bool:
+    return any(
+        source.start(part) <= source.start(node) < source.end(part) for call in calls for part in call.taken
+    )
+
+
+def _is_behind_code(source: ParsedSource, comment: cst.CSTNode) -> bool:
+    start = source.start(comment)
+    return bool(source.data[source.data.rfind(b"\n", 0, start) + 1 : start].strip())
+
+
+QCONFIG_DICT = DictForm(
     code="TQ105",
     module="torch.ao.quantization",
     class_name="QConfigMapping",
     parameter="qconfig_mapping",
     setters={
-        "": dict_forms.whole_value("set_global"),
-        "object_type": dict_forms.of_tuples("set_object_type", 2),
-        "module_name_regex": dict_forms.of_tuples("set_module_name_regex", 2),
-        "module_name": dict_forms.of_tuples("set_module_name", 2),
-        "module_name_object_type_order": dict_forms.of_tuples("set_module_name_object_type_order", 4),
+        "": whole_value("set_global"),
+        "object_type": of_tuples("set_object_type", 2),
+        "module_name_regex": of_tuples("set_module_name_regex", 2),
+        "module_name": of_tuples("set_module_name", 2),
+        "module_name_object_type_order": of_tuples("set_module_name_object_type_order", 4),
     },
 )
 
@@ -30,16 +256,16 @@ QCONFIG_DICT = dict_forms.DictForm(
 MODULE = "torchq_compat.custom_config"
 
 
-def class_pairs(method: str) -> dict_forms.Setter:
+def class_pairs(method: str) -> Setter:
     """Return a converter for ``{"static": {Float: Observed}}``: one call per pair."""
 
-    def convert(source: ParsedSource, value: cst.BaseExpression) -> Iterator[dict_forms.Converted]:
+    def convert(source: ParsedSource, value: cst.BaseExpression) -> Iterator[Converted]:
         for mode, classes in _pairs(source, value):
-            if dict_forms.string_key(mode) != "static":
-                raise dict_forms.CannotRewriteError(f"{source.code(mode)} is not the static mode")
+            if string_key(mode) != "static":
+                raise CannotRewriteError(f"{source.code(mode)} is not the static mode")
             for key, mapped in _pairs(source, classes):
                 arguments = f"{source.full_code(key)}, {source.full_code(mapped)}"
-                yield dict_forms.Converted(f".{method}({arguments})", key, (key, mapped))
+                yield Converted(f".{method}({arguments})", key, (key, mapped))
 
     return convert
 
@@ -48,48 +274,44 @@ def _pairs(
     source: ParsedSource, node: cst.BaseExpression
 ) -> Iterator[tuple[cst.BaseExpression, cst.BaseExpression]]:
     if not isinstance(node, cst.Dict):
-        raise dict_forms.CannotRewriteError(f"{source.code(node)} is not spelled out")
+        raise CannotRewriteError(f"{source.code(node)} is not spelled out")
     for element in node.elements:
         if not isinstance(element, cst.DictElement):
-            raise dict_forms.CannotRewriteError("the dict includes another dict with **")
+            raise CannotRewriteError("the dict includes another dict with **")
         yield element.key, element.value
 
 
-def standalone_modules(method: str) -> dict_forms.Setter:
+def standalone_modules(method: str) -> Setter:
     """Return a converter for a list of tuples ``(module, qconfig_dict, example_inputs,
     prepare_custom_config_dict, backend_config_dict)``."""
 
-    def convert(source: ParsedSource, value: cst.BaseExpression) -> Iterator[dict_forms.Converted]:
-        for entry, (module, qconfigs, inputs, prepare, backend) in dict_forms.tuples_of(source, value, 5):
+    def convert(source: ParsedSource, value: cst.BaseExpression) -> Iterator[Converted]:
+        for entry, (module, qconfigs, inputs, prepare, backend) in tuples_of(source, value, 5):
             if source.has_comment(entry):
-                raise dict_forms.CannotRewriteError("a standalone module has comments in its entry")
+                raise CannotRewriteError("a standalone module has comments in its entry")
             mapping, mapping_imports = _nested(source, qconfigs, QCONFIG_DICT)
             config, config_imports = _nested(source, prepare, PREPARE)
             if isinstance(backend, cst.Dict):
-                raise dict_forms.CannotRewriteError(
-                    "a backend config as a dict: build the BackendConfig object"
-                )
+                raise CannotRewriteError("a backend config as a dict: build the BackendConfig object")
             parts = (source.full_code(module), mapping, source.full_code(inputs), config)
             arguments = ", ".join((*parts, source.full_code(backend)))
-            yield dict_forms.Converted(
-                f".{method}({arguments})", entry, (entry,), (*mapping_imports, *config_imports)
-            )
+            yield Converted(f".{method}({arguments})", entry, (entry,), (*mapping_imports, *config_imports))
 
     return convert
 
 
 def _nested(
-    source: ParsedSource, node: cst.BaseExpression, form: dict_forms.DictForm
+    source: ParsedSource, node: cst.BaseExpression, form: DictForm
 ) -> tuple[str, tuple[ImportRequest, ...]]:
     """Convert an inner config: a dict becomes an object; None and the result of a call are kept."""
     if isinstance(node, cst.Dict):
         return form.convert(source, node)
     if isinstance(node, cst.Call) or (isinstance(node, cst.Name) and node.value == "None"):
         return source.full_code(node), ()
-    raise dict_forms.CannotRewriteError(f"{source.code(node)} may be a dict or an object")
+    raise CannotRewriteError(f"{source.code(node)} may be a dict or an object")
 
 
-PREPARE = dict_forms.DictForm(
+PREPARE = DictForm(
     code="TQ106",
     module=MODULE,
     class_name="PrepareCustomConfig",
@@ -98,29 +320,29 @@ PREPARE = dict_forms.DictForm(
         "standalone_module_name": standalone_modules("set_standalone_module_name"),
         "standalone_module_class": standalone_modules("set_standalone_module_class"),
         "float_to_observed_custom_module_class": class_pairs("set_float_to_observed_mapping"),
-        "non_traceable_module_name": dict_forms.whole_value("set_non_traceable_module_names"),
-        "non_traceable_module_class": dict_forms.whole_value("set_non_traceable_module_classes"),
-        "input_quantized_idxs": dict_forms.whole_value("set_input_quantized_indexes"),
-        "output_quantized_idxs": dict_forms.whole_value("set_output_quantized_indexes"),
-        "preserved_attributes": dict_forms.whole_value("set_preserved_attributes"),
+        "non_traceable_module_name": whole_value("set_non_traceable_module_names"),
+        "non_traceable_module_class": whole_value("set_non_traceable_module_classes"),
+        "input_quantized_idxs": whole_value("set_input_quantized_indexes"),
+        "output_quantized_idxs": whole_value("set_output_quantized_indexes"),
+        "preserved_attributes": whole_value("set_preserved_attributes"),
     },
 )
-CONVERT = dict_forms.DictForm(
+CONVERT = DictForm(
     code="TQ106",
     module=MODULE,
     class_name="ConvertCustomConfig",
     parameter="convert_custom_config",
     setters={
         "observed_to_quantized_custom_module_class": class_pairs("set_observed_to_quantized_mapping"),
-        "preserved_attributes": dict_forms.whole_value("set_preserved_attributes"),
+        "preserved_attributes": whole_value("set_preserved_attributes"),
     },
 )
-FUSE = dict_forms.DictForm(
+FUSE = DictForm(
     code="TQ106",
     module=MODULE,
     class_name="FuseCustomConfig",
     parameter="fuse_custom_config",
-    setters={"preserved_attributes": dict_forms.whole_value("set_preserved_attributes")},
+    setters={"preserved_attributes": whole_value("set_preserved_attributes")},
 )
 
 
@@ -131,3 +353,54 @@ def find(source: ParsedSource) -> Iterator[Site]:
 
 OF_QCONFIGS = Finder("TQ105", QCONFIG_DICT.find)
 OF_CUSTOM_CONFIGS = Finder("TQ106", find)
+
+
+def find_getters(source: ParsedSource) -> Iterator[Site]:
+    for node, alias, full in source.names_from():
+        if full in DICT_GETTERS:
+            yield _getter_import(source, node, alias, DICT_GETTERS[full])
+    for attribute in source.nodes(cst.Attribute):
+        names = source.names(attribute)
+        new_name = DICT_GETTERS.get(next(iter(names))) if len(names) == 1 else None
+        if new_name is not None:
+            refusal = _use_as_dict(source, attribute)
+            edit = Edit(source.start(attribute.attr), source.end(attribute.attr), new_name)
+            yield Site("TQ109", source.start(attribute), attribute.attr.value).settled(refusal, (edit,))
+
+
+def _getter_import(source: ParsedSource, node: cst.ImportFrom, alias: cst.ImportAlias, new_name: str) -> Site:
+    name = dotted(alias.name)
+    local = alias.evaluated_alias or name
+    uses = source.references(local, node)
+    start = source.start(alias)
+    refusal = next(filter(None, (_use_as_dict(source, use) for use in uses)), "")
+    if not refusal and alias.asname is None and source.binds(new_name):
+        refusal = f"the name {new_name} is already bound in this file"
+    if not refusal and name in source.taken_by_others:
+        refusal = f"another file uses {name}"
+    edits = [Edit(source.start(alias.name), source.end(alias.name), new_name)]
+    if alias.asname is None:
+        edits += [Edit(source.start(use), source.end(use), new_name) for use in uses]
+    return Site("TQ109", start, name).settled(refusal, edits)
+
+
+def _use_as_dict(source: ParsedSource, function: cst.CSTNode) -> str:
+    """Return the reason why the dict cannot become an object: code other than an FX call uses it; empty if
+    none does."""
+    call = source.parent(function)
+    if not isinstance(call, cst.Call) or call.func is not function:
+        return f"the function itself is used at line {source.line(source.start(function))}"
+    arguments = {arg for fx in fx_calls(source) for arg in fx.node.args}
+    parent = source.parent(call)
+    if parent in arguments:
+        return ""
+    target = parent.targets[0].target if isinstance(parent, cst.Assign) else None
+    if not isinstance(target, cst.Name) or only_value(source, target) is None:
+        return f"the dict is used at line {source.line(source.start(call))}"
+    for use in source.references(target.value, target):
+        if source.parent(use) not in arguments:
+            return f"the dict is used at line {source.line(source.start(use))}"
+    return ""
+
+
+GETTERS = Finder("TQ109", find_getters)

@@ -1,15 +1,18 @@
-"""Rewrite arguments of calls of FX: example inputs that are no tuple, keywords that torch 1.13 renamed, and
-``convert_fx(model, is_reference=True)``, removed in torch 1.13."""
+"""Rewrite arguments of calls of FX: example inputs that are no tuple, keywords that torch 1.13 renamed,
+``convert_fx(model, is_reference=True)``, removed in torch 1.13, and ``convert_fx(model)`` in a file that
+trains to ``convert_fx(model, observer_qparams=True)``."""
 
+import re
 from collections.abc import Iterator
 
 import libcst as cst
 
 from torchq_compat.port.constructs import Edit, ImportRequest, Site
 from torchq_compat.port.finders import Finder
-from torchq_compat.port.legacy_api.fx_calls import FxCall, fx_calls, last_value
-from torchq_compat.port.legacy_api.names import PREPARING
+from torchq_compat.port.legacy_api.fx_calls import FxCall, fx_call, fx_calls, last_value
+from torchq_compat.port.legacy_api.names import CONVERTING, PREPARING
 from torchq_compat.port.source.imports import why_not_free
+from torchq_compat.port.source.moved_tables import LEGACY_NAMES
 from torchq_compat.port.source.parsed import ParsedSource
 from torchq_compat.read.old_forms import KEYWORDS
 
@@ -154,3 +157,71 @@ def _is_first_of_batch(value: cst.Subscript) -> bool:
 RENAMED_KEYWORDS = Finder("TQ107", find_keywords)
 IS_REFERENCE = Finder("TQ108", find_is_reference)
 EXAMPLE_INPUTS = Finder(EXAMPLES, find_examples)
+
+
+TRAINED = "TQ116"
+ARGUMENT = "observer_qparams"
+QUANTIZATION = (
+    "torch.ao.quantization.",
+    "torch.quantization.",
+    "torch.ao.nn.",
+    "torch.nn.",
+    "torchq_compat.",
+)
+#: What may follow the last argument, if a line may be added behind it.
+ENDS_LINE = re.compile(rb"[ \t]*,[ \t]*(#.*)?\r?\n")
+#: Parts of names that only code has which trains, or fake-quantizes.
+OF_TRAINING = ("qat", "fake_quant", "fakequant")
+
+
+def find_trained(source: ParsedSource) -> Iterator[Site]:
+    # Calls that are ported already are as their author wants them.
+    calls = [call for call in fx_calls(source) if call.function in CONVERTING and _is_legacy(source, call)]
+    for call in calls:
+        if call.node.args and not _has_argument(call) and _is_trained(source, call):
+            yield _of_trained(source, call)
+
+
+def _is_trained(source: ParsedSource, call: FxCall) -> bool:
+    """Return whether the model that ``call`` converts may be trained: by the call that prepared it, else by
+    those in the file, else by the names in it."""
+    model = call.node.args[0].value
+    result = fx_call(source, last_value(source, model, call.node) if isinstance(model, cst.Name) else model)
+    if result is not None and result.function in PREPARING:
+        return result.function == "prepare_qat_fx"
+    prepares = {item.function for item in fx_calls(source)} & set(PREPARING)
+    return "prepare_qat_fx" in prepares if prepares else _trains(source)
+
+
+def _is_legacy(source: ParsedSource, call: FxCall) -> bool:
+    return source.names(call.node.func) <= LEGACY_NAMES
+
+
+def _has_argument(call: FxCall) -> bool:
+    return any(arg.keyword is not None and arg.keyword.value == ARGUMENT for arg in call.node.args)
+
+
+def _trains(source: ParsedSource) -> bool:
+    """Return whether the file names anything of quantization-aware training."""
+    return any(
+        name.startswith(QUANTIZATION) and any(word in name.lower() for word in OF_TRAINING)
+        for name in source.used_names()
+    )
+
+
+def _of_trained(source: ParsedSource, call: FxCall) -> Site:
+    last = call.node.args[-1]
+    start, end = source.start(last), source.full_end(last.value)
+    line = source.data[source.data.rfind(b"\n", 0, start) + 1 : start]
+    behind = source.data.find(b"\n", end) + 1
+    if line.strip():
+        edit = Edit(end, end, f", {ARGUMENT}=True")
+    elif ENDS_LINE.fullmatch(source.data[end:behind]):
+        # The argument has a line of its own, with its comma and perhaps a comment.
+        edit = Edit(behind, behind, f"{line.decode()}{ARGUMENT}=True,{source.newline()}")
+    else:
+        edit = Edit(end, end, f",{source.newline()}{line.decode()}{ARGUMENT}=True")
+    return Site(TRAINED, source.start(call.node), source.code(call.node.func), (edit,))
+
+
+OBSERVER_QPARAMS = Finder(TRAINED, find_trained)

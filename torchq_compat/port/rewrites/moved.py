@@ -1,0 +1,269 @@
+"""Rewrite names that only moved, however imported: functions and classes to the modules of this package or of
+torchao that have them; ``torch.quantization`` and related namespaces to ``torch.ao``; modules that torch has
+removed, such as ``torch.ao.quantization.quantize_pt2e``, to torchao's; PT2E's prepare and convert to
+``torchq_compat.pt2e``.
+
+Each is a row of its table; where other names of a legacy module stay, the rows are guests. The old namespaces
+still work and have the same objects, so only files that use FX graph mode are rewritten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import libcst as cst
+
+from torchq_compat.port.constructs import Edit, ImportRequest, Site
+from torchq_compat.port.finders import Finder
+from torchq_compat.port.legacy_api import names as legacy
+from torchq_compat.port.legacy_api.fx_calls import uses_fx
+from torchq_compat.port.legacy_api.names import NAMESPACES, NOT_IN_NAMESPACES
+from torchq_compat.port.source.imports import MovedNames, moved_modules, why_not_free
+from torchq_compat.port.source.moved_tables import FUNCTIONS, LEGACY_NAMES, MOVED_CLASSES, MOVED_FUNCTIONS
+from torchq_compat.port.source.parsed import ParsedSource, dotted, imported_module
+from torchq_compat.port.source.source_tree import installed_lacks
+
+PARTS = tuple(row for row in MOVED_FUNCTIONS if row.replacement == "torchq_compat.lstm_utils")
+FX_ROWS = tuple(row for row in MOVED_FUNCTIONS if row.replacement == "torchq_compat.quantize_fx")
+#: These names never were here, but a docstring of FX says so, and scripts copy it.
+FX_PACKAGES = frozenset(row.legacy.rpartition(".")[0] for row in FX_ROWS)
+OURS = "torchq_compat.pt2e"
+PREPARES = frozenset(
+    f"{module}.{name}"
+    for module in (f"{legacy.TORCHAO}.quantize_pt2e", OURS)
+    for name in ("prepare_pt2e", "prepare_qat_pt2e")
+)
+MOVED_OBSERVERS = MovedNames("TQ115", (), legacy.PT2E_OBSERVERS)
+
+
+def find_functions(source: ParsedSource) -> Iterator[Site]:
+    yield from MovedNames("TQ101", FX_ROWS).find(source)
+    for _, alias, full in source.names_from():
+        package, _, name = full.rpartition(".")
+        if package in FX_PACKAGES and name in FUNCTIONS:
+            refusal = f"{package} never had it; import {name} from torchq_compat.quantize_fx"
+            yield Site("TQ101", source.start(alias), full, refusal=refusal)
+
+
+def find_observers(source: ParsedSource) -> Iterator[Site]:
+    """Yield observers of torch.ao in a file for PT2E, whose prepare fails on them, or drops them."""
+    used = {legacy.new_module(name) or name for name in source.used_names()}
+    if not any(f"{name}.".startswith((f"{legacy.TORCHAO}.", f"{OURS}.")) for name in used):
+        return
+    legacy_configuration = uses_fx(source) or any("qconfig" in name.lower() for name in used)
+    if not legacy_configuration:
+        yield from MOVED_OBSERVERS.find(source)
+    elif PREPARES & used:
+        for site in MOVED_OBSERVERS.find(source):
+            yield replace(
+                site,
+                edits=(),
+                imports=(),
+                refusal="the file also has QConfigs, which take torch.ao's; the specs of prepare_pt2e take "
+                "torchao's",
+            )
+
+
+FX_FUNCTIONS = Finder("TQ101", find_functions)
+LSTM_PART_HELPERS = Finder("TQ102", MovedNames("TQ102", PARTS).find)
+CUSTOM_CONFIG_CLASSES = Finder("TQ103", MovedNames("TQ103", MOVED_CLASSES[:1], guests=MOVED_CLASSES[1:]).find)
+QUANTIZE_DYNAMIC = Finder("TQ111", MovedNames("TQ111", (), legacy.EAGER_FUNCTIONS).find)
+EAGER_STATIC_MODE = Finder(
+    "TQ117", MovedNames("TQ117", (), legacy.EAGER_MODE).find, (*legacy.EAGER_FLOW, *legacy.FUSING)
+)
+OBSERVERS_IN_PT2E = Finder("TQ115", find_observers)
+
+
+ONLY_IN_PART = "not everything used of it is under torch.ao"
+
+
+def find_namespaces(source: ParsedSource) -> Iterator[Site]:
+    if not uses_fx(source):
+        return
+    staying = []
+
+    def now(node: cst.ImportFrom, alias: cst.ImportAlias) -> tuple[str, str] | None:
+        module = imported_module(node)
+        new = new_namespace(f"{module}.{dotted(alias.name)}")
+        if new is None or node.module is None:
+            return None
+        if any(_is_excluded(use) for use in _attribute_uses(source, node, alias, module)):
+            what = f"from {module} import {dotted(alias.name)}"
+            staying.append(Site("TQ104", source.start(alias), what, refusal=ONLY_IN_PART))
+            return None
+        package, _, name = new.rpartition(".")
+        return package, name
+
+    yield from moved_modules(source, "TQ104", now, _namespace_import, _namespace_attribute)
+    yield from staying
+
+
+def new_namespace(name: str) -> str | None:
+    """Return ``name`` under torch.ao, if it is an old namespace or in one; None otherwise."""
+    return None if _is_excluded(name) else legacy.new_module(name, NAMESPACES)
+
+
+def _is_excluded(name: str) -> bool:
+    parts = name.split(".")
+    prefixes = {".".join(parts[:cut]) for cut in range(1, len(parts) + 1)}
+    return not prefixes.isdisjoint(NOT_IN_NAMESPACES) or any(part.startswith("_") for part in parts)
+
+
+def _namespace_import(source: ParsedSource, node: cst.Import, alias: cst.ImportAlias) -> Iterator[Site]:
+    name = dotted(alias.name)
+    new = new_namespace(name)
+    if new is None:
+        return
+    site = Site("TQ104", source.start(alias), f"import {name}")
+    is_excluded = any(_is_excluded(use) for use in _attribute_uses(source, node, alias, ""))
+    edit = Edit(source.start(alias.name), source.end(alias.name), new)
+    yield site.settled(ONLY_IN_PART if is_excluded else "", (edit,))
+
+
+def _attribute_uses(
+    source: ParsedSource, node: cst.Import | cst.ImportFrom, alias: cst.ImportAlias, module: str
+) -> Iterator[str]:
+    """Yield the full names used of an imported namespace."""
+    name = dotted(alias.name)
+    local = alias.evaluated_alias or name.partition(".")[0]
+    for use in source.references(local, node):
+        parent = source.parent(use)
+        if isinstance(parent, cst.Attribute) and alias.asname is None and not module:
+            continue  # import a.b: its uses are dotted, and are sites of their own
+        full = f"{module}.{name}" if module else name
+        if not isinstance(parent, cst.Attribute):
+            yield full
+        elif not _is_function_of_fx(f"{full}.{parent.attr.value}", source.parent(parent)):
+            yield f"{full}.{parent.attr.value}"
+
+
+def _is_function_of_fx(module: str, node: cst.CSTNode) -> bool:
+    """Return whether ``node`` is a function of ``module`` that another rewrite moves."""
+    return isinstance(node, cst.Attribute) and f"{module}.{node.attr.value}" in LEGACY_NAMES
+
+
+def _namespace_attribute(source: ParsedSource, node: cst.Attribute) -> Iterator[Site]:
+    """Yield the site of a ``torch.quantization`` written out; deeper names keep their ending."""
+    code, names = source.code(node), source.names(node)
+    if len(names) != 1 or (name := next(iter(names))) not in NAMESPACES:
+        return
+    parent = source.parent(node)
+    used = f"{name}.{parent.attr.value}" if isinstance(parent, cst.Attribute) else name
+    new = new_namespace(used)
+    if new is None or any(used == old or used.startswith(f"{old}.") for old in NAMESPACES if old != name):
+        return
+    site = Site("TQ104", source.start(node), code)
+    request = ImportRequest("torch", offset=source.start(node))
+    edit = Edit(source.start(node), source.end(node), NAMESPACES[name])
+    yield site.settled(why_not_free(source, request), (edit,), (request,))
+
+
+NAMESPACE = Finder("TQ104", find_namespaces)
+
+
+CODE, CODE_OF_PT2E = "TQ112", "TQ120"
+OF_PT2E = frozenset(row.legacy for row in legacy.MOVED_PT2E)
+
+
+def find_removed(source: ParsedSource) -> Iterator[Site]:
+    for node in source.nodes(cst.ImportFrom):
+        new = legacy.new_module(imported_module(node)) if isinstance(node.names, cst.ImportStar) else None
+        if new is not None and node.module is not None:
+            edit = Edit(source.start(node.module), source.end(node.module), new)
+            yield Site(CODE, source.start(node), f"from {imported_module(node)}", edits=(edit,))
+    yield from moved_modules(source, CODE, _now, _removed_import, _removed_attribute)
+    yield from MovedNames(CODE, (), guests=legacy.MOVED_OF_EXPORTED).find(source)
+
+
+def _now(node: cst.ImportFrom, alias: cst.ImportAlias) -> tuple[str, str] | None:
+    """Return the module and the name of an imported name now; None if it did not move."""
+    module, name = imported_module(node), dotted(alias.name)
+    new, full = legacy.new_module(module), f"{module}.{name}"
+    if module in OF_PT2E and name in legacy.PT2E_FUNCTIONS:
+        return None  # The other rewrite moves it.
+    if full in legacy.REMOVED:
+        package, _, last = legacy.REMOVED[full].rpartition(".")
+        return package, last
+    if new is None:
+        return None
+    if name in legacy.NAMES_ELSEWHERE and installed_lacks(new, name):
+        return legacy.NAMES_ELSEWHERE[name]
+    return new, name
+
+
+def _removed_import(source: ParsedSource, node: cst.Import, alias: cst.ImportAlias) -> Iterator[Site]:
+    name = dotted(alias.name)
+    new = legacy.new_module(name)
+    if new is None:
+        return
+    site = Site(CODE, source.start(alias), f"import {name}")
+    edits = [Edit(source.start(alias.name), source.end(alias.name), new)]
+    if alias.asname is not None:
+        uses = (source.parent(use) for use in source.references(alias.evaluated_alias or "", node))
+        for use in uses:
+            if not isinstance(use, cst.Attribute) or use.attr.value in legacy.PT2E_FUNCTIONS:
+                continue
+            home, now = legacy.NAMES_ELSEWHERE.get(use.attr.value, (new, use.attr.value))
+            if reason := installed_lacks(new, now if home == new else use.attr.value):
+                yield replace(site, refusal=reason)
+                return
+            if now != use.attr.value:
+                edits.append(Edit(source.start(use.attr), source.end(use.attr), now))
+    yield replace(site, edits=tuple(edits))
+
+
+def _removed_attribute(source: ParsedSource, node: cst.Attribute) -> Iterator[Site]:
+    """Yield the site of a removed module written out as a dotted name; the rest of the name is kept."""
+    code = source.code(node)
+    new = legacy.new_module(code)
+    if new is None or source.written_names(node) != {code} or legacy.new_module(source.code(node.value)):
+        return
+    parent = source.parent(node)
+    while isinstance(parent, cst.Attribute) and legacy.new_module(source.code(parent)) not in (
+        None,
+        f"{new}.{parent.attr.value}",
+    ):
+        # A submodule may have moved to a module of its own.
+        node, new = parent, str(legacy.new_module(source.code(parent)))
+        parent = source.parent(node)
+    if any(isinstance(a, (cst.ImportFrom, cst.Import)) for a in source.ancestors(node)):
+        return
+    site, used = Site(CODE, source.start(node), code), node
+    while isinstance(parent, cst.Attribute) and not installed_lacks(f"{new}.{parent.attr.value}"):
+        node, new = parent, f"{new}.{parent.attr.value}"  # A module further down.
+        parent = source.parent(node)
+    edits = [Edit(source.start(used), source.end(node), new)]
+    if isinstance(parent, cst.Attribute) and parent.attr.value not in legacy.PT2E_FUNCTIONS:
+        name = parent.attr.value
+        home, now = (
+            legacy.NAMES_ELSEWHERE[name]
+            if name in legacy.NAMES_ELSEWHERE and installed_lacks(new, name)
+            else (new, name)
+        )
+        if reason := installed_lacks(home, now):
+            yield replace(site, refusal=reason)
+            return
+        edits, new = [Edit(source.start(used), source.end(parent), f"{home}.{now}")], home
+    request = ImportRequest(new, offset=source.start(node))
+    yield site.settled(why_not_free(source, request), edits, (request,))
+
+
+def find_pt2e(source: ParsedSource) -> Iterator[Site]:
+    old = next(filter(None, (_of_qconfigs(source, call) for call in source.nodes(cst.Call))), "")
+    for site in MovedNames(CODE_OF_PT2E, legacy.MOVED_PT2E).find(source):
+        yield replace(site, edits=(), imports=(), refusal=old) if old else site
+
+
+def _of_qconfigs(source: ParsedSource, call: cst.Call) -> str:
+    """Return why ``call`` cannot stay: the first ``prepare_pt2e`` took a QConfigMapping."""
+    names = {
+        name.rpartition(".")[2] for name in source.names(call.func) if name.rpartition(".")[0] in OF_PT2E
+    }
+    if len(call.args) > 2 and names and all(name.startswith("prepare") for name in names):
+        return "it takes a QConfigMapping: write prepare_pt2e(m, torchq_compat.quantizer_from(mapping))"
+    return ""
+
+
+REMOVED_MODULES = Finder(CODE, find_removed, ("_pt2e", *legacy.NAMES_ELSEWHERE))
+PT2E_FLOW = Finder(CODE_OF_PT2E, find_pt2e, ("_quantize_pt2e", *legacy.PT2E_FUNCTIONS))
