@@ -23,7 +23,7 @@ from tests.helpers.oracle import MAP_LSTM
 from tests.helpers.warm_python import ENVIRONMENT, Ran, warm_python
 from torchq_compat.cli import main
 from torchq_compat.comparison.cases import Recording, _take_trained
-from torchq_compat.comparison.comparison_process import case_of_function
+from torchq_compat.comparison.compare_command import case_of_function
 from torchq_compat.comparison.results import Target
 from torchq_compat.errors import ScriptError
 

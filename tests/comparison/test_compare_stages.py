@@ -15,7 +15,7 @@ from torch.ao.quantization import QConfigMapping
 from torchq_compat.comparison.cases import Case, read_case
 from torchq_compat.comparison.causes import judge
 from torchq_compat.comparison.collect import output_series
-from torchq_compat.comparison.comparison_process import _warnings_without_lines
+from torchq_compat.comparison.compare_command import _warnings_without_lines
 from torchq_compat.comparison.measures import PlaceMeasures, state_bytes
 from torchq_compat.comparison.results import (
     Capture,

@@ -46,7 +46,6 @@ IMPORTED = (
     f"{RUNNING}.fx_draws",
     f"{RUNNING}.recorder",
     f"{RUNNING}.redirections",
-    f"{RUNNING}.removed_imports",
     f"{RUNNING}.script_process",
 )
 Ran = subprocess.CompletedProcess[str]

@@ -21,7 +21,7 @@ from torchq_compat.errors import ScriptError
 from torchq_compat.port.process import progress
 from torchq_compat.port.running import redirections
 from torchq_compat.port.running.fx_draws import drawing_as_fx
-from torchq_compat.port.running.removed_imports import legacy_module
+from torchq_compat.port.running.redirections import legacy_module
 from torchq_compat.read.example_inputs import read_example_inputs
 from torchq_compat.support import metadata
 from torchq_compat.support.argument_checks import checked_arguments, instance_of

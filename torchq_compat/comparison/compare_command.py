@@ -13,8 +13,11 @@ exit code: 0 nothing got worse, 1 an output is farther from the float model than
 quantized, 2 an error
 """
 
+from __future__ import annotations
+
 import argparse
 import contextlib
+import importlib
 import json
 import os
 import pickle
@@ -23,25 +26,35 @@ import signal
 import subprocess
 import sys
 import tempfile
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from torchq_compat.comparison.page import check_page, write_page
 from torchq_compat.comparison.results import ComparedModel, Target
 from torchq_compat.comparison.text import as_text, print_report, report_data
-from torchq_compat.errors import ScriptError, TorchQCompatError
+from torchq_compat.errors import QuantizationWarning, ScriptError, TorchQCompatError
 from torchq_compat.port import run_command
-from torchq_compat.port.process import Subparsers, add_command, stopping_cleanly
+from torchq_compat.port.process import Subparsers, add_command, import_noise_held_back, stopping_cleanly
+from torchq_compat.port.running.script_process import execute_script, show_script_error
+
+if TYPE_CHECKING:
+    from torchq_compat.comparison.cases import Case
 
 FINE, ATTENTION = 0, 1
 STANDARD_ERROR = 2
 OPTIONS = ("--json", "--html", "--timeout", "--fx", "--trained-qparams")
+#: The choices of --fx -> the argument of ``compare``.
+FX: dict[str, Any] = {"auto": "auto", "yes": True, "no": False}
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
-# Only a separate process, ``comparison.comparison_process``, uses torch, so that it can be stopped; it
-# returns its measurements as plain values, which are shown here.
+# Only a separate process, which runs ``main``, uses torch, so that it can be stopped; it returns its
+# measurements as plain values, which are shown here.
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -67,7 +80,7 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument(
         "--fx",
-        choices=("auto", "yes", "no"),
+        choices=tuple(FX),
         default="auto",
         help="whether FX must run too; auto: if it can (default)",
     )
@@ -112,7 +125,7 @@ def _read_target(args: argparse.Namespace) -> Target:
             raise ScriptError.of("TQ973.target", target=args.target)
         run_command.check_script(args.target)
         run_command.tell_misplaced_options(args.target, args.args, OPTIONS)
-    return Target(args.target, is_function, tuple(args.args), args.fx, args.trained_qparams)
+    return Target(args.target, is_function, args.args, args.fx, args.trained_qparams)
 
 
 def _compared(target: Target, timeout: float | None) -> tuple[ComparedModel, ...]:
@@ -123,7 +136,9 @@ def _compared(target: Target, timeout: float | None) -> tuple[ComparedModel, ...
     """
     with tempfile.TemporaryDirectory(prefix="torchq-compat-") as folder:
         result = Path(folder) / "result"
-        command = run_command.child_command("comparison.comparison_process", target.to_json(), str(result))
+        command = run_command.child_command(
+            "comparison.compare_command", json.dumps(asdict(target)), str(result)
+        )
         code = _run(command, target, timeout)
         if not result.exists():
             raise ScriptError.of("TQ973.ended", target=target.name, code=code)
@@ -163,3 +178,103 @@ def _show(comparisons: tuple[ComparedModel, ...], *, as_json: bool) -> None:
         print_report(comparisons, Console())
     else:
         print(as_text(comparisons))
+
+
+# The process, started as ``python -P -c ... PACKAGE_PARENT TARGET RESULT``: it makes the cases, compares
+# them, and writes a pickle of the comparisons, or of the error to report, to RESULT.
+
+
+def main() -> int:
+    _, _, target_text, result = sys.argv
+    target = Target(**json.loads(target_text))
+    # The parent made this path; it must not change if the script changes the directory.
+    path = Path(result).absolute()
+    try:
+        with import_noise_held_back():
+            from torchq_compat.comparison.collect import compare_case
+        cases = case_of_function(target) if target.is_function else _cases_of_script(target)
+        with _warnings_without_lines(is_known=not target.is_function):
+            outcome: object = tuple(compare_case(case, FX[target.fx]) for case in cases)
+    except TorchQCompatError as error:
+        outcome = TorchQCompatError(error.message, hint=error.hint, code=error.code)
+    path.write_bytes(pickle.dumps(outcome))
+    return 0
+
+
+@contextlib.contextmanager
+def _warnings_without_lines(*, is_known: bool) -> Iterator[None]:
+    """Print our warnings without a line, which would be in this tool; none if a script gave them already."""
+    with warnings.catch_warnings(record=True) as caught:
+        yield
+    ours = [entry for entry in caught if issubclass(entry.category, QuantizationWarning)]
+    for message in dict.fromkeys(str(our.message) for our in ours if not is_known):
+        print(f"torchq-compat: warning: {message}", file=sys.stderr)
+    for item in caught:
+        if item not in ours:
+            warnings.showwarning(item.message, item.category, item.filename, item.lineno)
+
+
+def case_of_function(target: Target) -> tuple[Case, ...]:
+    """Return the case that the function returns, in a tuple.
+
+    Raises:
+        ScriptError: there is no such function, it raises, or it does not return a case.
+    """
+    from torchq_compat.comparison.cases import read_case
+
+    module_name, _, name = target.name.partition(":")
+    sys.path[0] = os.getcwd()
+    try:
+        result: object = importlib.import_module(module_name)
+    except Exception as cause:
+        raise ScriptError.of("TQ973.import", module_name=module_name, cause=cause) from cause
+    for part in name.split("."):
+        result = getattr(result, part, None)
+    if not callable(result):
+        raise ScriptError.of("TQ973.no_function", module_name=module_name, name=name)
+    try:
+        value = result()
+    except Exception as cause:
+        raise ScriptError.of("TQ973.raised", target=target.name, cause=cause) from cause
+    case = read_case(f"what {target.name}() returned", value)
+    if case.observer_qparams is None:
+        case = replace(case, observer_qparams=not target.trained_qparams)
+    return (case,)
+
+
+def _cases_of_script(target: Target) -> tuple[Case, ...]:
+    from torchq_compat.comparison.cases import ScriptRecorder
+
+    recorder = ScriptRecorder(trained_qparams=target.trained_qparams)
+    with recorder.recording():
+        exit_code = _execute(target)
+    try:
+        cases = recorder.cases(target.name)
+    except ScriptError as nothing:
+        raise _script_failed(target.name, f"exited with {exit_code!r}") if exit_code else nothing from None
+    if exit_code:
+        print(
+            f"torchq-compat: problem: {target.name} exited with {exit_code!r}; what it quantized is compared",
+            file=sys.stderr,
+        )
+    for remark in recorder.remarks:
+        print(f"torchq-compat: {remark}", file=sys.stderr)
+    return cases
+
+
+def _execute(target: Target) -> object:
+    """Run the script and return its exit code, which may be a number of failures, or a message."""
+    try:
+        execute_script(target.name, list(target.args))
+    except SystemExit as ending:
+        return ending.code
+    except TorchQCompatError:
+        raise
+    except Exception as error:
+        show_script_error(error)
+        raise _script_failed(target.name, f"raised {type(error).__name__}") from error
+    return None
+
+
+def _script_failed(script: str, ending: str) -> ScriptError:
+    return ScriptError.of("TQ973.script_failed", script=script, ending=ending)

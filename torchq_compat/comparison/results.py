@@ -6,10 +6,9 @@ are between 0 and 1.
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal
 
 
 class Kind(StrEnum):
@@ -273,18 +272,6 @@ class Target:
 
     name: str
     is_function: bool
-    args: tuple[str, ...] = ()
+    args: Sequence[str] = ()
     fx: str = "auto"
     trained_qparams: bool = False
-
-    @property
-    def fx_setting(self) -> bool | Literal["auto"]:
-        return "auto" if self.fx == "auto" else self.fx == "yes"
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Target:
-        data = json.loads(text)
-        return cls(**{**data, "args": tuple(data["args"])})

@@ -55,7 +55,7 @@ def suggest_command(args: argparse.Namespace) -> int:
     """
     if ":" not in args.target:
         raise ScriptError.of("TQ973.function_target", target=args.target)
-    from torchq_compat.comparison.comparison_process import case_of_function
+    from torchq_compat.comparison.compare_command import case_of_function
 
     with import_noise_held_back():
         from torchq_compat.comparison.suggesting import suggest

@@ -89,7 +89,7 @@ def rewrite_command(args: argparse.Namespace) -> int:
         return DONE
     if not args.paths:
         raise ScriptError.of("TQ983")
-    scan = scanner.scan_paths(args.paths, process.progress, jobs=args.jobs, seconds=args.timeout)
+    scan = scanner.scan_paths(args.paths, jobs=args.jobs, seconds=args.timeout)
     problems = list(scan.problems)
     changes = list(_changes(scan, args, problems))
     if args.write:
@@ -115,11 +115,8 @@ def _changes(scan: scanner.Scan, args: argparse.Namespace, problems: list[Proble
     work = partial(
         _changed, {document.path: chosen[document.path][1] for document in documents}, names, args.timeout
     )
-    for document, (text, problem) in zip(
-        documents,
-        scanner.in_processes(work, documents, args.jobs, process.progress, "Rewriting"),
-        strict=True,
-    ):
+    results = scanner.in_processes(work, documents, args.jobs, "Rewriting")
+    for document, (text, problem) in zip(documents, results, strict=True):
         if problem:
             problems.append(Problem(document.path, problem))
         elif text != document.text:

@@ -17,11 +17,10 @@ import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from torchq_compat.errors import ScriptError
 from torchq_compat.port.process import Subparsers, add_command
@@ -44,20 +43,6 @@ class RunOptions:
     explain: str = ""
     strict: bool = False
     trained_qparams: bool = False
-
-    @property
-    def replacements(self) -> Mapping[str, str]:
-        """Function the script calls -> function that replaces it."""
-        if not self.convert:
-            return {}
-        return dict.fromkeys(("convert_fx", "convert_to_reference_fx"), self.convert)
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> RunOptions:
-        return cls(**json.loads(text))
 
 
 # The script's own arguments: everything after SCRIPT on a command line.
@@ -156,7 +141,7 @@ def run_command(args: argparse.Namespace) -> int:
     check_explain(args.explain)
     tell_misplaced_options(args.script, args.args, OPTIONS)
     explain = os.path.abspath(args.explain) if args.explain else ""
-    options = RunOptions(args.convert, explain, args.strict, args.trained_qparams).to_json()
+    options = json.dumps(asdict(RunOptions(args.convert, explain, args.strict, args.trained_qparams)))
     return _run_child(child_command("port.running.script_process", options, args.script, *args.args))
 
 
@@ -208,7 +193,10 @@ def _run_child(command: list[str]) -> int:
         if child and not (signum == signal.SIGINT and _in_terminal_foreground()):
             child[0].send_signal(signum)
 
-    previous = _install(forward)
+    # Ignored signals stay ignored.
+    signums = [signal.Signals[name] for name in FORWARDED if hasattr(signal, name)]
+    caught = [signum for signum in signums if signal.getsignal(signum) is not signal.SIG_IGN]
+    previous = {signum: signal.signal(signum, forward) for signum in caught}
     try:
         child.append(subprocess.Popen(command))
         code = child[0].wait()
@@ -216,13 +204,6 @@ def _run_child(command: list[str]) -> int:
         for signum, handler in previous.items():
             signal.signal(signum, handler)
     return code if code >= 0 else SIGNAL_EXIT_BASE - code
-
-
-def _install(handler: Any) -> dict[signal.Signals, Any]:
-    """Install ``handler`` and return the previous handlers; ignored signals stay ignored."""
-    signums = [signal.Signals[name] for name in FORWARDED if hasattr(signal, name)]
-    caught = [signum for signum in signums if signal.getsignal(signum) is not signal.SIG_IGN]
-    return {signum: signal.signal(signum, handler) for signum in caught}
 
 
 def _in_terminal_foreground() -> bool:

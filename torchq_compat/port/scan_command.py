@@ -14,14 +14,14 @@ import argparse
 import contextlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from torchq_compat.port import process
-from torchq_compat.port.constructs import CONSTRUCTS, Construct
+from torchq_compat.port.constructs import CONSTRUCTS
 from torchq_compat.port.scanner import Finding, Scan, scan_paths
 from torchq_compat.port.source.files import Problem
 from torchq_compat.support.report import counted
@@ -35,9 +35,30 @@ RULES = tuple(CONSTRUCTS.values())
 
 def sarif_log(findings: Iterable[Finding], problems: Iterable[Problem]) -> dict[str, Any]:
     """Return the SARIF log of one ``torchq-compat scan``; problems are notifications of its invocation."""
-    notifications = [_notification(problem) for problem in problems]
+    rules = [
+        {
+            "id": construct.code,
+            "name": construct.title,
+            "shortDescription": {"text": f"FX graph mode: {construct.title}"},
+            "help": {"text": f"becomes {construct.becomes}; see {construct.link}"},
+        }
+        for construct in RULES
+    ]
+    driver: dict[str, Any] = {"name": "torchq-compat", "rules": rules}
+    with contextlib.suppress(PackageNotFoundError):  # run from a source tree
+        driver["version"] = version("torchq-compat")
+    if address := process.project_address():
+        driver["informationUri"] = address
+    notifications = [
+        {
+            "level": "error",
+            "message": {"text": f"{problem.reason} [{problem.code}]"},
+            "locations": [{"physicalLocation": {"artifactLocation": {"uri": _uri(problem.path)}}}],
+        }
+        for problem in problems
+    ]
     run = {
-        "tool": {"driver": _driver()},
+        "tool": {"driver": driver},
         "columnKind": "unicodeCodePoints",
         "results": [_result(finding) for finding in findings],
         "invocations": [{"executionSuccessful": True, "toolExecutionNotifications": notifications}],
@@ -45,48 +66,21 @@ def sarif_log(findings: Iterable[Finding], problems: Iterable[Problem]) -> dict[
     return {"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}
 
 
-def _driver() -> dict[str, Any]:
-    driver: dict[str, Any] = {"name": "torchq-compat", "rules": [_rule(construct) for construct in RULES]}
-    with contextlib.suppress(PackageNotFoundError):  # run from a source tree
-        driver["version"] = version("torchq-compat")
-    if address := process.project_address():
-        driver["informationUri"] = address
-    return driver
-
-
-def _rule(construct: Construct) -> dict[str, Any]:
-    return {
-        "id": construct.code,
-        "name": construct.title,
-        "shortDescription": {"text": f"FX graph mode: {construct.title}"},
-        "help": {"text": f"becomes {construct.becomes}; see {construct.link}"},
-    }
-
-
 def _result(finding: Finding) -> dict[str, Any]:
-    remark = f" ({finding.remark})" if finding.remark else ""
+    remark, cell = f" ({finding.remark})" if finding.remark else "", finding.place.cell
+    location: dict[str, Any] = {"physicalLocation": {"artifactLocation": {"uri": _uri(finding.path)}}}
+    if cell is None:
+        location["physicalLocation"]["region"] = {"startLine": finding.place.line}
+    else:  # A line in a cell is not that line of the notebook file.
+        location["logicalLocations"] = [{"name": f"cell {cell}"}]
     return {
         "ruleId": finding.construct.code,
         "ruleIndex": RULES.index(finding.construct),
         "level": "warning" if finding.by == "manual review" else "note",
         "message": {"text": f"{finding.site.what} becomes {finding.construct.becomes}{remark}."},
-        "locations": [_location(finding)],
+        "locations": [location],
         "properties": {"by": finding.by},
     }
-
-
-def _location(finding: Finding) -> dict[str, Any]:
-    physical: dict[str, Any] = {"artifactLocation": {"uri": _uri(finding.path)}}
-    if finding.place.cell is None:
-        return {"physicalLocation": {**physical, "region": {"startLine": finding.place.line}}}
-    # A line in a cell is not that line of the notebook file, so no region is given.
-    return {"physicalLocation": physical, "logicalLocations": [{"name": f"cell {finding.place.cell}"}]}
-
-
-def _notification(problem: Problem) -> Mapping[str, Any]:
-    location = {"physicalLocation": {"artifactLocation": {"uri": _uri(problem.path)}}}
-    text = {"text": f"{problem.reason} [{problem.code}]"}
-    return {"level": "error", "message": text, "locations": [location]}
 
 
 def _uri(path: Path) -> str:
@@ -132,7 +126,7 @@ def scan_command(args: argparse.Namespace) -> int:
     Raises:
         PathError: a path does not exist.
     """
-    scan = scan_paths(args.paths, process.progress, jobs=args.jobs, seconds=args.timeout)
+    scan = scan_paths(args.paths, jobs=args.jobs, seconds=args.timeout)
     if args.format == "sarif":
         print(json.dumps(sarif_log(scan.findings, scan.problems), indent=2))
     elif args.format == "json":
@@ -140,42 +134,31 @@ def scan_command(args: argparse.Namespace) -> int:
     else:
         print_report(scan)
     process.print_problems(scan.problems)
-    return exit_code(scan)
-
-
-def exit_code(scan: Scan) -> int:
-    if scan.problems:
-        return PROBLEM
-    return FINDINGS if scan.findings else CLEAN
+    return PROBLEM if scan.problems else FINDINGS if scan.findings else CLEAN
 
 
 def as_data(scan: Scan) -> dict[str, Any]:
     """Return the scan as plain values; ``version`` is increased when this format changes."""
-    return {
-        "version": FORMAT_VERSION,
-        "files": scan.files,
-        "findings": [_finding_data(finding) for finding in scan.findings],
-        "problems": [
-            {"file": str(problem.path), "reason": problem.reason, "code": problem.code}
-            for problem in scan.problems
-        ],
-    }
-
-
-def _finding_data(finding: Finding) -> dict[str, Any]:
-    construct = finding.construct
-    return {
-        "file": str(finding.path),
-        "line": finding.place.line,
-        "cell": finding.place.cell,
-        "code": construct.code,
-        "construct": construct.title,
-        "found": finding.site.what,
-        "becomes": construct.becomes,
-        "by": finding.by,
-        "remark": finding.remark,
-        "guide": construct.link,
-    }
+    findings = [
+        {
+            "file": str(finding.path),
+            "line": finding.place.line,
+            "cell": finding.place.cell,
+            "code": finding.construct.code,
+            "construct": finding.construct.title,
+            "found": finding.site.what,
+            "becomes": finding.construct.becomes,
+            "by": finding.by,
+            "remark": finding.remark,
+            "guide": finding.construct.link,
+        }
+        for finding in scan.findings
+    ]
+    problems = [
+        {"file": str(problem.path), "reason": problem.reason, "code": problem.code}
+        for problem in scan.problems
+    ]
+    return {"version": FORMAT_VERSION, "files": scan.files, "findings": findings, "problems": problems}
 
 
 def print_report(scan: Scan) -> None:

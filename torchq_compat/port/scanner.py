@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import libcst as cst
 
@@ -23,6 +23,7 @@ from torchq_compat.port.constructs import CONSTRUCTS, Construct, Edit, Site, app
 from torchq_compat.port.finders import Finder
 from torchq_compat.port.legacy_api.fx_calls import fx_calls
 from torchq_compat.port.legacy_api.names import DICT_GETTERS, ENGINE_INTERNALS
+from torchq_compat.port.process import progress
 from torchq_compat.port.reviews import MANUAL_REVIEWS
 from torchq_compat.port.rewrites import REWRITES
 from torchq_compat.port.source import files as source_files
@@ -225,19 +226,7 @@ def may_concern(raw: bytes) -> bool:
     return any(part in raw for part in PARTS) and LEGACY_WORD.search(raw) is not None
 
 
-ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
-
-
-class Progress(Protocol):
-    """Wraps items to show the progress while they are processed."""
-
-    def __call__(self, description: str, items: Sequence[ItemT], /) -> Iterable[ItemT]: ...
-
-
-def no_progress(description: str, items: Sequence[ItemT]) -> Iterable[ItemT]:
-    del description
-    return items
 
 
 @dataclass(frozen=True)
@@ -321,14 +310,11 @@ class Scan:
     problems: list[source_files.Problem] = field(default_factory=list)
 
 
-def scan_paths(
-    paths: Iterable[Path], progress: Progress = no_progress, *, jobs: int = 1, seconds: float = SECONDS
-) -> Scan:
-    """Scan all Python files and notebooks under ``paths``.
+def scan_paths(paths: Iterable[Path], *, jobs: int = 1, seconds: float = SECONDS) -> Scan:
+    """Scan all Python files and notebooks under ``paths``, with a bar on a terminal.
 
     Args:
         paths: files and folders.
-        progress: wraps files and documents while they are processed.
         jobs: the number of processes, for many files.
         seconds: how long one file may take; it is a finding then, TQ214.
 
@@ -344,12 +330,12 @@ def scan_paths(
             files.append(find_file)
     scan.files = len(files)
     tree = Tree(files)
-    documents = list(_candidates(files, tree, scan.problems, progress))
+    documents = list(_candidates(files, tree, scan.problems))
     # Find all sites first: which names of a file others use is known once the names in those are resolved.
     sites: dict[Path, list[Finding]] = {}
     work = partial(_sites_and_taken, tree, seconds)
     for document, (findings, problems, taken) in zip(
-        documents, in_processes(work, documents, jobs, progress, "Parsing"), strict=True
+        documents, in_processes(work, documents, jobs, "Parsing"), strict=True
     ):
         sites[document.path] = findings
         scan.problems += problems
@@ -369,7 +355,6 @@ def in_processes(
     work: Callable[[source_files.Document], ResultT],
     documents: Sequence[source_files.Document],
     jobs: int,
-    progress: Progress,
     description: str,
 ) -> Iterator[ResultT]:
     """Yield ``work(document)`` for each document, in order; in ``jobs`` processes if there are many."""
@@ -423,7 +408,7 @@ def _origin(tree: Tree, path: Path) -> Origin:
 
 
 def _candidates(
-    files: list[Path], tree: Tree, problems: list[source_files.Problem], progress: Progress
+    files: list[Path], tree: Tree, problems: list[source_files.Problem]
 ) -> Iterator[source_files.Document]:
     """Yield the documents that contain a legacy word, then those that contain a name these re-export, and so
     on."""

@@ -11,7 +11,6 @@ from torch import nn
 
 from torchq_compat.errors import QuantizationWarning
 from torchq_compat.port.running import redirections
-from torchq_compat.port.running import removed_imports as stand_ins
 from torchq_compat.support import torch_ao
 
 ABSENT = "torch.ao.quantization.there_was_one"
@@ -19,9 +18,9 @@ ABSENT = "torch.ao.quantization.there_was_one"
 
 @pytest.fixture
 def put(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(stand_ins, "ENGINE", frozenset({ABSENT}))
-    stand_ins.put_stand_in(ABSENT, {"prepare_fx": len})
-    stand_ins.put_stand_in(ABSENT, {"_prepare_fx": max})
+    monkeypatch.setattr(redirections, "ENGINE", frozenset({ABSENT}))
+    redirections.put_stand_in(ABSENT, {"prepare_fx": len})
+    redirections.put_stand_in(ABSENT, {"_prepare_fx": max})
     yield
     del sys.modules[ABSENT]
     delattr(importlib.import_module("torch.ao.quantization"), "there_was_one")
@@ -46,17 +45,17 @@ def test_configuration_classes_are_passed_on_and_nothing_else() -> None:
 
 @pytest.mark.usefixtures("put")
 def test_a_stand_in_is_no_module_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert stand_ins.legacy_module(ABSENT) is None
-    assert stand_ins.legacy_module("torch.ao.quantization.quantize_fx") is not None
+    assert redirections.legacy_module(ABSENT) is None
+    assert redirections.legacy_module("torch.ao.quantization.quantize_fx") is not None
     monkeypatch.setattr(torch_ao, "FX_ENGINE", ABSENT)
     with pytest.raises(ImportError, match="this torch has no"):
         torch_ao.fx_engine()
 
 
 def test_other_modules_get_none() -> None:
-    stand_ins.put_stand_in("torch.ao.nn.intrinsic.there_is_none", {"freeze_bn_stats": len})
+    redirections.put_stand_in("torch.ao.nn.intrinsic.there_is_none", {"freeze_bn_stats": len})
     assert "torch.ao.nn.intrinsic.there_is_none" not in sys.modules
-    assert {moved.legacy for moved in redirections.PRIVATE_FUNCTIONS} <= stand_ins.ENGINE
+    assert {moved.legacy for moved in redirections.PRIVATE_FUNCTIONS} <= redirections.ENGINE
 
 
 def test_fuse_fx_for_training_says_that_it_fuses_nothing() -> None:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import atexit
 import builtins
 import contextlib
+import json
 import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import TracebackType
@@ -35,8 +36,9 @@ def main() -> int:
     """Run the script that ``sys.argv`` names; its ``SystemExit`` and ``KeyboardInterrupt`` are not caught."""
     _, _, options, script, *args = sys.argv
     # _finish runs at interpreter exit, after the script's own atexit functions, however the script ends.
-    report = _redirect(RunOptions.from_json(options))
-    if not _reports_elsewhere(os.environ):
+    report = _redirect(RunOptions(**json.loads(options)))
+    # torchrun starts several processes, of which the first reports.
+    if os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK", "0") == "0":
         atexit.register(_finish, report, Path(script).name)
     try:
         execute_script(script, args)
@@ -50,11 +52,6 @@ def main() -> int:
     return 0
 
 
-def _reports_elsewhere(environment: Mapping[str, str]) -> bool:
-    """Return whether this is one of several processes that torchrun started, and not the first."""
-    return environment.get("WORLD_SIZE", "1") != "1" and environment.get("RANK", "0") != "0"
-
-
 def show_script_error(error: Exception) -> None:
     """Print the traceback that ``python SCRIPT`` would print."""
     traceback = _from_script_on(error.__traceback__)
@@ -65,7 +62,7 @@ def _redirect(options: RunOptions) -> Callable[[str], str]:
     """Redirect the FX names and return the function that reports the recorded models."""
     with import_noise_held_back():
         from torchq_compat.model.other_tools import tell_graph_readers
-        from torchq_compat.port.running import fx_draws, redirections, removed_imports
+        from torchq_compat.port.running import fx_draws, redirections
         from torchq_compat.port.running.recorder import Recorder, write_explanation
         from torchq_compat.quantize.first_call import at_once, takes_waiting_models, waits_for_first_call
         from torchq_compat.support.user_warnings import LISTENERS
@@ -85,12 +82,13 @@ def _redirect(options: RunOptions) -> Callable[[str], str]:
                 recorded = takes_waiting_models(recorded)
             return fx_draws.drawing_as_fx(recorded, original)
 
-        redirections.redirect(wrapped, options.replacements)
+        instead = dict.fromkeys(CONVERTING, options.convert) if options.convert else {}
+        redirections.redirect(wrapped, instead)
         redirections.redirect_pt2e(recorder.note)
         redirections.refuse_numeric_suite()
         tell_graph_readers()
-        removed_imports.redirect_removed_imports()
-        removed_imports.restore_removed_captures()
+        redirections.redirect_removed_imports()
+        redirections.restore_removed_captures()
         fx_draws.accept_checkpoints()
 
     def report(script: str) -> str:
