@@ -7,6 +7,7 @@ import random
 import re
 import warnings
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -385,6 +386,18 @@ def test_no_step_draws_from_the_generators(is_qat: bool) -> None:
     tc.convert_to_reference_fx(prepared)(x)
     assert torch.equal(torch.get_rng_state(), state)
     assert random.getstate() == python
+
+
+def test_no_node_has_the_texts_of_the_stack_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_up = Mock(wraps=torch.fx.proxy.CapturedTraceback)
+    monkeypatch.setattr(torch.fx.proxy, "CapturedTraceback", looked_up)
+    model = nn.Sequential(nn.Linear(4, 4), DividedByFloat())
+    graph_module = prepared(model, torch.randn(2, 4))
+    looked_up.extract.assert_not_called()
+    [divided] = (node for node in graph_module.graph.nodes if node.target is torch.ops.aten.div.Tensor)
+    assert "return x / float(x.size(0))" in divided.stack_trace
+    torch.export.export(model, (torch.randn(2, 4),))
+    looked_up.extract.assert_called()
 
 
 def test_arguments_that_are_no_tensors_are_fixed() -> None:

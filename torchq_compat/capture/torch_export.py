@@ -27,7 +27,7 @@ from torchq_compat.codes import error_line
 from torchq_compat.errors import CaptureError, InputError, TorchQCompatError
 from torchq_compat.support import upstream
 from torchq_compat.support.graph_nodes import SLICE_END, copied_model, tensors_in
-from torchq_compat.support.process_state import alone, without_code
+from torchq_compat.support.process_state import alone, own_attribute, without_code
 from torchq_compat.support.user_warnings import silenced
 
 # Shortens what torch prints about a failed capture: our error says it once, with the user's line.
@@ -161,8 +161,11 @@ def export_with(
         dynamic_shapes = None
     quiet = silenced(_is_of_computed_weight, UserWarning)
     functions, first = SeenFunctions(), None
+    # torch looks up the text of each of a hundred frames for each node, most of them its own, and for inputs
+    # and weights drops it again; ``reads`` notes the line of the model.
+    lines = own_attribute(torch.fx.config, "do_not_emit_stack_traces", reads is not None)
     # The passes of torch.export each generate code that nobody runs.
-    with alone(), upstream.lazy_graph_modules(True), partial_graphs_held_back(), quiet:
+    with alone(), upstream.lazy_graph_modules(True), partial_graphs_held_back(), quiet, lines:
         for with_values, no_grad, as_python in itertools.product((False, True), repeat=3):
             if (
                 (with_values and not (reads is not None and reads.asked))

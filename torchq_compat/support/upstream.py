@@ -83,6 +83,7 @@ SET_FOR_ALL_THREADS: tuple[tuple[Any, str], ...] = (
     *((nn.Module, "__call__"), (nn.Module, "__getattr__")),
     *((builtins, "max"), (builtins, "min"), (math, "pow"), (sys, "stderr")),
     *((torch.backends.mkldnn, "enabled"), (torch.backends.cudnn, "enabled")),
+    (torch.fx.config, "do_not_emit_stack_traces"),
 )
 
 

@@ -248,8 +248,6 @@ class SizeReads(TorchFunctionMode):
         for state in (*states, self._values, self.asked, self._written):
             state.clear()
         self._tracer = mode.tracer
-        # torch looks up the text of each of a hundred frames for each node, most of them its own.
-        recorded, self._tracer.record_stack_traces = self._tracer.record_stack_traces, False
         self._inputs = tuple(self._slot(leaf) if isinstance(leaf, Tensor) else None for leaf in inputs)
         dispatch = mode.__torch_dispatch__
 
@@ -262,7 +260,6 @@ class SizeReads(TorchFunctionMode):
             with dispatching, held(_CURRENT, self), self:
                 yield
         finally:
-            self._tracer.record_stack_traces = recorded
             # A trace that failed before this one may have had guards.
             self.read = self._snapshot() if self.guards else ReadSizes()
             for number, node in enumerate(self._nodes_returned()):
