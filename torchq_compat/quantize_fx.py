@@ -23,7 +23,7 @@ from torchq_compat.read.custom_configs import (
     read_fuse_custom_config,
     read_prepare_custom_config,
 )
-from torchq_compat.read.example_inputs import MISSING, read_example_inputs
+from torchq_compat.read.example_inputs import read_example_inputs
 from torchq_compat.read.old_forms import takes_old_keywords
 from torchq_compat.read.qconfig_mappings import DICT_KEYS, QConfigRules, read_qconfig_mapping
 from torchq_compat.read.qspecs import misfit
@@ -43,7 +43,7 @@ __all__ = [
 
 
 @waits_for_first_call
-@takes_old_keywords(missing=MISSING)
+@takes_old_keywords()
 def prepare_fx(
     model: nn.Module,
     qconfig_mapping: torch_ao.QConfigMapping | dict[str, Any] | Quantizer,
@@ -114,7 +114,7 @@ def prepare_fx(
 
 
 @waits_for_first_call
-@takes_old_keywords(missing=MISSING)
+@takes_old_keywords()
 def prepare_qat_fx(
     model: nn.Module,
     qconfig_mapping: torch_ao.QConfigMapping | dict[str, Any] | Quantizer,

@@ -24,7 +24,8 @@ from torchq_compat.lower.padded_packs import with_padded_packs
 from torchq_compat.lower.streaming import StreamingModel, StreamProgram
 from torchq_compat.model.graph_module import ConvertedGraphModule
 from torchq_compat.model.quantized_interface import take_integers
-from torchq_compat.read.example_inputs import asks_for_examples, read_example_inputs
+from torchq_compat.read.example_inputs import read_example_inputs
+from torchq_compat.read.old_forms import takes_old_keywords
 from torchq_compat.read.qdq import DEQUANTIZE, DEQUANTIZE_PER_CHANNEL, QUANTIZE
 from torchq_compat.read.qparams import PerChannelQParams, PerTensorQParams, QParams
 from torchq_compat.recurrent.over_time import LoopShape, exporting_loops_as
@@ -263,7 +264,7 @@ def _without(all_qparams: tuple[QParams | None, ...], positions: list[int]) -> t
 # Export a converted model as one program: quantize and dequantize ops, integer weights, any length.
 
 
-@asks_for_examples
+@takes_old_keywords()
 def export(
     converted: torch.nn.Module,
     example_inputs: tuple[Any, ...],

@@ -19,6 +19,7 @@ from torchq_compat.read.observers import translate_constructor
 from torchq_compat.read.qdq import DEQUANTIZE
 from torchq_compat.read.qparams import PerTensorQParams, QParams, covering
 from torchq_compat.read.qspecs import OpSpecs, make_spec
+from torchq_compat.read.torch_ao_classes import take_settings
 from torchq_compat.support import torch_ao
 from torchq_compat.support.dtypes import LEGACY_DTYPES, dtype_name, dtype_range, is_integer
 from torchq_compat.support.graph_nodes import called_modules, copied_model
@@ -95,21 +96,17 @@ class CoveringObserver(nn.Module):
 
     def __init__(self, observers: Sequence[nn.Module]) -> None:
         super().__init__()
-        first: Any = observers[0]
-        self.dtype: torch.dtype = first.dtype
-        self.qscheme: torch.qscheme = first.qscheme
-        self.quant_min: int = first.quant_min
-        self.quant_max: int = first.quant_max
+        self.dtype: Any = observers[0].dtype
+        take_settings(self, observers[0])
         self.observers = nn.ModuleList(observers)
 
     def calculate_qparams(self) -> tuple[Tensor, Tensor]:
         """Return scale (1,) float32 and zero point (1,) int64."""
-        qparams = covering([self._qparams(observer) for observer in self.observers])
+        settings: Any = self
+        limits = settings.quant_min, settings.quant_max, self.dtype
+        observed = (observer.calculate_qparams() for observer in settings.observers)
+        qparams = covering([PerTensorQParams(float(s), int(z), *limits) for s, z in observed])
         return torch.tensor([qparams.scale]), torch.tensor([qparams.zero_point])
-
-    def _qparams(self, observer: Any) -> PerTensorQParams:
-        scale, zero_point = observer.calculate_qparams()
-        return PerTensorQParams(float(scale), int(zero_point), self.quant_min, self.quant_max, self.dtype)
 
 
 def observer_of_all_calls(observers: Sequence[nn.Module]) -> nn.Module:

@@ -123,10 +123,14 @@ def read_backend_config(value: torch_ao.BackendConfig | dict[str, Any] | None) -
     if value is None:
         return _native_table()
     if isinstance(value, dict):
-        _check_keys_of_patterns(value.get("configs", ()))
+        configs = value.get("configs", ())
+        checks.check_settings("backend_config", DICT_ENTRIES, {"configs": configs})
+        for position, config in enumerate(configs):
+            if isinstance(config, dict):
+                check_keys(f"backend_config: configs[{position}]", config, PATTERN_KEYS)
     value = read_config("backend_config", value, ("name", "configs"), torch_ao.BackendConfig, ENTRIES)
-    configs = dict(_configs_by_pattern(value))
-    entries = {pattern: _entry(pattern, config, configs) for pattern, config in configs.items()}
+    by_pattern = dict(_configs_by_pattern(value))
+    entries = {pattern: _entry(pattern, config, by_pattern) for pattern, config in by_pattern.items()}
     return BackendTable(name=value.name, entries=MappingProxyType(entries))
 
 
@@ -146,13 +150,6 @@ def _configs_by_pattern(value: torch_ao.BackendConfig) -> Iterator[tuple[Any, to
             warn_user("TQ306", backend=value.name, pattern=_in_words(nested))
         else:
             yield pattern, config
-
-
-def _check_keys_of_patterns(configs: Any) -> None:
-    checks.check_settings("backend_config", DICT_ENTRIES, {"configs": configs})
-    for position, config in enumerate(configs):
-        if isinstance(config, dict):
-            check_keys(f"backend_config: configs[{position}]", config, PATTERN_KEYS)
 
 
 def _in_order(nested: Any) -> Any:

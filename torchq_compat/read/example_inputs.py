@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from torchq_compat.errors import ArgumentError, InputError
 from torchq_compat.read.custom_configs import PREPARE_KEYS
+from torchq_compat.read.old_forms import MISSING
 from torchq_compat.support.argument_checks import shown
 from torchq_compat.support.torch_ao import (
     ConvertCustomConfig,
@@ -24,8 +24,6 @@ from torchq_compat.support.torch_ao import (
 from torchq_compat.support.upstream import pytree
 from torchq_compat.support.user_warnings import warn_user
 
-#: Default of a required argument, so that its absence raises an error of ours.
-MISSING: Any = object()
 #: Keys of the custom config dict that was the third argument before torch 1.13, including those that later
 #: releases dropped.
 OLD_CONFIG_KEYS = {
@@ -34,24 +32,10 @@ OLD_CONFIG_KEYS = {
     "additional_fuser_method_mapping",
     "additional_qat_module_mapping",
 }
-P = ParamSpec("P")
-R = TypeVar("R")
 CONFIGS = (PrepareCustomConfig, ConvertCustomConfig, FuseCustomConfig, QConfigMapping)
 #: Types that no model takes as its only argument, and that are given here by mistake.
 NO_ARGUMENT = (str, bytes, int, float, complex, set, frozenset, Iterator, nn.Module, DataLoader)
 BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-
-
-def asks_for_examples(function: Callable[P, R]) -> Callable[P, R]:
-    """Pass ``MISSING`` to the decorated function if its caller leaves out the second argument."""
-
-    @functools.wraps(function)
-    def asked(*args: P.args, **kwargs: P.kwargs) -> R:
-        if len(args) < 2:
-            kwargs.setdefault("example_inputs", MISSING)
-        return function(*args, **kwargs)
-
-    return asked
 
 
 def read_example_inputs(value: Any, model: nn.Module | None = None) -> tuple[Any, ...]:

@@ -204,31 +204,25 @@ def _fixed_qparams_range(value: Any) -> tuple[int, int]:
     return value.quant_min, value.quant_max
 
 
-def _copy_settings(adapter: nn.Module, legacy: nn.Module) -> None:
-    """Copy the settings that torchao's convert reads to the adapter itself."""
-    dtype = plain_dtype(legacy.dtype)  # type: ignore[arg-type]
-    low, high = dtype_range(dtype) if is_integer(dtype) else (None, None)
-    source = getattr(legacy, "activation_post_process", legacy)
-
-    def first_given(name: str, default: Any) -> Any:
-        for owner in (legacy, source):
-            if getattr(owner, name, None) is not None:
-                return getattr(owner, name)
-        return default
-
-    adapter.dtype = dtype  # type: ignore[assignment]
-    adapter.qscheme = first_given("qscheme", torch.per_tensor_affine)
-    adapter.quant_min = first_given("quant_min", low)
-    adapter.quant_max = first_given("quant_max", high)
-    adapter.is_dynamic = bool(getattr(legacy, "is_dynamic", False))  # type: ignore[assignment]
-    if first_given("ch_axis", None) is not None:
-        adapter.ch_axis = first_given("ch_axis", None)
-
-
 class _Adapter(nn.Module):
     """The base of adapters: the user's object, ``legacy``, observes and computes the qparams."""
 
     legacy: Any
+
+    def __init__(self, legacy: Any, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.legacy = legacy
+        # torchao's convert reads these of the adapter itself.
+        self.dtype: Any = plain_dtype(legacy.dtype)
+        low, high = dtype_range(self.dtype) if is_integer(self.dtype) else (None, None)
+        source = getattr(legacy, "activation_post_process", legacy)
+        defaults = {"qscheme": torch.per_tensor_affine, "quant_min": low, "quant_max": high, "ch_axis": None}
+        for name, default in defaults.items():
+            given = (getattr(owner, name, None) for owner in (legacy, source))
+            value = next((item for item in given if item is not None), default)
+            if name != "ch_axis" or value is not None:
+                setattr(self, name, value)
+        self.is_dynamic: Any = bool(getattr(legacy, "is_dynamic", False))
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the user's object: ``scale`` of a learnable one, or ``min_val``."""
@@ -252,9 +246,7 @@ class LegacyObserverAdapter(_Adapter, pt2e_observer.ObserverBase):  # type: igno
     """A user's own torch.ao observer as a torchao observer; the user's object does the observing."""
 
     def __init__(self, legacy: nn.Module) -> None:
-        super().__init__(dtype=plain_dtype(legacy.dtype))  # type: ignore[arg-type]
-        self.legacy = legacy
-        _copy_settings(self, legacy)
+        super().__init__(legacy, dtype=plain_dtype(legacy.dtype))  # type: ignore[arg-type]
 
     def forward(self, x: Tensor) -> Tensor:
         self.legacy(x)
@@ -264,11 +256,6 @@ class LegacyObserverAdapter(_Adapter, pt2e_observer.ObserverBase):  # type: igno
 @torch_ao_classes.recognised_by_torch_ao
 class LegacyFakeQuantizeAdapter(_Adapter, pt2e_fake_quantize.FakeQuantizeBase):  # type: ignore[misc]
     """A user's own torch.ao fake-quantize, or torch.ao's private learnable one, as a torchao class."""
-
-    def __init__(self, legacy: nn.Module) -> None:
-        super().__init__()
-        self.legacy = legacy
-        _copy_settings(self, legacy)
 
     def forward(self, x: Tensor) -> Tensor:
         fake_quantized: Tensor = self.legacy(x)
@@ -309,11 +296,7 @@ class WeightObserver(pt2e_observer.ObserverBase):  # type: ignore[misc]
         super().__init__(dtype=settings.dtype, is_dynamic=settings.is_dynamic)
         self.constructor = constructor
         self.observer = constructor()
-        self.qscheme = settings.qscheme
-        self.quant_min = settings.quant_min
-        self.quant_max = settings.quant_max
-        if settings.ch_axis is not None:
-            self.ch_axis = settings.ch_axis
+        torch_ao_classes.take_settings(self, settings)
 
     def forward(self, weight: Tensor) -> Tensor:
         return weight

@@ -78,18 +78,20 @@ KEYWORDS: Mapping[str, str] = {
     "equalization_qconfig_dict": "_equalization_config",
 }
 IS_REFERENCE = "is_reference"
+#: Default of a required argument, so that its absence raises an error of ours.
+MISSING: Any = object()
 EXAMPLES = "example_inputs"
 
 
 def takes_old_keywords(
-    reference: Callable[[], Callable[..., Any]] | None = None, *, missing: Any = None
+    reference: Callable[[], Callable[..., Any]] | None = None,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Make the decorated function accept the keywords it had before torch 1.13.
+    """Make the decorated function accept the keywords it had before torch 1.13; ``example_inputs`` are
+    ``MISSING`` if the caller gives none.
 
     Args:
         reference: for ``convert_fx``, which had ``is_reference`` (then its second parameter): returns the
             function that is called instead if the flag is True.
-        missing: the value of ``example_inputs`` if the caller gives none, for an error of this package.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -100,7 +102,7 @@ def takes_old_keywords(
         def renamed(*args: Any, **kwargs: Any) -> R:
             kwargs = _renamed(function.__name__, parameters, kwargs)
             if EXAMPLES in positions and len(args) <= positions.index(EXAMPLES):
-                kwargs.setdefault(EXAMPLES, missing)
+                kwargs.setdefault(EXAMPLES, MISSING)
             if reference is None:
                 return function(*args, **kwargs)
             args, kwargs, is_reference = _without_flag(args, kwargs)

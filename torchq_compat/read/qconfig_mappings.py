@@ -120,8 +120,11 @@ def read_qconfig_mapping(value: QConfigMapping | dict[str, Any]) -> QConfigRules
         ConfigError: neither a QConfigMapping nor a dict; an unknown key; a regular expression that does
             not compile; a value that is not a QConfig.
     """
-    if not isinstance(value, (dict, QConfigMapping)):
-        raise _no_mapping(value)
+    for kinds, mistake in MISTAKEN_FOR_MAPPINGS.items():
+        if isinstance(value, kinds):
+            raise ConfigError.of(f"TQ910.{mistake}_for_mapping", value=value)
+    if value is None:
+        raise ConfigError.wrong_type(SETTING, "a QConfigMapping", value)
     value = read_config(SETTING, value, DICT_KEYS, QConfigMapping, ENTRIES)
     rules = QConfigRules(
         global_qconfig=value.global_qconfig,
@@ -134,16 +137,10 @@ def read_qconfig_mapping(value: QConfigMapping | dict[str, Any]) -> QConfigRules
             OrderRule(*key, qconfig) for key, qconfig in value.module_name_object_type_order_qconfigs.items()
         ),
     )
-    _check_values(rules)
+    for name, qconfig in rules.named:
+        if qconfig is not None and not isinstance(qconfig, QConfig):
+            raise ConfigError.wrong_type(f"{SETTING}: {name}", "a QConfig or None", qconfig)
     return rules
-
-
-def _no_mapping(value: object) -> ConfigError:
-    """Return the error for a value given in place of a QConfigMapping, with a hint for common mistakes."""
-    for kinds, mistake in MISTAKEN_FOR_MAPPINGS.items():
-        if isinstance(value, kinds):
-            return ConfigError.of(f"TQ910.{mistake}_for_mapping", value=value)
-    return ConfigError.wrong_type(SETTING, "a QConfigMapping", value)
 
 
 def same_qconfig(a: QConfig | None, b: QConfig | None) -> bool:
@@ -174,12 +171,6 @@ def _compile(pattern: str) -> re.Pattern[str]:
         return re.compile(pattern)
     except re.error as cause:
         raise ConfigError.of("TQ910.pattern", pattern=pattern, cause=cause) from cause
-
-
-def _check_values(rules: QConfigRules) -> None:
-    for name, qconfig in rules.named:
-        if qconfig is not None and not isinstance(qconfig, QConfig):
-            raise ConfigError.wrong_type(f"{SETTING}: {name}", "a QConfig or None", qconfig)
 
 
 def _other_mapping_at_convert(difference: str) -> ConfigError:

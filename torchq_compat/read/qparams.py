@@ -14,7 +14,7 @@ from torchao.quantization.pt2e.observer import ObserverBase
 
 from torchq_compat.read import qdq
 from torchq_compat.read.qdq import DEQUANTIZE_PER_CHANNEL
-from torchq_compat.read.torch_ao_classes import recognised_by_torch_ao
+from torchq_compat.read.torch_ao_classes import recognised_by_torch_ao, take_settings
 from torchq_compat.support.dtypes import as_dtype
 from torchq_compat.support.graph_nodes import constant_of, replace_node, source_of
 from torchq_compat.support.process_state import is_exporting
@@ -243,10 +243,7 @@ class LoadedQParamsObserver(ObserverBase):  # type: ignore[misc]
 
     def __init__(self, observer: Any) -> None:
         super().__init__(dtype=observer.dtype, is_dynamic=False)
-        self.qscheme = observer.qscheme
-        self.quant_min, self.quant_max = observer.quant_min, observer.quant_max
-        if getattr(observer, "ch_axis", None) is not None:
-            self.ch_axis = observer.ch_axis
+        take_settings(self, observer)
         self.qparams = qparams_of(observer)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -186,3 +186,11 @@ def read_settings(module: nn.Module, legacy: nn.Module, setting: str = "qconfig"
         observer_type=type(observed_by),
         limits=ObserverLimits.of(legacy),
     )
+
+
+def take_settings(observer: Any, source: Any) -> None:
+    """Give ``observer`` the settings of ``source`` that torchao's convert reads, beside its dtype."""
+    for name in ("qscheme", "quant_min", "quant_max"):
+        setattr(observer, name, getattr(source, name))
+    if getattr(source, "ch_axis", None) is not None:
+        observer.ch_axis = source.ch_axis

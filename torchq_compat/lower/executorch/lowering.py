@@ -20,7 +20,8 @@ from torchq_compat.errors import ExportError
 from torchq_compat.lower.executorch import passes
 from torchq_compat.lower.executorch.recurrent_kernel import load_recurrent_kernel
 from torchq_compat.lower.export import export
-from torchq_compat.read.example_inputs import asks_for_examples, read_example_inputs
+from torchq_compat.read.example_inputs import read_example_inputs
+from torchq_compat.read.old_forms import takes_old_keywords
 from torchq_compat.support.argument_checks import PATH, checked_arguments, optional
 from torchq_compat.support.atomic_files import whole_file
 from torchq_compat.support.dtypes import dtype_name
@@ -319,7 +320,7 @@ BACKENDS = ("portable", "xnnpack")
 SHAPES = ("rolled", "opaque")
 
 
-@asks_for_examples
+@takes_old_keywords()
 @checked_arguments(path=optional(PATH))
 def to_executorch(
     converted: torch.nn.Module,

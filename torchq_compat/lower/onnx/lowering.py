@@ -21,7 +21,8 @@ from torchq_compat.errors import ExportError, PathError, install_extra
 from torchq_compat.lower.export import exported
 from torchq_compat.lower.onnx.forms import in_onnx_forms
 from torchq_compat.model.graph_module import record_of
-from torchq_compat.read.example_inputs import asks_for_examples, read_example_inputs
+from torchq_compat.read.example_inputs import read_example_inputs
+from torchq_compat.read.old_forms import takes_old_keywords
 from torchq_compat.recurrent.over_time import LoopShape
 from torchq_compat.support.argument_checks import PATH, Expected, checked_arguments, optional
 from torchq_compat.support.atomic_files import whole_file
@@ -211,7 +212,7 @@ DYNAMIC_LSTMS = {"loop": LoopShape.ROLLED, "DynamicQuantizeLSTM": LoopShape.DYNA
 OPSET = Expected("an int", lambda value: isinstance(value, int) and not isinstance(value, bool))
 
 
-@asks_for_examples
+@takes_old_keywords()
 @checked_arguments(path=optional(PATH), opset=OPSET)
 def to_onnx(
     converted: torch.nn.Module,
