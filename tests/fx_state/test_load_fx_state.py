@@ -336,7 +336,7 @@ def test_reference_states_of_other_precisions(dtype: torch.dtype) -> None:
 def test_a_gamma_of_ones_own_is_no_batch_norm() -> None:
     state = {"scale.gamma": torch.ones(3), "conv.gamma": torch.ones(3), "conv.beta": torch.ones(3)}
     state |= {"conv.running_mean": torch.ones(3), "conv.running_var": torch.ones(3)}
-    assert {"scale.gamma", "conv.bn.weight", "conv.bn.bias"} <= FxState.read(state).entries.keys()
+    assert {"scale.gamma", "conv.bn.weight", "conv.bn.bias"} <= FxState(state).entries.keys()
 
 
 WRAPPED: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {

@@ -22,7 +22,6 @@ from torchq_compat.modules.parts import PartKind
 from torchq_compat.port.running.redirections import calling_fx
 from torchq_compat.read.qparams import PerTensorQParams, QParams
 from torchq_compat.support import quantized_tensors, torch_ao
-from torchq_compat.support.dtypes import dtype_range, plain_dtype
 from torchq_compat.support.upstream import pytree
 
 # Find the places of our graphs in FX's graphs, and read the values there. Only reads FX's results.
@@ -230,20 +229,10 @@ def _last_qparams(tap: sides.Tap) -> QParams | None:
 
 
 def _reading(passes: list[Tensor]) -> sides.Reading:
-    qparams = _qparams_of(passes[0])
     values = [quantized_tensors.as_float(value) for value in passes]
-    return sides.Reading(values[0] if len(values) == 1 else torch.stack(values), qparams)
-
-
-def _qparams_of(value: Tensor) -> QParams | None:
-    if (
-        not quantized_tensors.is_quantized(value)
-        or quantized_tensors.is_per_channel(value)
-        or quantized_tensors.has_float_qparams(value)
-    ):
-        return None
-    dtype = plain_dtype(value.dtype)
-    return PerTensorQParams(*quantized_tensors.qparams_of(value), *dtype_range(dtype), dtype)
+    return sides.Reading(
+        values[0] if len(values) == 1 else torch.stack(values), PerTensorQParams.of_tensor(passes[0])
+    )
 
 
 # FX's side: the only module of this package that calls the FX engine.

@@ -144,11 +144,7 @@ def _decision(module: nn.Module, kind: type[nn.Module], path: str) -> Decision:
     if isinstance(module, qdq_modules.OnGrid) and not module.has_seen_data:
         return Decision(path, kind.__name__, Action.SHARED, "only scalars: computes on the grid of its input")
     if isinstance(module, qdq_modules.OnGrid):
-        details = {
-            "dtype": module.output.dtype,
-            "scale": module.output.scale,
-            "zero_point": module.output.zero_point,
-        }
+        details = {name: getattr(module.output, name) for name in ("dtype", "scale", "zero_point")}
         return Decision(path, kind.__name__, Action.QUANTIZED, "by its qconfig", details)
     if isinstance(module, qdq_modules.DeQuantize):
         return Decision(path, kind.__name__, Action.SHARED, "hands floats out")
@@ -208,9 +204,7 @@ def _converted_by(target: Any, module: nn.Module, settings: ConvertSettings, pat
     output = qdq_modules.observed_qparams(observer, path)
     if issubclass(cls, qdq_modules.Weighted):
         result = _weighted(cls, module, settings, path)
-    elif issubclass(cls, qdq_modules.CLASSES["Quantize"]) or issubclass(
-        cls, qdq_modules.CLASSES["QFunctional"]
-    ):
+    elif issubclass(cls, (qdq_modules.Quantize, qdq_modules.QFunctional)):
         result = cls()
     else:
         result = _function(cls, module)

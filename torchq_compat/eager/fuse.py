@@ -6,7 +6,6 @@ other modules are deleted.
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch.nn.functional as F
@@ -16,7 +15,7 @@ from torch.fx import GraphModule, Node, Tracer
 from torchq_compat.capture.origins import is_fx_leaf
 from torchq_compat.codes import error_line
 from torchq_compat.errors import ConfigError, InputError
-from torchq_compat.read.backend_configs import BackendTable, Pattern
+from torchq_compat.read.backend_configs import BackendTable
 from torchq_compat.support.graph_nodes import copied_model, delete_unused_modules, replace_node
 from torchq_compat.support.upstream import USER_PRESERVED_ATTRIBUTES_KEY
 from torchq_compat.support.user_warnings import warn_user
@@ -24,12 +23,8 @@ from torchq_compat.support.user_warnings import warn_user
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
-@dataclass(frozen=True)
-class _Fusion:
-    """Module classes and functions that run one after the other, and the function that fuses them."""
-
-    kinds: tuple[Any, ...]
-    fuse: Callable[..., Any]
+#: Module classes and functions that run one after the other, and the function that fuses them.
+_Fusion = tuple[tuple[Any, ...], Callable[..., Any]]
 
 
 class _ModuleTracer(Tracer):
@@ -69,19 +64,14 @@ def fuse(model: nn.Module, preserved: Iterable[str], backend: BackendTable) -> n
     return fused
 
 
-def _fusions_of(backend: BackendTable) -> tuple[_Fusion, ...]:
+def _fusions_of(backend: BackendTable) -> list[_Fusion]:
     """Return the chains of modules that ``backend`` fuses, the longest first."""
-    chains = [
-        _Fusion(pattern, entry.fuser_method)
+    chains: list[_Fusion] = [
+        (pattern, entry.fuser_method)
         for pattern, entry in backend.entries.items()
-        if entry.fuser_method is not None and isinstance(pattern, tuple) and _starts_with_a_module(pattern)
+        if entry.fuser_method is not None and isinstance(pattern, tuple) and isinstance(pattern[0], type)
     ]
-    return tuple(sorted(chains, key=lambda fusion: -len(fusion.kinds)))
-
-
-def _starts_with_a_module(pattern: Pattern) -> bool:
-    first = pattern[0] if isinstance(pattern, tuple) else pattern
-    return isinstance(first, type) and issubclass(first, nn.Module)
+    return sorted((c for c in chains if issubclass(c[0][0], nn.Module)), key=lambda chain: -len(chain[0]))
 
 
 def _find_chains(fused: GraphModule, fusions: Iterable[_Fusion]) -> list[tuple[list[Node], _Fusion]]:
@@ -92,7 +82,7 @@ def _find_chains(fused: GraphModule, fusions: Iterable[_Fusion]) -> list[tuple[l
     taken: set[Node] = set()
     for node in reversed(fused.graph.nodes):
         for fusion in fusions:
-            chain = _chain_to(node, fusion.kinds, modules)
+            chain = _chain_to(node, fusion[0], modules)
             # A module that is called twice is two ops; torch.ao wrongly fuses it into one.
             is_called_once = all(calls[str(item.target)] < 2 for item in chain if item.op == "call_module")
             if chain and is_called_once and taken.isdisjoint(chain):
@@ -131,7 +121,7 @@ def _fuse_chain(fused: GraphModule, chain: list[Node], fusion: _Fusion) -> None:
     for module in modules:
         if isinstance(module, nn.Module):
             module.training = modules[0].training
-    fused.set_submodule(str(first.target), _fused_by(fusion, modules, str(first.target)))
+    fused.set_submodule(str(first.target), _fused_by(fusion[1], modules, str(first.target)))
     for node in reversed(others):
         replace_node(node, first)
 
@@ -143,11 +133,11 @@ def _module_of(fused: GraphModule, node: Node) -> Any:
     return nn.ReLU() if node.target is F.relu else node.target
 
 
-def _fused_by(fusion: _Fusion, modules: list[Any], path: str) -> nn.Module:
+def _fused_by(fuser: Callable[..., Any], modules: list[Any], path: str) -> nn.Module:
     try:
-        result = fusion.fuse(False, *modules)
+        result = fuser(False, *modules)
     except Exception as cause:  # The fuser method may be the user's own.
-        name = getattr(fusion.fuse, "__name__", repr(fusion.fuse))
+        name = getattr(fuser, "__name__", repr(fuser))
         raise ConfigError.of("TQ910.fuser_method", name=name, path=path, cause=cause) from cause
     if not isinstance(result, nn.Module):
         raise ConfigError.wrong_type("backend_config: the result of a fuser method", "an nn.Module", result)

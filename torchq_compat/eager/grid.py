@@ -23,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from torchq_compat.capture.opaque_calls import OpaqueModule
 from torchq_compat.read.qparams import PerTensorQParams
 from torchq_compat.support import quantized_tensors
-from torchq_compat.support.dtypes import LEGACY_DTYPES, dtype_range, plain_dtype
+from torchq_compat.support.dtypes import LEGACY_DTYPES
 from torchq_compat.support.process_state import held, is_exporting, own_attribute
 from torchq_compat.support.upstream import pytree
 
@@ -104,7 +104,7 @@ class FollowGrid(TorchFunctionMode):
         name = getattr(func, "__name__", "").partition(".")[0]
         if self.is_paused or (not self._grids and name not in QUANTIZE_CALLS):
             return func(*args, **kwargs)
-        before = next(self._of(args, kwargs), None)
+        before = next(filter(None, map(self.of, pytree.tree_leaves((args, kwargs)))), None)
         if before is not None and name in ANSWERS:
             return ANSWERS[name](args[0], before)
         if getattr(func, "_qualified_op_name", "").startswith("quantized::"):
@@ -117,7 +117,8 @@ class FollowGrid(TorchFunctionMode):
             return put_on(_on_steps(func(*args, **kwargs), before, _zero_in_averages(before)), before)
         result = func(*args, **kwargs)
         if quantized_tensors.is_quantized(result):
-            return self._of_quantized_tensor(result)
+            grid = PerTensorQParams.of_tensor(result)
+            return result if grid is None else self.know(quantized_tensors.as_float(result), grid)
         if before is None:
             return result
         for value in pytree.tree_leaves(result):
@@ -125,9 +126,9 @@ class FollowGrid(TorchFunctionMode):
                 result = self._with_grid(name, result, value, before)
         return result
 
-    def of(self, value: Tensor) -> PerTensorQParams | None:
+    def of(self, value: Any) -> PerTensorQParams | None:
         """Return the qparams of ``value``; None if it is not known to lie on any."""
-        grid: PerTensorQParams | None = self._grids.get(value)
+        grid: PerTensorQParams | None = self._grids.get(value) if isinstance(value, Tensor) else None
         return grid
 
     def know(self, value: Tensor, qparams: PerTensorQParams) -> Tensor:
@@ -135,29 +136,15 @@ class FollowGrid(TorchFunctionMode):
         self._grids[value] = qparams
         return value
 
-    def _of(self, *values: Any) -> Iterator[PerTensorQParams]:
-        for value in pytree.tree_leaves(values):
-            if isinstance(value, Tensor) and (grid := self.of(value)) is not None:
-                yield grid
-
     def _in_steps(self, value: Any) -> Any:
-        grid = self.of(value) if isinstance(value, Tensor) else None
+        grid = self.of(value)
         return value if grid is None else torch.round(value / grid.scale)
 
     def _as_quantized_tensor(self, value: Any) -> Any:
-        grid = self.of(value) if isinstance(value, Tensor) else None
+        grid = self.of(value)
         if grid is None:
             return value
         return quantized_tensors.quantize(value, grid.scale, grid.zero_point, LEGACY_DTYPES[grid.dtype])
-
-    def _of_quantized_tensor(self, value: Tensor) -> Tensor:
-        if quantized_tensors.is_per_channel(value) or quantized_tensors.has_float_qparams(value):
-            return value
-        dtype = plain_dtype(value.dtype)
-        scale, zero_point = quantized_tensors.qparams_of(value)
-        return self.know(
-            quantized_tensors.as_float(value), PerTensorQParams(scale, zero_point, *dtype_range(dtype), dtype)
-        )
 
     def _joined(self, value: Any, qparams: PerTensorQParams) -> Any:
         if not isinstance(value, Tensor) or self.of(value) in (None, qparams):

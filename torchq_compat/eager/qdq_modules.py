@@ -7,6 +7,7 @@ that every call dequantizes; exported, that is the graph that ``convert_pt2e`` m
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partialmethod
 from typing import Any
 
 import torch
@@ -142,21 +143,10 @@ class QFunctional(OnGrid):
             warn_user("TQ405", count=1, observers=self.place)
         return super()._rounded(compute, *args)
 
-    def add(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return x + y."""
-        return self._rounded(torch.add, x, y)
-
-    def mul(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return x * y."""
-        return self._rounded(torch.mul, x, y)
-
-    def matmul(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return x @ y."""
-        return self._rounded(torch.matmul, x, y)
-
-    def add_relu(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return relu(x + y)."""
-        return self._rounded(lambda a, b: torch.relu(torch.add(a, b)), x, y)
+    add = partialmethod(_rounded, torch.add)
+    mul = partialmethod(_rounded, torch.mul)
+    matmul = partialmethod(_rounded, torch.matmul)
+    add_relu = partialmethod(_rounded, lambda x, y: torch.relu(torch.add(x, y)))
 
     def cat(self, x: Sequence[Tensor], dim: int = 0) -> Tensor:
         """Return the tensors of ``x`` in a row."""

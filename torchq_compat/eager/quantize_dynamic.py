@@ -172,21 +172,18 @@ class WholeRangeLinear(quantized.dynamic.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Map ``x`` (..., in_features) to (..., out_features), with one scale and zero point for ``x``."""
         if is_exporting() or torch._C._is_tracing():
-            return self._as_qdq(x)
+            values, limits = x.float(), (0, 255)
+            qparams = qdq.CHOOSE_QPARAMS(values, *limits, SMALLEST_SCALE, torch.uint8)
+            arguments = (*qparams, *limits, torch.uint8)
+            values = qdq.DEQUANTIZE_DYNAMIC(qdq.QUANTIZE_DYNAMIC(values, *arguments), *arguments)
+            weight, bias = self._packed_params.float_weight(), self._packed_params.linear.bias
+            return nn.functional.linear(values, weight, bias).to(x.dtype)
         if not x.numel():
             return x.new_empty(*x.shape[:-1], self.out_features)
         rows = x.reshape(-1, self.in_features).float()
         (result,) = LINEAR_OPERATOR(rows, *self._packed_params.call.behind_x())
         assert isinstance(result, Tensor)
         return result.reshape(*x.shape[:-1], self.out_features).to(x.dtype)
-
-    def _as_qdq(self, x: Tensor) -> Tensor:
-        values, limits = x.float(), (0, 255)
-        qparams = qdq.CHOOSE_QPARAMS(values, *limits, SMALLEST_SCALE, torch.uint8)
-        arguments = (*qparams, *limits, torch.uint8)
-        values = qdq.DEQUANTIZE_DYNAMIC(qdq.QUANTIZE_DYNAMIC(values, *arguments), *arguments)
-        weight, bias = self._packed_params.float_weight(), self._packed_params.linear.bias
-        return nn.functional.linear(values, weight, bias).to(x.dtype)
 
     def __prepare_scriptable__(self) -> nn.Module:
         """Return the module's trace; torch.jit.script calls this."""

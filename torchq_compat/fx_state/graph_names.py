@@ -11,9 +11,9 @@ from __future__ import annotations
 import copy
 import math
 import operator
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from functools import partial
 from typing import Any
 
 import torch
@@ -264,15 +264,8 @@ class _GraphReader:
         problems: list[str] = []
         for prefix, members in groups.items():
             of_group = given.pop(prefix, {})
-            places = [
-                self._place(
-                    site, of_group, state, site.node in new, before is not None and before.path == site.path
-                )
-                for before, site in pairwise((None, *members))
-                if site is not None
-            ]
-            numbers = _numbers(of_group, repeated, state)
-            laid = laid_beside(places, numbers, state.is_reference)
+            place = partial(self._place, given=of_group, state=state, new=new)
+            laid = _laid(members, place, of_group, repeated, state, is_whole=state.is_reference)
             if laid is None:
                 # Use the names that FX would give: the loader reports which of them are missing.
                 names |= {site.node: f"{prefix}_scale_{index}" for index, site in enumerate(members)}
@@ -295,7 +288,7 @@ class _GraphReader:
         return names, tuple(more), tuple(problems)
 
     def _place(
-        self, site: _ObserverCall, given: dict[int, str], state: FxState, is_new: bool, as_before: bool
+        self, site: _ObserverCall, as_before: bool, given: dict[int, str], state: FxState, new: set[Node]
     ) -> QuantizedValue[Node]:
         parameter = _attribute(site.node)
         is_packed = site.reader is not None and state.is_lowered
@@ -315,7 +308,7 @@ class _GraphReader:
         is_fixed = has_fixed_qparams(site.observer) or self._kernel_of_join(site) is not None
         may_lack = is_packed or is_held or self._passes_on(site) or is_fixed
         return QuantizedValue(
-            site.node, may_lack and state.is_lowered, None if is_fixed else is_new, as_before
+            site.node, may_lack and state.is_lowered, None if is_fixed else site.node in new, as_before
         )
 
     def _kernel_of_join(self, site: _ObserverCall) -> tuple[float, int] | None:
@@ -460,12 +453,25 @@ def _first_calls(sites: list[_ObserverCall]) -> set[Node]:
     return {site.node for site in sites if first.setdefault(site.path, site.node) is site.node}
 
 
-def _numbers(names: dict[int, str], repeated: set[str], state: FxState) -> dict[int, Number]:
+def _laid(
+    sites: list[_ObserverCall],
+    place: Callable[[_ObserverCall, bool], QuantizedValue[Node]],
+    names: dict[int, str],
+    repeated: set[str],
+    state: FxState,
+    *,
+    is_whole: bool,
+) -> tuple[dict[Node, set[int]], set[int]] | None:
+    """Align ``sites`` with FX's numbered ``names``; ``place`` is given whether the site before has the same
+    observer."""
+    befores = (None, *(site.path for site in sites))
+    places = [place(site, site.path == before) for site, before in zip(sites, befores, strict=False)]
     prints = {index: state.fingerprint(name) for index, name in names.items()}
-    return {
+    numbers = {
         index: Number(name in repeated, prints.get(index - 1) == prints[index])
         for index, name in names.items()
     }
+    return laid_beside(places, numbers, is_whole)
 
 
 def _repeated(names: list[str], state: FxState, beside: Collection[str] = ()) -> set[str]:
@@ -509,15 +515,11 @@ def _aligned(
     problem = f"it has {len(theirs)} observers in {where} where this model has {len(sites)}"
     prints = [state.fingerprint(name) for name in theirs]
     new, repeated = _first_calls(sites), _repeated(theirs, state)
-    places = [
-        QuantizedValue(
-            site.node, is_new=site.node in new, as_before=before is not None and before.path == site.path
-        )
-        for before, site in pairwise((None, *sites))
-        if site is not None
-    ]
-    numbers = _numbers(dict(enumerate(theirs)), repeated, state)
-    laid = laid_beside(places, numbers, is_whole=True)
+
+    def place(site: _ObserverCall, as_before: bool) -> QuantizedValue[Node]:
+        return QuantizedValue(site.node, is_new=site.node in new, as_before=as_before)
+
+    laid = _laid(sites, place, dict(enumerate(theirs)), repeated, state, is_whole=True)
     if laid is None:
         return {}, (), () if state.is_converted and not theirs else (problem,)
     result, extra = laid

@@ -44,7 +44,7 @@ def load_state(
         CheckpointError: see ``torchq_compat.checkpoints.load_fx_state``; ``prepared`` is unchanged.
     """
     _refuse_wrapped(prepared, given)
-    state = FxState.read(given)
+    state = FxState(given)
     expected = required_by_model(prepared, state, prepared.record.rules, handler_of=handler_of)
     plan = _Plan(prepared, state, expected)
     plan.write()
@@ -66,7 +66,7 @@ def load_module_state(
         CheckpointError: as ``load_state``; ``prepared`` is unchanged.
     """
     _refuse_wrapped(prepared, given)
-    state = FxState.read(given)
+    state = FxState(given)
     plan = _Plan(prepared, state, required_by_modules(prepared, state, handler_of))
     plan.write()
     for path, module in prepared.named_modules():
@@ -121,7 +121,7 @@ def translated_state(module: nn.Module, given: Mapping[str, Any], handler: Any, 
     Raises:
         CheckpointError: an entry has no place, or ``given`` is of a converted module.
     """
-    state = FxState.read({f"{at}.{name}": value for name, value in given.items()})
+    state = FxState({f"{at}.{name}": value for name, value in given.items()})
     plan = _Plan(module, state, handler.required_of_fx(module, state, at, required_by_model))
     if state.is_converted:
         raise CheckpointError.of("TQ960.converted_state")

@@ -9,7 +9,7 @@ import re
 import zipfile
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -129,30 +129,42 @@ class Entry:
     keys: tuple[str, ...]
 
 
-@dataclass
 class FxState:
-    """The entries of a state by their names in a float or prepared model; reading an entry marks it as taken.
+    """The entries of a result of FX's ``state_dict()`` by their names in a float or prepared model; reading
+    an entry marks it as taken.
 
     Attributes:
         is_converted: whether the model was converted, so that it has integers and no observers.
         is_lowered: whether its weights are packed or quantized tensors.
         functional_weights: packed weights of functions, in the order of the graph.
+
+    Raises:
+        CheckpointError: values that are neither tensors nor objects FX saves; names all of them.
     """
 
-    entries: dict[str, Entry]
-    is_converted: bool
-    is_lowered: bool = False
-    functional_weights: dict[str, Entry] = field(default_factory=dict)
-    _taken: set[str] = field(default_factory=set)
-
-    @classmethod
-    def read(cls, state: Mapping[str, Any]) -> FxState:
-        """Read ``state``, a result of FX's ``state_dict()``.
-
-        Raises:
-            CheckpointError: values that are neither tensors nor objects FX saves; names all of them.
-        """
-        return _StateReader(_in_current_form(state)).read()
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self.state = _in_current_form(state)
+        self.entries: dict[str, Entry] = {}
+        self.functional_weights: dict[str, Entry] = {}
+        self.is_converted = False
+        self._taken: set[str] = set()
+        self._refused: list[str] = []
+        for name, value in self.state.items():
+            self._read(name, value)
+        # A quantized batch norm has float weights, but the scale of its output.
+        modules = (
+            name.removesuffix(".scale")
+            for name in self.entries
+            if name.endswith(".scale") and f"{name.removesuffix('scale')}zero_point" in self.entries
+        )
+        self.is_lowered = self.is_converted or not all(_is_in_observer(path) for path in modules)
+        if self._refused:
+            refused = listed([f"{name} ({shown(self.state[name])})" for name in self._refused])
+            raise CheckpointError.of("TQ960.unknown_values", result=refused)
+        self._join_reference_weights()
+        # The scale of a quantized module, or of a former quantize operator.
+        if any(SCALE_NAME.match(name) for name in self.entries):
+            self.is_converted = True
 
     def take(self, names: Iterable[str]) -> tuple[str, Entry] | None:
         """Return the first of ``names`` that exists, and its entry; None if none exists."""
@@ -238,60 +250,6 @@ class FxState:
         """Return the names of a scale and its zero point."""
         return scale_name, re.sub(r"scale(?=(_\d+)?$)", "zero_point", scale_name)
 
-
-def _in_current_form(state: Mapping[str, Any]) -> dict[str, Any]:
-    current: dict[str, Any] = {}
-    gammas = {name.removesuffix("gamma") for name in state if re.search(r"(^|\.)gamma$", name)}
-    # A user's own layer may have a gamma as well, but not the other entries of a batch norm.
-    conv_bn_v1 = {
-        prefix
-        for prefix in gammas
-        if all(f"{prefix}{item}" in state for item in CONV_BN_V1 if item != "num_batches_tracked")
-    }
-    for name, value in state.items():
-        prefix, _, last = name.rpartition(".")
-        prefix = f"{prefix}." if prefix else ""
-        if last in ("min_vals", "max_vals"):
-            # MinMaxObserver and related observers, before version 3.
-            name = f"{prefix}{last[:-1]}"
-        elif prefix in conv_bn_v1 and last in CONV_BN_V1:
-            # nn.intrinsic.qat, version 1.
-            name = f"{prefix}{CONV_BN_V1[last]}"
-        elif re.search(r"(^|\.)_packed_params\.(weight|bias)$", name):
-            # LinearPackedParams before version 3.
-            name = re.sub(r"_packed_params\.(weight|bias)$", r"\1", name)
-        current[name] = value
-    return current
-
-
-class _StateReader:
-    def __init__(self, state: dict[str, Any]) -> None:
-        self.state = state
-        self.entries: dict[str, Entry] = {}
-        self.functional: dict[str, Entry] = {}
-        self.refused: list[str] = []
-        self.is_converted = False
-        self.is_lowered = False
-
-    def read(self) -> FxState:
-        for name, value in self.state.items():
-            self._read(name, value)
-        # A quantized batch norm has float weights, but the scale of its output.
-        modules = (
-            name.removesuffix(".scale")
-            for name in self.entries
-            if name.endswith(".scale") and f"{name.removesuffix('scale')}zero_point" in self.entries
-        )
-        self.is_lowered = self.is_converted or not all(_is_in_observer(path) for path in modules)
-        if self.refused:
-            refused = listed([f"{name} ({shown(self.state[name])})" for name in self.refused])
-            raise CheckpointError.of("TQ960.unknown_values", result=refused)
-        self._join_reference_weights()
-        # The scale of a quantized module, or of a former quantize operator.
-        if any(SCALE_NAME.match(name) for name in self.entries):
-            self.is_converted = True
-        return FxState(self.entries, self.is_converted, self.is_lowered, self.functional)
-
     def _add(self, name: str, value: Tensor | FxWeight | None, *keys: str) -> None:
         if value is not None:
             self.entries[name] = Entry(value.detach() if isinstance(value, Tensor) else value, keys)
@@ -315,7 +273,7 @@ class _StateReader:
             self._add(f"{prefix}weight", weight_of_tensor(weight), name)
             self._add(f"{prefix}bias", bias, name)
         elif value is not None and not isinstance(value, (torch.dtype, torch.qscheme, int, float, bool)):
-            self.refused.append(name)
+            self._refused.append(name)
 
     def _read_packed(self, name: str, value: Any) -> None:
         self.is_converted = True
@@ -329,13 +287,13 @@ class _StateReader:
                 self._add(name.replace("_packed_weight_", "bias_"), bias, name)
             elif PACKED_NAME.search(name):
                 weight, bias = unpacked_pair(value)
-                self.functional[name] = Entry(weight, (name,))
+                self.functional_weights[name] = Entry(weight, (name,))
                 if bias is not None:
-                    self.functional[f"{name}:bias"] = Entry(bias, (name,))
+                    self.functional_weights[f"{name}:bias"] = Entry(bias, (name,))
             else:
-                self.refused.append(name)
+                self._refused.append(name)
         except (ValueError, RuntimeError, AttributeError):
-            self.refused.append(name)
+            self._refused.append(name)
 
     def _join_reference_weights(self) -> None:
         """Join the float weight of a reference module with ``<name>_scale`` and its other qparams."""
@@ -364,6 +322,31 @@ class _StateReader:
             for other in beside:
                 self.entries.pop(other, None)
             self.entries[name] = Entry(value, (name, *beside))
+
+
+def _in_current_form(state: Mapping[str, Any]) -> dict[str, Any]:
+    current: dict[str, Any] = {}
+    gammas = {name.removesuffix("gamma") for name in state if re.search(r"(^|\.)gamma$", name)}
+    # A user's own layer may have a gamma as well, but not the other entries of a batch norm.
+    conv_bn_v1 = {
+        prefix
+        for prefix in gammas
+        if all(f"{prefix}{item}" in state for item in CONV_BN_V1 if item != "num_batches_tracked")
+    }
+    for name, value in state.items():
+        prefix, _, last = name.rpartition(".")
+        prefix = f"{prefix}." if prefix else ""
+        if last in ("min_vals", "max_vals"):
+            # MinMaxObserver and related observers, before version 3.
+            name = f"{prefix}{last[:-1]}"
+        elif prefix in conv_bn_v1 and last in CONV_BN_V1:
+            # nn.intrinsic.qat, version 1.
+            name = f"{prefix}{CONV_BN_V1[last]}"
+        elif re.search(r"(^|\.)_packed_params\.(weight|bias)$", name):
+            # LinearPackedParams before version 3.
+            name = re.sub(r"_packed_params\.(weight|bias)$", r"\1", name)
+        current[name] = value
+    return current
 
 
 def _check_weight(name: str, weight: Tensor, scale: Any, zero_point: Any) -> None:

@@ -15,9 +15,11 @@ from torchao.quantization.pt2e.observer import ObserverBase
 from torchq_compat.read import qdq
 from torchq_compat.read.qdq import DEQUANTIZE_PER_CHANNEL
 from torchq_compat.read.torch_ao_classes import recognised_by_torch_ao, take_settings
-from torchq_compat.support.dtypes import as_dtype
+from torchq_compat.support.dtypes import as_dtype, dtype_range, plain_dtype
 from torchq_compat.support.graph_nodes import constant_of, replace_node, source_of
 from torchq_compat.support.process_state import is_exporting
+from torchq_compat.support.quantized_tensors import has_float_qparams, is_per_channel, is_quantized
+from torchq_compat.support.quantized_tensors import qparams_of as legacy_qparams
 
 # QParams: the affine quantization parameters of a tensor, as frozen values.
 #
@@ -43,6 +45,14 @@ class PerTensorQParams:
         """Read the qparams of a static per-tensor quantize or dequantize node."""
         scale, zero_point, quant_min, quant_max, dtype = node.args[1:6]
         return cls(scale, zero_point, quant_min, quant_max, dtype)  # type: ignore[arg-type]
+
+    @classmethod
+    def of_tensor(cls, value: Tensor) -> PerTensorQParams | None:
+        """Read the qparams of a quantized tensor of torch.ao; None for any other, and for several qparams."""
+        if not is_quantized(value) or is_per_channel(value) or has_float_qparams(value):
+            return None
+        dtype = plain_dtype(value.dtype)
+        return cls(*legacy_qparams(value), *dtype_range(dtype), dtype)
 
     @classmethod
     def of_call(cls, node: Any, op: Any) -> PerTensorQParams | None:
