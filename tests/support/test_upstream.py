@@ -7,12 +7,16 @@ import inspect
 import linecache
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.ao.quantization import FixedQParamsObserver
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchao.quantization.pt2e.quantize_pt2e import prepare_pt2e, prepare_qat_pt2e
 
 from tests.helpers.package_trees import PACKAGE, package_nodes, spelled
@@ -362,3 +366,15 @@ def test_guards_of_a_program_are_those_its_module_checks() -> None:
         program.module()(torch.ones(4, 5))
     guards.clear()
     assert program.module()(torch.ones(4, 5)).shape == (4, 5)
+
+
+def test_profilers_and_modes_watch_operators() -> None:
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    assert not upstream.are_operators_watched()
+    for watching in (Seen(), DeviceContext("cpu"), profile(activities=[ProfilerActivity.CPU])):
+        with watching:
+            assert upstream.are_operators_watched()
+    assert not upstream.are_operators_watched()

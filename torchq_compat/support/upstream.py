@@ -105,6 +105,15 @@ def tracing_paused() -> Iterator[None]:
         torch._C._set_tracing_state(state)  # type: ignore[attr-defined]
 
 
+def are_operators_watched() -> bool:
+    """Return whether a profiler, or a mode of torch, is to see each operator that runs."""
+    return bool(
+        torch.autograd.profiler._is_profiler_enabled
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+    )
+
+
 def default_store() -> Any:
     """Return the store of the default process group, which must be there."""
     return dist.distributed_c10d._get_default_store()

@@ -24,6 +24,7 @@ from torchq_compat.capture.trial_runs import kept_buffers
 from torchq_compat.codes import said
 from torchq_compat.errors import ConfigError
 from torchq_compat.lower.integers import opaque_modules, side_by_side
+from torchq_compat.lower.integers.chains import PlainForward
 from torchq_compat.lower.integers.lowered_graph import CONSTANTS, Constants, share_state, with_modules
 from torchq_compat.lower.integers.operators import forget_weights
 from torchq_compat.lower.integers.qdq_graph import hand_on_qparams
@@ -81,6 +82,10 @@ def direct_forward(code: PythonCode, graph: Graph, owner: nn.Module) -> Callable
             source = source.replace(line + end, f"    {node.name} = {prefix}{index}[{key!r}]{end}")
     forward: Callable[..., Any] = upstream.forward_from_src(source, names)
     return forward
+
+
+def _forward_of(graph: Graph, owner: nn.Module) -> Callable[..., Any]:
+    return direct_forward(graph.python_code("self"), graph, owner)
 
 
 def _home_of(module: nn.Module, key: str) -> dict[str, Any] | None:
@@ -236,6 +241,7 @@ class LoweredGraphModule(ConvertedModel):
     """
 
     interpreter = side_by_side.Forgetful
+    _plain_forward: PlainForward
     __jit_unused_properties__ = [*QuantizationGraphModule.__jit_unused_properties__, "_lowering"]  # noqa: RUF012
 
     @property
@@ -259,7 +265,8 @@ class LoweredGraphModule(ConvertedModel):
             if self._is_plain_call(args, kwargs):
                 # The way through nn.Module takes as long as a step of a small LSTM.
                 try:
-                    return self.forward(*args)
+                    is_replaced = "forward" in vars(self)
+                    return self.forward(*args) if is_replaced else self._plain_forward(self, args)
                 except failed_calls.FAILURES:
                     pass  # It explains them, and tells the line of the graph.
         elif is_captured_for_onnx():
@@ -381,6 +388,7 @@ class LoweredGraphModule(ConvertedModel):
             return plain(self, *args) if is_compiling() else direct(self, *args)
 
         type(self).forward = forward
+        type(self)._plain_forward = PlainForward(self._graph, direct, _forward_of)
         return code
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

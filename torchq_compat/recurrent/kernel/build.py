@@ -268,7 +268,8 @@ HEADERS = tuple(
     SOURCE.with_name(f"{name}.h")
     for name in (
         *("cell_loop", "cell_program", "cell_kernels", "instruction_sets", "tile_kernels", "threads"),
-        *("integer_kernels", "stable_tensors", "targets", "exact_convolution", "exact_convolution_kernels"),
+        *("integer_kernels", "stable_tensors", "operator_chains", "targets"),
+        *("exact_convolution", "exact_convolution_kernels"),
     )
 )
 OPERATORS = tuple(

@@ -18,6 +18,7 @@
 #include "integer_kernels.h"
 
 constexpr const char* kOperators = "torchq_compat_native";
+#include "operator_chains.h"
 #include "stable_tensors.h"
 
 // torch's C functions around oneDNN's operators; the header that has them is not for the stable ABI. A torch
@@ -1127,6 +1128,31 @@ void forget_weights(const Sizes& addresses) {
 
 int64_t kept_weights() { return packed_weights().size(); }
 
+template <auto kOperator>
+chains::Step own_step(chains::Text& text, size_t target) {
+  return chains::step_of(kOperator, text, target);
+}
+
+const chains::OwnSteps& own_steps() {
+  static const chains::OwnSteps kSteps{
+      {"quantize", own_step<&quantize>}, {"dequantize", own_step<&dequantize>}, {"lookup", own_step<&lookup>},
+      {"arithmetic", own_step<&arithmetic>}, {"affine", own_step<&affine>}, {"mean", own_step<&mean>},
+      {"max_pool", own_step<&max_pool>}, {"convolution", own_step<&convolution>}, {"linear", own_step<&linear>}};
+  return kSteps;
+}
+
+// Not destroyed at the end of the process, when other threads may still run one.
+chains::Chains& all_chains() {
+  static auto* const kChains = new chains::Chains();
+  return *kChains;
+}
+
+int64_t bind_chain(const std::string& text) { return all_chains().add(text, own_steps()); }
+void forget_chain(int64_t chain) { all_chains().forget(chain); }
+std::vector<Tensor> run_chain(const std::vector<Tensor>& tensors, const Sizes& sizes, int64_t chain) {
+  return all_chains().at(chain)->run(tensors, sizes);
+}
+
 #define TORCHQ_QPARAMS "float scale, int zero_point, int low, int high"
 #define TORCHQ_X "Tensor x, float x_scale, int x_zero_point"
 #define TORCHQ_WEIGHTS "Tensor weight, Tensor weight_scales, Tensor? bias"
@@ -1162,6 +1188,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(torchq_compat_native, library) {
   // The packed forms of the weights at these addresses are of no use any more.
   library.def("forget_weights(int[] addresses) -> ()");
   library.def("kept_weights() -> int");
+  // Operators that run one after the other, bound once.
+  library.def("bind_chain(str text) -> int");
+  library.def("forget_chain(int chain) -> ()");
+  library.def("run_chain(Tensor[] tensors, int[] sizes, int chain) -> Tensor[]");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(torchq_compat_native, CPU, library) {
@@ -1174,9 +1204,12 @@ STABLE_TORCH_LIBRARY_IMPL(torchq_compat_native, CPU, library) {
   library.impl("max_pool", TORCH_BOX(&max_pool));
   library.impl("convolution", TORCH_BOX(&convolution));
   library.impl("linear", TORCH_BOX(&linear));
+  library.impl("run_chain", TORCH_BOX(&run_chain));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(torchq_compat_native, CompositeExplicitAutograd, library) {
   library.impl("forget_weights", TORCH_BOX(&forget_weights));
   library.impl("kept_weights", TORCH_BOX(&kept_weights));
+  library.impl("bind_chain", TORCH_BOX(&bind_chain));
+  library.impl("forget_chain", TORCH_BOX(&forget_chain));
 }
