@@ -4,8 +4,6 @@ Names are imported when they are first used, because the command line must start
 torch. The errors, which do not need torch, are imported at once.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from types import ModuleType

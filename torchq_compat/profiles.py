@@ -5,8 +5,6 @@ A function returns keyword arguments: ``get_lstm_with_individually_observed_part
 make fake-quantizes, for quantization-aware training. ``whole_range_dynamic`` returns a QConfig instead.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

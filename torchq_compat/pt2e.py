@@ -6,8 +6,6 @@ observe, and observers of torch.ao; here each becomes an observer, or an error t
 names annotate and check operators with several outputs, and the recurrent operators of exported programs.
 """
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from functools import partial

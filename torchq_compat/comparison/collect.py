@@ -1,7 +1,5 @@
 """Run the float model, this package and FX on the same weights and batches, and measure everything."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Mapping, Sequence

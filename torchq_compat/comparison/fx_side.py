@@ -1,7 +1,5 @@
 """FX's side of a comparison: the only module of this package that calls the FX engine."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections import Counter

@@ -1,7 +1,5 @@
 """This package's side of a comparison, and its cells as plain values."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections import Counter

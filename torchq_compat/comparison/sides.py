@@ -1,7 +1,5 @@
 """The places of a model where both sides can be read, and taps that read them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple

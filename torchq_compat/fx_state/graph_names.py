@@ -6,8 +6,6 @@ inputs and ops without a QConfig, after the first reader of the value; scales of
 the order of the graph.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import operator

@@ -1,7 +1,5 @@
 """State dicts that FX saved, in one form; older versions and packed weights are converted."""
 
-from __future__ import annotations
-
 import io
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Standalone modules: quantized on their own, with their own configuration."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The shapes of the results of a user's module: by fake tensors, or by calls with values."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """What all commands share: their version, a clean stop, quiet imports, progress and tables."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal

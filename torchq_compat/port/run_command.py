@@ -8,8 +8,6 @@ examples:
 options of this command come before SCRIPT; what follows SCRIPT is passed to the script
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Scan a whole tree for the constructs of legacy code, and apply their rewrites to a text."""
 
-from __future__ import annotations
-
 import ast
 import multiprocessing
 import os

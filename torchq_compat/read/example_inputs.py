@@ -1,7 +1,5 @@
 """Reads example inputs in any of the forms that FX accepted, without using them."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any

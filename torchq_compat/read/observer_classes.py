@@ -1,7 +1,5 @@
 """The observers of this package: torchao's, faster, or with what FX's do and torchao's do not."""
 
-from __future__ import annotations
-
 import functools
 import math
 import struct

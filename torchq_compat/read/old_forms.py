@@ -1,7 +1,5 @@
 """The deprecated forms of the configuration: dicts, and the keywords before torch 1.13."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping

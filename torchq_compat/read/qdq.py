@@ -5,8 +5,6 @@ node reads the qparams that ``CHOOSE_QPARAMS`` computes from the tensor in each 
 (``qparams.py``) are the values: ``PerTensorQParams.of_node`` reads them from a node; they quantize tensors.
 """
 
-from __future__ import annotations
-
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence

@@ -1,8 +1,6 @@
 """Find names that no rewrite carries over: of FX's engine, the Numeric Suite, and quantized modules and
 kernels that a script calls by hand; and legacy names in string literals."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 

@@ -6,8 +6,6 @@
 ``from_dict`` of the class reads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 

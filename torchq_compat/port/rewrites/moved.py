@@ -7,8 +7,6 @@ Each is a row of its table; where other names of a legacy module stay, the rows 
 still work and have the same objects, so only files that use FX graph mode are rewritten.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The models a script quantized, and their summary at its end."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import json

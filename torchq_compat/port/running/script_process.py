@@ -5,8 +5,6 @@ a script can see of its start (arguments, ``sys.path[0]``, ``__main__``, ``__fil
 ``python SCRIPT ARGS...``.
 """
 
-from __future__ import annotations
-
 import atexit
 import builtins
 import contextlib
