@@ -140,7 +140,7 @@ def _changed(
 
 def _write(change: Change, inside: Sequence[Path], problems: list[Problem]) -> bool:
     try:
-        replace_file(change.document.source, change.content, inside)
+        replace_file(change.path, change.document.raw, change.content, inside)
     except PathError as error:
         problems.append(Problem(change.path, error.message.rstrip(".")))
         return False

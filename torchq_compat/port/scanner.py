@@ -202,26 +202,16 @@ def _words() -> Iterator[str]:
 FX_MODULES = "|".join(re.escape(name.rpartition(".")[2]) for name in ENGINE_INTERNALS if ".fx." in name)
 
 
-def _legacy_word() -> re.Pattern[bytes]:
-    return re.compile(
-        rf"\b(?:{'|'.join(sorted(set(_words())))})\b"
-        rf"|torch\.(?:ao\.)?quantization\.fx(?:\.(?:{FX_MODULES})\b| import\b)|torch\.ao\.ns\b"
-        r"|torch\.ao\.quantization(?:\.| import )(?:quantizer|pt2e)\b".encode()
-    )
-
-
-LEGACY_WORD = _legacy_word()
-#: Parts of the words above, which are searched for first: alternatives of a pattern are slow.
-COMMON = ("quant", "_fx", "_pt2e", "_dict", "capture", "dynam", "_suite", "torch.ao")
-PARTS = [
-    part.encode()
-    for part in (*COMMON, *(word for word in set(_words()) if not any(part in word for part in COMMON)))
-]
+LEGACY_WORD = re.compile(
+    rf"\b(?:{'|'.join(sorted(set(_words())))})\b"
+    rf"|torch\.(?:ao\.)?quantization\.fx(?:\.(?:{FX_MODULES})\b| import\b)|torch\.ao\.ns\b"
+    r"|torch\.ao\.quantization(?:\.| import )(?:quantizer|pt2e)\b".encode()
+)
 
 
 def may_concern(raw: bytes) -> bool:
     """Return whether a file may use what this tool knows."""
-    return any(part in raw for part in PARTS) and LEGACY_WORD.search(raw) is not None
+    return LEGACY_WORD.search(raw) is not None
 
 
 ResultT = TypeVar("ResultT")

@@ -338,14 +338,8 @@ class WaitingModel(nn.Module):
         return copied
 
     def __reduce__(self) -> Any:
-        return _restored, (
-            self.float_model,
-            self.make,
-            self.problem,
-            self.is_converted,
-            self.since,
-            self.training,
-        )
+        settings = functools.partial(WaitingModel, is_converted=self.is_converted, since=self.since)
+        return settings, (self.float_model, self.make, self.problem), {"training": self.training}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.__reduce__()
@@ -371,14 +365,6 @@ class WaitingModel(nn.Module):
 
     def __repr__(self) -> str:
         return f"{type(self.float_model).__name__}, captured at its first call: {self.problem}"
-
-
-def _restored(
-    float_model: nn.Module, make: Function, problem: str, is_converted: bool, since: _Since, training: bool
-) -> WaitingModel:
-    waiting = WaitingModel(float_model, make, problem, is_converted=is_converted, since=since)
-    vars(waiting)["training"] = training
-    return waiting
 
 
 def _taken_hooks(module: nn.Module) -> dict[str, Any]:

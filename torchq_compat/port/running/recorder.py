@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from torchq_compat.codes import CODES, said
 from torchq_compat.errors import QuantizationWarning, ScriptError
@@ -44,13 +44,10 @@ def computes_nothing(model: nn.Module, decision: Decision) -> bool:
     captured = model.reference if isinstance(model, QuantizationGraphModule) else model
     node = next((node for node in captured.graph.nodes if node.name == name), None)
     # A relu counts as preserving values, but users count it as a layer.
-    moves = node is not None and node.target is not RELU and preserves_values(node)
-    return moves or (node is not None and _makes_constants(node))
-
-
-def _makes_constants(node: Node) -> bool:
-    name = getattr(node.target, "__name__", "").partition(".")[0]
-    return name.removeprefix("new_").removesuffix("_like") in MAKES_CONSTANTS
+    if node is None:
+        return False
+    kind = getattr(node.target, "__name__", "").partition(".")[0].removeprefix("new_").removesuffix("_like")
+    return (node.target is not RELU and preserves_values(node)) or kind in MAKES_CONSTANTS
 
 
 # The models a script quantized, and their summary at its end.
@@ -239,13 +236,9 @@ def _own_decisions(model: nn.Module) -> tuple[Decision, ...]:
     decided = [d for d in explain(reference) if d.action not in NOT_OF_OPS]
     # What was dropped of a module, like a training mode, says nothing about its children.
     paths = {decision.path for decision in decided if decision.action is not Action.DROPPED}
-    return tuple(d for d in decided if paths.isdisjoint(_parents(d.path)))
-
-
-def _parents(path: str) -> Iterator[str]:
-    while "." in path:
-        path = path.rpartition(".")[0]
-        yield path
+    return tuple(
+        d for d in decided if not any(d.path[:at] in paths for at, char in enumerate(d.path) if char == ".")
+    )
 
 
 def _lines(model: RecordedModel) -> list[str]:
@@ -294,28 +287,21 @@ def write_explanation(models: Iterable[RecordedModel], path: Path) -> None:
     Raises:
         OSError: the file cannot be written; an existing one is left as it was.
     """
-    content = _as_json(models) if path.suffix == ".json" else _as_text(models)
+    if path.suffix == ".json":
+        data = [
+            {
+                "model": list(model.names),
+                "stage": model.stage,
+                "decisions": model.report.as_dicts(),
+                "warnings": [
+                    {"code": item.code, "severity": CODES[item.code].severity, "text": str(item)}
+                    for item in model.warnings
+                ],
+            }
+            for model in models
+        ]
+        content = json.dumps(data, indent=2, default=str) + "\n"
+    else:
+        parts = ([m.title, m.report.to_text(WIDTH), *map(str, m.warnings), ""] for m in models)
+        content = "".join(map("\n\n".join, parts))
     write_whole(path, content)
-
-
-def _as_text(models: Iterable[RecordedModel]) -> str:
-    return "".join(
-        "\n\n".join([model.title, model.report.to_text(WIDTH), *map(str, model.warnings), ""])
-        for model in models
-    )
-
-
-def _as_json(models: Iterable[RecordedModel]) -> str:
-    data = [
-        {
-            "model": list(model.names),
-            "stage": model.stage,
-            "decisions": model.report.as_dicts(),
-            "warnings": [
-                {"code": heading.code, "severity": CODES[heading.code].severity, "text": str(heading)}
-                for heading in model.warnings
-            ],
-        }
-        for model in models
-    ]
-    return json.dumps(data, indent=2, default=str) + "\n"

@@ -73,27 +73,6 @@ class Problem:
         return f"{self.path}: {self.reason}. Hint: {self.hint} [{self.code}]"
 
 
-@dataclass(frozen=True)
-class SourceFile:
-    """The content of a file.
-
-    Attributes:
-        path: the path of the file.
-        raw: the bytes on disk.
-        text: ``raw`` decoded, without a byte order mark.
-        encoding: the encoding of ``raw``, ``utf-8-sig`` with a byte order mark.
-    """
-
-    path: Path
-    raw: bytes
-    text: str
-    encoding: str
-
-    def encode(self, text: str) -> bytes:
-        """Return ``text`` in the encoding of this file."""
-        return text.encode(self.encoding)
-
-
 def find_files(paths: Iterable[Path]) -> Iterator[Path | Problem]:
     """Yield Python files and notebooks: those in ``paths``, and all in the folders in ``paths``, each once.
 
@@ -167,25 +146,25 @@ def read_raw(path: Path) -> bytes:
         raise UnreadableError(f"cannot be read: {error.strerror or error}") from error
 
 
-def decode(path: Path, raw: bytes) -> SourceFile:
+def decode(raw: bytes) -> tuple[str, str]:
+    """Return ``raw`` as text, without a byte order mark, and its encoding, ``utf-8-sig`` with one."""
     if b"\0" in raw:
         raise UnreadableError("is a binary file")
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
-        text = raw.decode(encoding)
+        return raw.decode(encoding), encoding
     except (SyntaxError, UnicodeDecodeError, LookupError) as error:
         raise UnreadableError(f"cannot be decoded: {error}") from error
-    return SourceFile(path, raw, text, encoding)
 
 
-def replace_file(source: SourceFile, content: bytes, inside: Sequence[Path]) -> None:
-    """Replace the file of ``source`` by ``content`` in one step; until then the old file is complete.
+def replace_file(path: Path, raw: bytes, content: bytes, inside: Sequence[Path]) -> None:
+    """Replace the file at ``path`` by ``content`` in one step; until then the old file is complete.
 
     The new file is written beside the old one and moved over it; mode and, if allowed, owner are kept. A link
     that stays ``inside`` stays a link: its target is replaced.
 
     Args:
-        source: the file as it was read.
+        raw: its bytes as they were read.
         content: its new bytes.
         inside: real paths of the files and folders that the command was given.
 
@@ -194,17 +173,17 @@ def replace_file(source: SourceFile, content: bytes, inside: Sequence[Path]) -> 
             since it was read.
         OSError: the folder cannot be written, the disk is full, ...
     """
-    target = source.path.resolve()
-    if not any(target == path or path in target.parents for path in inside):
-        raise _left_as_it_is(source.path, f"is a link that leads out, to {target}")
+    target = path.resolve()
+    if not any(target == above or above in target.parents for above in inside):
+        raise _left_as_it_is(path, f"is a link that leads out, to {target}")
     status = target.stat()
     if status.st_nlink > 1:
-        raise _left_as_it_is(source.path, f"has {status.st_nlink} names by hard links, which would part")
+        raise _left_as_it_is(path, f"has {status.st_nlink} names by hard links, which would part")
     # A superuser may write any file, but has marked this one.
     if not os.access(target, os.W_OK) or not status.st_mode & WRITABLE:
-        raise _left_as_it_is(source.path, "is read-only")
-    if target.read_bytes() != source.raw:
-        raise _left_as_it_is(source.path, "has changed since it was read")
+        raise _left_as_it_is(path, "is read-only")
+    if target.read_bytes() != raw:
+        raise _left_as_it_is(path, "has changed since it was read")
     with whole_file(target) as file:
         file.write(content)
         file.flush()
@@ -273,14 +252,14 @@ def _as_python(code: str) -> str:
     return code
 
 
-def notebook_bytes(source: SourceFile, new_text: str) -> bytes:
-    """Return the notebook file with the cells of ``new_text`` in place of its own.
+def rewritten_notebook(raw_text: str, new_text: str) -> str:
+    """Return the notebook ``raw_text`` with the cells of ``new_text`` in place of its own.
 
     Raises:
         UnreadableError: the layout of its JSON could not be kept.
     """
-    content = _load(source.text)
-    layout = _layout(source.text, content)
+    content = _load(raw_text)
+    layout = _layout(raw_text, content)
     cells = _cells(content)
     pieces = CELL_LINE.split(new_text)[1:]
     for number, piece in zip(pieces[::2], pieces[1::2], strict=True):
@@ -288,7 +267,7 @@ def notebook_bytes(source: SourceFile, new_text: str) -> bytes:
         code = piece.removeprefix("\n").removesuffix("\n").replace(MASK, "")
         if code != _source(cell):
             cell["source"] = code.splitlines(keepends=True) if isinstance(cell["source"], list) else code
-    return source.encode(_dump(content, layout))
+    return _dump(content, layout)
 
 
 def cell_of_line(text: str, line: int) -> tuple[int, int]:
@@ -392,20 +371,20 @@ class Document:
     """A file as Python text.
 
     Attributes:
-        source: the file.
+        path: the path of the file.
+        raw: the bytes on disk.
+        encoding: their encoding.
         text: its Python code; for a notebook, the code of all cells.
         syntax: the syntax tree of ``text``.
         problems: parts that could not be read.
     """
 
-    source: SourceFile
+    path: Path
+    raw: bytes
+    encoding: str
     text: str
     syntax: ast.Module
     problems: tuple[str, ...] = ()
-
-    @property
-    def path(self) -> Path:
-        return self.source.path
 
     def place(self, line: int, column: int = 1) -> Position:
         if self.path.suffix != NOTEBOOK:
@@ -420,18 +399,18 @@ class Document:
             UnreadableError: the file could not be written without changing more than that.
         """
         if self.path.suffix == NOTEBOOK:
-            return notebook_bytes(self.source, text)
+            text = rewritten_notebook(self.raw.decode(self.encoding), text)
         try:
-            return self.source.encode(text)
+            return text.encode(self.encoding)
         except UnicodeEncodeError as error:
             raise UnreadableError(f"cannot be encoded again: {error}") from error
 
 
 def check_readable(path: Path, raw: bytes) -> None:
     """Raise an UnreadableError if ``raw`` is no text or no notebook; it is not parsed as Python."""
-    source = decode(path, raw)
+    text, _ = decode(raw)
     if path.suffix == NOTEBOOK:
-        _load(source.text)
+        _load(text)
 
 
 def read_document(path: Path, raw: bytes | None = None) -> Document:
@@ -440,13 +419,14 @@ def read_document(path: Path, raw: bytes | None = None) -> Document:
     Raises:
         UnreadableError: the file cannot be read, or is neither Python nor a notebook.
     """
-    source = decode(path, read_raw(path) if raw is None else raw)
+    raw = read_raw(path) if raw is None else raw
+    text, encoding = decode(raw)
     if path.suffix == NOTEBOOK:
-        text, problems = join_cells(source.text)
-        return Document(source, text, parse(text), problems)
-    if source.encode(source.text) != source.raw:
-        raise UnreadableError(f"does not survive decoding as {source.encoding}")
-    return Document(source, source.text, parse(source.raw))
+        code, problems = join_cells(text)
+        return Document(path, raw, encoding, code, parse(code), problems)
+    if text.encode(encoding) != raw:
+        raise UnreadableError(f"does not survive decoding as {encoding}")
+    return Document(path, raw, encoding, text, parse(raw))
 
 
 def parse(code: str | bytes) -> ast.Module:

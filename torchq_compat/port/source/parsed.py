@@ -127,11 +127,11 @@ class ParsedSource:
         self._by_class: dict[type[cst.CSTNode], list[cst.CSTNode]] = {}
         for node in self._parents:
             self._by_class.setdefault(type(node), []).append(node)
-        self._names_of_node: dict[cst.CSTNode, frozenset[str]] = {}
-        self._names_of_key: dict[tuple[Scope, str, str, int], set[str]] = {}
-        self._bindings: dict[tuple[Scope, str], frozenset[BaseAssignment]] = {}
-        self._nodes_of_bindings: dict[tuple[Scope, str], frozenset[cst.CSTNode]] = {}
-        self._stars: list[str] | None = None
+        #: The full dotted names that a Name or an Attribute may mean; none if it comes from no import.
+        self.names = cache(self._followed_names)
+        # All uses of a name in a scope mean the same; the caches avoid quadratic time if it is bound often.
+        self._names_in = cache(self._names_in_scope)
+        self._binding_nodes = cache(self._nodes_that_bind)
 
     def nodes(self, *kinds: type[NodeT]) -> list[NodeT]:
         """Return all nodes of exactly these classes, in text order."""
@@ -262,32 +262,21 @@ class ParsedSource:
     def references(self, name: str, binding: cst.CSTNode) -> list[cst.Name]:
         """Return the uses of ``name`` that ``binding``, an import statement or the target of an assignment,
         may have bound."""
+        places = ((node, self.scope(node)) for node in self._names_by_value.get(name, ()))
         return [
             node
-            for node in self._names_by_value.get(name, ())
-            if node is not binding and self._is_bound_by(node, binding)
+            for node, scope in places
+            if node is not binding and scope is not None and binding in self._binding_nodes(scope, name)
         ]
 
-    def _is_bound_by(self, node: cst.Name, binding: cst.CSTNode) -> bool:
-        scope = self.scope(node)
-        return scope is not None and binding in self._binding_nodes(scope, node.value)
-
-    def _binding_nodes(self, scope: Scope, name: str) -> frozenset[cst.CSTNode]:
-        key = (scope, name)
-        if key not in self._nodes_of_bindings:
-            self._nodes_of_bindings[key] = frozenset(
-                binding.node for binding in self.bindings(scope, name) if isinstance(binding, Assignment)
-            )
-        return self._nodes_of_bindings[key]
+    def _nodes_that_bind(self, scope: Scope, name: str) -> frozenset[cst.CSTNode]:
+        found = self.bindings(scope, name)
+        return frozenset(binding.node for binding in found if isinstance(binding, Assignment))
 
     # --- the meaning of names ---
 
-    def names(self, node: cst.CSTNode) -> frozenset[str]:
-        """Return the full dotted names that ``node``, a Name or an Attribute, may mean; empty if it does not
-        come from an import."""
-        if node not in self._names_of_node:
-            self._names_of_node[node] = frozenset(self.follow(name) for name in self.written_names(node))
-        return self._names_of_node[node]
+    def _followed_names(self, node: cst.CSTNode) -> frozenset[str]:
+        return frozenset(self.follow(name) for name in self.written_names(node))
 
     def written_names(self, node: cst.CSTNode) -> frozenset[str]:
         """Return ``names(node)``, but without resolving names in other files."""
@@ -295,12 +284,11 @@ class ParsedSource:
             return frozenset()
         return frozenset(self._names(node, MAX_ALIASES))
 
+    @cached_property
     def star_modules(self) -> Sequence[str]:
-        """Return the modules that this file imports with ``import *``."""
-        if self._stars is None:
-            stars = (node for node in self.nodes(cst.ImportFrom) if isinstance(node.names, cst.ImportStar))
-            self._stars = [imported_module(node) for node in stars]
-        return self._stars
+        """The modules that this file imports with ``import *``."""
+        stars = (node for node in self.nodes(cst.ImportFrom) if isinstance(node.names, cst.ImportStar))
+        return [imported_module(node) for node in stars]
 
     def _names(self, node: cst.CSTNode, budget: int) -> set[str]:
         base, remaining = split_dotted(node)
@@ -309,22 +297,15 @@ class ParsedSource:
             return set()
         return self._names_in(scope, base.value, remaining, budget)
 
-    def _names_in(self, scope: Scope, name: str, remaining: str, budget: int) -> set[str]:
-        # All uses of a name in a scope mean the same; the cache avoids quadratic time if it is bound often.
-        key = (scope, name, remaining, budget)
-        if key not in self._names_of_key:
-            full: set[str] = set()
-            for assignment in self.bindings(scope, name):
-                full |= self._names_of(assignment, name, remaining, budget)
-            self._names_of_key[key] = full or {f"{star}.{name}{remaining}" for star in self.star_modules()}
-        return self._names_of_key[key]
+    def _names_in_scope(self, scope: Scope, name: str, remaining: str, budget: int) -> set[str]:
+        full: set[str] = set()
+        for assignment in self.bindings(scope, name):
+            full |= self._names_of(assignment, name, remaining, budget)
+        return full or {f"{star}.{name}{remaining}" for star in self.star_modules}
 
     def bindings(self, scope: Scope, name: str) -> frozenset[BaseAssignment]:
         """Return the assignments that bind ``name`` for the code in ``scope``."""
-        key = (scope, name)
-        if key not in self._bindings:
-            self._bindings[key] = frozenset(scope[name]) if name in scope else frozenset()
-        return self._bindings[key]
+        return frozenset(scope[name]) if name in scope else frozenset()
 
     def _names_of(self, assignment: BaseAssignment, name: str, remaining: str, budget: int) -> set[str]:
         if isinstance(assignment, ImportAssignment):
