@@ -16,7 +16,6 @@ from torchq_compat.comparison.cases import Case, read_case
 from torchq_compat.comparison.causes import judge
 from torchq_compat.comparison.collect import output_series
 from torchq_compat.comparison.compare_command import _warnings_without_lines
-from torchq_compat.comparison.measures import PlaceMeasures, state_bytes
 from torchq_compat.comparison.results import (
     Capture,
     Costs,
@@ -30,7 +29,7 @@ from torchq_compat.comparison.results import (
     Status,
     Steps,
 )
-from torchq_compat.comparison.sides import Reading, tap_nodes
+from torchq_compat.comparison.sides import PlaceMeasures, Reading, state_bytes, tap_nodes
 from torchq_compat.errors import QuantizationWarning, ScriptError
 from torchq_compat.read.qparams import PerChannelQParams, PerTensorQParams
 

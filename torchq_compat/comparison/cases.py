@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,7 +20,6 @@ from torchq_compat.errors import ScriptError
 from torchq_compat.port.process import progress
 from torchq_compat.port.running import redirections
 from torchq_compat.port.running.fx_draws import drawing_as_fx
-from torchq_compat.port.running.redirections import legacy_module
 from torchq_compat.read.example_inputs import read_example_inputs
 from torchq_compat.support import metadata
 from torchq_compat.support.argument_checks import checked_arguments, instance_of
@@ -219,11 +217,7 @@ class ScriptRecorder:
 
         The functions of this package are recorded too: a script that was ported can be compared as well.
         """
-        replaced = _replaced_functions()
-        redirections.redirect(self._wrap_redirected)
-        redirections.replace_everywhere(
-            {id(function): self._wrap(function, legacy) for function, legacy in replaced}
-        )
+        redirections.redirect(self._wrap_redirected, wrap_ours=self._wrap)
         with register_module_forward_pre_hook(_note_call), own_attribute(self, "_is_recording", True):
             yield
 
@@ -304,23 +298,6 @@ def _take_trained(recording: Recording, trained: Mapping[str, Any]) -> str:
         f"{type(model).__name__} goes through prepare_qat_fx: both sides have the weights it was trained to"
         f"{kept}, and observe the last {len(recording.batches)} batches anew"
     )
-
-
-def _replaced_functions() -> list[tuple[Function, Function]]:
-    """Return each function of ours with the legacy function it replaces; call this before the redirection.
-
-    Names are not enough to match them: the replacements of a private and a public function of FX have the
-    same name.
-    """
-    matches: dict[int, tuple[Function, Function]] = {}
-    for moved in redirections.REDIRECTIONS:
-        ours = importlib.import_module(moved.replacement)
-        legacy = legacy_module(moved.legacy)
-        for name, new_name in moved.names.items():
-            function = getattr(ours, new_name)
-            if legacy is None or hasattr(legacy, name):
-                matches.setdefault(id(function), (function, getattr(legacy, name, function)))
-    return list(matches.values())
 
 
 def _note_call(module: nn.Module, args: tuple[Any, ...]) -> None:

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from torchq_compat.codes import error_line
+from torchq_compat.comparison import sides
 from torchq_compat.comparison.cases import Case, bad_data
 from torchq_compat.comparison.causes import judge
-from torchq_compat.comparison.measures import PlaceMeasures, milliseconds, state_bytes
 from torchq_compat.comparison.our_side import KeyFacts, OurSide, quantize_by_us
 from torchq_compat.comparison.page import Comparison
 from torchq_compat.comparison.results import Capture, Costs, FxOutcome, FxRun, Kind, Point, Series
-from torchq_compat.comparison.sides import Key, QuantizedModel, Reading
 from torchq_compat.errors import ScriptError
 from torchq_compat.support.argument_checks import FLAG, checked_arguments, instance_of, one_of
 from torchq_compat.support.graph_nodes import tensors_in
@@ -78,7 +77,9 @@ class _FxFailedError(Exception):
         super().__init__(self.what)
 
 
-def _quantize_by_fx(case: Case, places: Mapping[Key, KeyFacts]) -> tuple[QuantizedModel | None, FxRun]:
+def _quantize_by_fx(
+    case: Case, places: Mapping[sides.Key, KeyFacts]
+) -> tuple[sides.QuantizedModel | None, FxRun]:
     from torchq_compat.comparison.fx_side import quantize_by_fx
 
     try:
@@ -89,12 +90,12 @@ def _quantize_by_fx(case: Case, places: Mapping[Key, KeyFacts]) -> tuple[Quantiz
 
 
 def _measure(
-    case: Case, ours: OurSide, theirs: QuantizedModel | None
+    case: Case, ours: OurSide, theirs: sides.QuantizedModel | None
 ) -> tuple[tuple[Point, ...], tuple[Point, ...], tuple[Series, ...]]:
     """Run all sides on every batch; return the measurements of outputs and places, and the series to plot."""
     float_model = copy.deepcopy(case.model).eval()
-    places = {key: PlaceMeasures() for key in ours.places}
-    outputs: list[PlaceMeasures] = []
+    places = {key: sides.PlaceMeasures() for key in ours.places}
+    outputs: list[sides.PlaceMeasures] = []
     series: list[Series] = []
     time_axis = _time_axis(float_model)
     for batch in case.evaluation_data:
@@ -106,10 +107,10 @@ def _measure(
             if key in exact_readings and key in our_readings:
                 measures.add(exact_readings[key].value, our_readings[key], fx_readings.get(key))
         our_outputs = _output_readings(ours.quantized, our_result)
-        fx_outputs: Sequence[Reading | None] = _output_readings(theirs, fx_result) if theirs else ()
+        fx_outputs: Sequence[sides.Reading | None] = _output_readings(theirs, fx_result) if theirs else ()
         if len(fx_outputs) != len(exact):
             fx_outputs = (None,) * len(exact)
-        outputs = outputs or [PlaceMeasures() for _ in exact]
+        outputs = outputs or [sides.PlaceMeasures() for _ in exact]
         for index, value in enumerate(exact):
             outputs[index].add(value, our_outputs[index], fx_outputs[index])
         series = series or _series(exact, our_outputs, fx_outputs, time_axis)
@@ -129,7 +130,9 @@ def _exact(float_model: nn.Module, batch: tuple[Any, ...]) -> list[Tensor]:
         raise bad_data("evaluation_data", problem) from cause
 
 
-def _run_fx(theirs: QuantizedModel | None, batch: tuple[Any, ...]) -> tuple[Any, Mapping[Key, Reading]]:
+def _run_fx(
+    theirs: sides.QuantizedModel | None, batch: tuple[Any, ...]
+) -> tuple[Any, Mapping[sides.Key, sides.Reading]]:
     if theirs is None:
         return (), {}
     try:
@@ -139,22 +142,22 @@ def _run_fx(theirs: QuantizedModel | None, batch: tuple[Any, ...]) -> tuple[Any,
         raise _FxFailedError(cause) from cause
 
 
-def _output_readings(side: QuantizedModel, result: Any) -> list[Reading]:
+def _output_readings(side: sides.QuantizedModel, result: Any) -> list[sides.Reading]:
     values = tensors_in(result)
     all_qparams = side.output_qparams(result)
-    return [Reading(value, qparams) for value, qparams in zip(values, all_qparams, strict=True)]
+    return [sides.Reading(value, qparams) for value, qparams in zip(values, all_qparams, strict=True)]
 
 
-def _point(place: KeyFacts, measures: PlaceMeasures) -> Point:
+def _point(place: KeyFacts, measures: sides.PlaceMeasures) -> Point:
     return Point(place.name, place.kind, place.operation, place.reason, *measures.sides())
 
 
-def _output_point(index: int, measures: PlaceMeasures) -> Point:
+def _output_point(index: int, measures: sides.PlaceMeasures) -> Point:
     return Point(f"output {index}", Kind.OUTPUT, "result of the model", "", *measures.sides())
 
 
 def _series(
-    exact: list[Tensor], ours: list[Reading], fx: Sequence[Reading | None], time_axis: int | None
+    exact: list[Tensor], ours: list[sides.Reading], fx: Sequence[sides.Reading | None], time_axis: int | None
 ) -> list[Series]:
     result = [
         output_series(f"output {i}", time_axis, value, our.value, their.value if their else None)
@@ -170,17 +173,13 @@ def _time_axis(model: nn.Module) -> int | None:
     return int(any(module.batch_first for module in recurrent)) if recurrent else None
 
 
-def _costs(case: Case, ours: OurSide, theirs: QuantizedModel | None) -> Costs:
+def _costs(case: Case, ours: OurSide, theirs: sides.QuantizedModel | None) -> Costs:
     float_model = copy.deepcopy(case.model).eval()
     models = [float_model, ours.quantized.deployed, theirs.deployed if theirs else None]
-    sizes = [state_bytes(model) if model is not None else None for model in models]
+    sizes: Any = [sides.state_bytes(model) if model is not None else None for model in models]
     with warnings.catch_warnings(action="ignore"):
-        times = milliseconds([model and partial(model, *case.example_inputs) for model in models])
+        times: Any = sides.milliseconds([model and partial(model, *case.example_inputs) for model in models])
     (float_bytes, our_bytes, fx_bytes), (float_ms, our_ms, fx_ms) = sizes, times
-    assert float_bytes is not None
-    assert our_bytes is not None
-    assert float_ms is not None
-    assert our_ms is not None
     return Costs(float_bytes, our_bytes, fx_bytes, float_ms, our_ms, fx_ms)
 
 

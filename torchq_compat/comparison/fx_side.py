@@ -290,45 +290,28 @@ def _deployed(
 def _custom_configs(
     case: Case,
 ) -> tuple[torch_ao.PrepareCustomConfig | None, torch_ao.ConvertCustomConfig | None]:
-    prepare = case.prepare_custom_config
+    """Return the configurations with torch.ao's own mapping for classes that they map to classes of this
+    package, and for observed classes that they do not map."""
+    prepare, convert = case.prepare_custom_config, case.convert_custom_config
     if isinstance(prepare, dict):
         prepare = torch_ao.PrepareCustomConfig.from_dict(prepare)
-    convert = case.convert_custom_config
     if isinstance(convert, dict):
         convert = torch_ao.ConvertCustomConfig.from_dict(convert)
     if prepare is None:
         return None, convert
+    known: Any = torch_ao.get_default_custom_config_dict()  # type: ignore[no-untyped-call]
     prepare, mapped = copy.deepcopy(prepare), False
     for classes in prepare.float_to_observed_mapping.values():
+        mapped = mapped or bool(classes)
         for float_class, observed in classes.items():
-            classes[float_class] = _of_torch(observed, "float_to_observed_custom_module_class", float_class)
-            mapped = True
-    if convert is None and mapped:
-        convert = torch_ao.ConvertCustomConfig()
-    if convert is not None:
-        convert = _with_torch_classes(convert)
+            if observed.__module__.startswith(OURS):
+                own = known["float_to_observed_custom_module_class"].get(float_class, observed)
+                classes[float_class] = own
+    if convert is None and not mapped:
+        return prepare, None
+    convert = copy.deepcopy(convert) or torch_ao.ConvertCustomConfig()
+    given = {key: to for item in convert.observed_to_quantized_mapping.values() for key, to in item.items()}
+    for observed, quantized in known["observed_to_quantized_custom_module_class"].items():
+        if observed not in given or given[observed].__module__.startswith(OURS):
+            convert.set_observed_to_quantized_mapping(observed, quantized)
     return prepare, convert
-
-
-def _with_torch_classes(config: torch_ao.ConvertCustomConfig) -> torch_ao.ConvertCustomConfig:
-    """Return ``config`` with torch.ao's own mapping for classes that it does not map, or maps to classes of
-    this package."""
-    known = _torch_classes("observed_to_quantized_custom_module_class")
-    result = copy.deepcopy(config)
-    for observed, quantized in known.items():
-        given = [
-            c for m in config.observed_to_quantized_mapping.values() for o, c in m.items() if o is observed
-        ]
-        if not given or given[0].__module__.startswith(OURS):
-            result.set_observed_to_quantized_mapping(observed, quantized)
-    return result
-
-
-def _torch_classes(table: str) -> dict[Any, Any]:
-    config: dict[str, dict[Any, Any]] = torch_ao.get_default_custom_config_dict()  # type: ignore[no-untyped-call]
-    return config[table]
-
-
-def _of_torch(cls: Any, table: str, key: Any) -> Any:
-    known = _torch_classes(table)
-    return known[key] if cls.__module__.startswith(OURS) and key in known else cls

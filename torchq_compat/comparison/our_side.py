@@ -160,19 +160,15 @@ def _places(converted: GraphModule, decisions: tuple[Decision, ...]) -> Iterator
     by_path = {decision.path: decision for decision in decisions}
     of_ops = dict(_op_keys(decisions))
     for key, (_, node) in _nodes(converted, decisions).items():
+        part_kind = None
         if isinstance(key, sides.OpKey):
-            decision = of_ops[key]
-            kind = Kind.OP if key.function else Kind.MODULE
-            yield key, KeyFacts(_name(key), kind, decision.kind, decision.reason)
+            decision, name, kind = of_ops[key], _name(key), Kind.OP if key.function else Kind.MODULE
         elif isinstance(key, sides.ResultKey):
-            decision = by_path[key.path]
-            yield key, KeyFacts(f"{key.path}[{key.position}]", Kind.RESULT, decision.kind, decision.reason)
+            decision, name, kind = by_path[key.path], f"{key.path}[{key.position}]", Kind.RESULT
         else:
-            decision = by_path[f"{key.cell}.{key.part}"]
-            yield (
-                key,
-                KeyFacts(decision.path, Kind.PART, decision.kind, decision.reason, part_of(node).kind),
-            )
+            decision, kind, part_kind = by_path[f"{key.cell}.{key.part}"], Kind.PART, part_of(node).kind
+            name = decision.path
+        yield key, KeyFacts(name, kind, decision.kind, decision.reason, part_kind)
 
 
 def _name(key: sides.OpKey) -> str:

@@ -10,9 +10,8 @@ import platform
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from html import escape
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,6 +19,7 @@ from torchq_compat.comparison import text as texts
 from torchq_compat.comparison.causes import decibel_text
 from torchq_compat.comparison.results import Capture, ComparedModel, FxOutcome, Point, QParamsView, Side
 from torchq_compat.errors import ScriptError, install_extra
+from torchq_compat.port.process import package_version
 from torchq_compat.support.argument_checks import PATH, checked_arguments
 from torchq_compat.support.atomic_files import write_whole
 from torchq_compat.support.decisions import data_frame
@@ -137,18 +137,7 @@ OF_WORDS = ("what", "dtype", "FX dtype")
 
 #: The packages of the ``report`` extra.
 PACKAGES = ("jinja2", "matplotlib")
-VERSIONS_OF = ("torchq-compat", "torch", "torchao")
 TEMPLATE = Path(__file__).with_name("page.html.j2")
-
-
-@dataclass(frozen=True)
-class Plots:
-    """Pictures under one heading, each its label and its SVG; ``layout`` is the CSS class around them."""
-
-    heading: str
-    caption: str
-    layout: str
-    pictures: tuple[tuple[str, str], ...]
 
 
 def check_page(path: Path) -> None:
@@ -225,41 +214,42 @@ def _section(comparison: ComparedModel) -> dict[str, Any]:
     }
 
 
-def _plots(comparison: ComparedModel) -> Iterator[Plots]:
-    from torchq_compat.comparison import pictures as plots
+def _plots(comparison: ComparedModel) -> Iterator[dict[str, Any]]:
+    """Yield the pictures under one heading, each its label and its SVG; ``layout`` is the CSS class around
+    them."""
+    from torchq_compat.comparison import pictures
 
     capture = comparison.capture
     for series in capture.series:
-        yield Plots(
-            f"Float against quantized: {series.output} over {series.axis}",
-            f"{series.where}, where the sides are farthest from float."
-            if series.where
-            else "The whole output.",
-            "one",
-            (("", plots.over_time(series)),),
-        )
-    for title, points in plots.histogram_groups(capture):
+        where = f"{series.where}, where the sides are farthest from float." if series.where else ""
+        yield {
+            "heading": f"Float against quantized: {series.output} over {series.axis}",
+            "caption": where or "The whole output.",
+            "layout": "one",
+            "pictures": [("", pictures.over_time(series))],
+        }
+    for title, points in pictures.histogram_groups(capture):
         if points:
-            yield Plots(
-                f"Values against the qparams: {title}",
-                "The float model's values; the integers cover the shaded range between the dashed lines, "
-                "and ticks are their steps (at most 64 are drawn)."
-                + (f" The {MOST_HISTOGRAMS} noisiest of {len(points)}." * (len(points) > MOST_HISTOGRAMS)),
-                "several",
-                tuple(
-                    (", ".join(point.name for point in alike), plots.histogram(alike))
+            most = f" The {MOST_HISTOGRAMS} noisiest of {len(points)}." * (len(points) > MOST_HISTOGRAMS)
+            yield {
+                "heading": f"Values against the qparams: {title}",
+                "caption": "The float model's values; the integers cover the shaded range between the dashed "
+                f"lines, and ticks are their steps (at most 64 are drawn).{most}",
+                "layout": "several",
+                "pictures": [
+                    (", ".join(point.name for point in alike), pictures.histogram(alike))
                     for alike in _alike(noisiest(points, MOST_HISTOGRAMS))
-                ),
-            )
+                ],
+            }
+    also = ", and in FX where it differs" if capture.fx.outcome is FxOutcome.RAN else ""
     for cell in capture.cells:
-        yield Plots(
-            f"Cell {cell.path}",
-            "Each part with the quantize and dequantize behind it: dtype, s the scale, z the zero point"
-            f"{', and in FX where it differs' if capture.fx.outcome is FxOutcome.RAN else ''}. "
-            "Colours are dtypes.",
-            "scrolled",
-            (("", plots.cell_chain(cell, capture)),),
-        )
+        yield {
+            "heading": f"Cell {cell.path}",
+            "caption": "Each part with the quantize and dequantize behind it: dtype, s the scale, z the zero "
+            f"point{also}. Colours are dtypes.",
+            "layout": "scrolled",
+            "pictures": [("", pictures.cell_chain(cell, capture))],
+        }
 
 
 def _alike(points: Iterable[Point]) -> Iterable[list[Point]]:
@@ -277,21 +267,14 @@ def _no_place(path: str, problem: str) -> ScriptError:
 
 def _versions() -> dict[str, str]:
     """Return label -> text, for the versions and machine of the report."""
+    packages = [f"torchq-compat {package_version()}", f"Python {platform.python_version()}"]
+    packages[1:1] = [f"{package} {version(package)}" for package in ("torch", "torchao")]
     return {
-        "versions": ", ".join(
-            filter(None, (*map(_version, VERSIONS_OF), f"Python {platform.python_version()}"))
-        ),
+        "versions": ", ".join(packages),
         "date": datetime.date.today().isoformat(),
         "processor": f"{_processor()}, {os.cpu_count()} cores",
         "command": _command(),
     }
-
-
-def _version(package: str) -> str:
-    try:
-        return f"{package} {version(package)}"
-    except PackageNotFoundError:
-        return ""
 
 
 def _processor() -> str:

@@ -40,6 +40,9 @@ class PerTensorQParams:
     quant_max: int
     dtype: torch.dtype
 
+    scales = property(lambda self: (self.scale,))
+    zero_points = property(lambda self: (self.zero_point,))
+
     @classmethod
     def of_node(cls, node: Node) -> PerTensorQParams:
         """Read the qparams of a static per-tensor quantize or dequantize node."""

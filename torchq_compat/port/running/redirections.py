@@ -254,7 +254,9 @@ REDIRECTIONS = (*MOVED_FUNCTIONS, *names.EAGER_FUNCTIONS, *PRIVATE_FUNCTIONS, BA
 
 
 def redirect(
-    wrap: Callable[[Function, Function], Function], instead: Mapping[str, str] = MappingProxyType({})
+    wrap: Callable[[Function, Function], Function],
+    instead: Mapping[str, str] = MappingProxyType({}),
+    wrap_ours: Callable[[Function, Function], Function] | None = None,
 ) -> None:
     """Replace every legacy function that a module of this process holds.
 
@@ -262,12 +264,18 @@ def redirect(
         wrap: (function of ours, the legacy function it replaces) -> the replacement. If torch has removed the
             legacy function, both arguments are ours.
         instead: function of ours -> the function to use in its place.
+        wrap_ours: as ``wrap``, for the functions of this package, which are replaced too; None: they are not.
     """
     replacements: dict[int, Function] = {}
     for moved in REDIRECTIONS:
         ours = importlib.import_module(moved.replacement)
         functions = {name: getattr(ours, instead.get(new, new)) for name, new in moved.names.items()}
         legacy = legacy_module(moved.legacy)
+        for name, function in functions.items():
+            # Names do not match them: the replacements of a private and a public function have the same.
+            if wrap_ours is not None and (legacy is None or hasattr(legacy, name)):
+                own = wrap_ours(function, getattr(legacy, name, function))
+                replacements.setdefault(id(function), own)
         if legacy is None:
             put_stand_in(moved.legacy, {name: wrap(ours, ours) for name, ours in functions.items()})
             continue
