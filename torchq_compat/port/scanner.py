@@ -19,14 +19,13 @@ import libcst as cst
 
 from torchq_compat.port.constructs import CONSTRUCTS, Construct, Edit, Site, apply_edits, overlap
 from torchq_compat.port.finders import Finder
-from torchq_compat.port.legacy_api.fx_calls import fx_calls
-from torchq_compat.port.legacy_api.names import DICT_GETTERS, ENGINE_INTERNALS
+from torchq_compat.port.names import DICT_GETTERS, ENGINE_INTERNALS, MOVED
 from torchq_compat.port.process import progress
 from torchq_compat.port.reviews import MANUAL_REVIEWS
 from torchq_compat.port.rewrites import REWRITES
 from torchq_compat.port.source import files as source_files
+from torchq_compat.port.source.fx_calls import fx_calls
 from torchq_compat.port.source.imports import import_edits
-from torchq_compat.port.source.moved_tables import MOVED
 from torchq_compat.port.source.parsed import Follow, ParsedSource
 from torchq_compat.port.source.source_tree import ReExport, Tree, imports_of, installed_lacks
 from torchq_compat.read.old_forms import KEYWORDS

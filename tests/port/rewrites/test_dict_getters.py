@@ -5,7 +5,7 @@ import importlib
 import pytest
 
 from tests.port.checks import IMPORTS, check_left, check_noop, check_transformed
-from torchq_compat.port.legacy_api.names import DICT_GETTERS
+from torchq_compat.port.names import DICT_GETTERS
 from torchq_compat.port.rewrites.config_dicts import GETTERS as REWRITE
 
 GET = "from torch.ao.quantization import get_default_qconfig_dict\n"

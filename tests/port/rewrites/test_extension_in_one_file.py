@@ -33,7 +33,7 @@ REWRITE = Finder("TQ199", find)
 """
 MOVED_NAME = """
 from torchq_compat.port.finders import Finder
-from torchq_compat.port.legacy_api.names import Moved
+from torchq_compat.port.names import Moved
 from torchq_compat.port.source.imports import MovedNames
 
 ROWS = (Moved("torch.ao.quantization.made_up", "torchq_compat.made_up", {"old_sum": "new_sum"}),)

@@ -6,7 +6,7 @@ from types import ModuleType
 import pytest
 
 from tests.port.checks import IMPORTS, check_left, check_noop, check_transformed
-from torchq_compat.port.legacy_api.names import NAMESPACES
+from torchq_compat.port.names import NAMESPACES
 from torchq_compat.port.rewrites.moved import NAMESPACE as REWRITE
 from torchq_compat.port.rewrites.moved import new_namespace
 

@@ -5,7 +5,7 @@ import importlib
 import pytest
 
 from tests.port.checks import IMPORTS, check_left, check_noop, check_transformed
-from torchq_compat.port.legacy_api.names import PT2E_OBSERVERS
+from torchq_compat.port.names import PT2E_OBSERVERS
 from torchq_compat.port.rewrites.moved import OBSERVERS_IN_PT2E as REWRITE
 
 PT2E = "from torchao.quantization.pt2e.quantize_pt2e import prepare_pt2e\n"

@@ -5,7 +5,7 @@ import importlib
 import pytest
 
 from tests.port.checks import check_left, check_noop, check_transformed
-from torchq_compat.port.legacy_api.names import REMOVED_CAPTURES
+from torchq_compat.port.names import REMOVED_CAPTURES
 from torchq_compat.port.rewrites import moved
 from torchq_compat.port.rewrites.removed_captures import REWRITE
 from torchq_compat.port.scanner import rewrite_text

@@ -25,8 +25,8 @@ from torch import nn
 import torchq_compat
 from tests.helpers.warm_python import ENVIRONMENT, Ran, warm_python
 from torchq_compat.cli import main
+from torchq_compat.port.names import MOVED_FUNCTIONS
 from torchq_compat.port.running.recorder import MAX_LINES, Recorder
-from torchq_compat.port.source.moved_tables import MOVED_FUNCTIONS
 
 ROOT = Path(torchq_compat.__file__).parents[1]
 CHAR_LM = ROOT / "migration" / "legacy" / "char_lm.py"

@@ -9,9 +9,9 @@ import libcst as cst
 
 from torchq_compat.port.constructs import Site
 from torchq_compat.port.finders import Finder
-from torchq_compat.port.legacy_api.fx_calls import fx_call, fx_calls, last_value, sure_value, uses_pt2e
-from torchq_compat.port.legacy_api.names import CONVERTING, PREPARING
+from torchq_compat.port.names import CONVERTING, PREPARING
 from torchq_compat.port.rewrites.config_dicts import PREPARE
+from torchq_compat.port.source.fx_calls import fx_call, fx_calls, last_value, sure_value, uses_pt2e
 from torchq_compat.port.source.parsed import ParsedSource
 
 OLD_EXPORTER = "torch.onnx.utils.export"

@@ -8,8 +8,7 @@ import libcst as cst
 
 from torchq_compat.port.constructs import Site
 from torchq_compat.port.finders import Finder
-from torchq_compat.port.legacy_api.names import ENGINE_INTERNALS, NUMERIC_SUITE
-from torchq_compat.port.source.moved_tables import LEGACY_MODULES, LEGACY_NAMES
+from torchq_compat.port.names import ENGINE_INTERNALS, LEGACY_MODULES, LEGACY_NAMES, NUMERIC_SUITE
 from torchq_compat.port.source.parsed import ParsedSource, names_in_import
 
 #: Functions of two tensors in the Numeric Suite, which any code may call.

@@ -13,8 +13,8 @@ import libcst as cst
 
 from torchq_compat.port.constructs import Edit, ImportRequest, Site
 from torchq_compat.port.finders import Finder
-from torchq_compat.port.legacy_api.fx_calls import fx_calls, only_value, possible_values
-from torchq_compat.port.legacy_api.names import DICT_GETTERS
+from torchq_compat.port.names import DICT_GETTERS
+from torchq_compat.port.source.fx_calls import fx_calls, only_value, possible_values
 from torchq_compat.port.source.imports import why_not_free
 from torchq_compat.port.source.parsed import ParsedSource, dotted
 

@@ -9,10 +9,9 @@ import libcst as cst
 
 from torchq_compat.port.constructs import Edit, ImportRequest, Site
 from torchq_compat.port.finders import Finder
-from torchq_compat.port.legacy_api.fx_calls import FxCall, fx_call, fx_calls, last_value
-from torchq_compat.port.legacy_api.names import CONVERTING, PREPARING
+from torchq_compat.port.names import CONVERTING, LEGACY_NAMES, PREPARING
+from torchq_compat.port.source.fx_calls import FxCall, fx_call, fx_calls, last_value
 from torchq_compat.port.source.imports import why_not_free
-from torchq_compat.port.source.moved_tables import LEGACY_NAMES
 from torchq_compat.port.source.parsed import ParsedSource
 from torchq_compat.read.old_forms import KEYWORDS
 

@@ -12,18 +12,16 @@ from dataclasses import replace
 
 import libcst as cst
 
+from torchq_compat.port import names as legacy
 from torchq_compat.port.constructs import Edit, ImportRequest, Site
 from torchq_compat.port.finders import Finder
-from torchq_compat.port.legacy_api import names as legacy
-from torchq_compat.port.legacy_api.fx_calls import uses_fx
-from torchq_compat.port.legacy_api.names import NAMESPACES, NOT_IN_NAMESPACES
+from torchq_compat.port.source.fx_calls import uses_fx
 from torchq_compat.port.source.imports import MovedNames, moved_modules, why_not_free
-from torchq_compat.port.source.moved_tables import FUNCTIONS, LEGACY_NAMES, MOVED_CLASSES, MOVED_FUNCTIONS
 from torchq_compat.port.source.parsed import ParsedSource, dotted, imported_module
 from torchq_compat.port.source.source_tree import installed_lacks
 
-PARTS = tuple(row for row in MOVED_FUNCTIONS if row.replacement == "torchq_compat.lstm_utils")
-FX_ROWS = tuple(row for row in MOVED_FUNCTIONS if row.replacement == "torchq_compat.quantize_fx")
+PARTS = tuple(row for row in legacy.MOVED_FUNCTIONS if row.replacement == "torchq_compat.lstm_utils")
+FX_ROWS = tuple(row for row in legacy.MOVED_FUNCTIONS if row.replacement == "torchq_compat.quantize_fx")
 #: These names never were here, but a docstring of FX says so, and scripts copy it.
 FX_PACKAGES = frozenset(row.legacy.rpartition(".")[0] for row in FX_ROWS)
 OURS = "torchq_compat.pt2e"
@@ -39,7 +37,7 @@ def find_functions(source: ParsedSource) -> Iterator[Site]:
     yield from MovedNames("TQ101", FX_ROWS).find(source)
     for _, alias, full in source.names_from():
         package, _, name = full.rpartition(".")
-        if package in FX_PACKAGES and name in FUNCTIONS:
+        if package in FX_PACKAGES and name in legacy.FUNCTIONS:
             refusal = f"{package} never had it; import {name} from torchq_compat.quantize_fx"
             yield Site("TQ101", source.start(alias), full, refusal=refusal)
 
@@ -63,9 +61,10 @@ def find_observers(source: ParsedSource) -> Iterator[Site]:
             )
 
 
+CLASSES = MovedNames("TQ103", legacy.MOVED_CLASSES[:1], guests=legacy.MOVED_CLASSES[1:])
 FX_FUNCTIONS = Finder("TQ101", find_functions)
 LSTM_PART_HELPERS = Finder("TQ102", MovedNames("TQ102", PARTS).find)
-CUSTOM_CONFIG_CLASSES = Finder("TQ103", MovedNames("TQ103", MOVED_CLASSES[:1], guests=MOVED_CLASSES[1:]).find)
+CUSTOM_CONFIG_CLASSES = Finder("TQ103", CLASSES.find)
 QUANTIZE_DYNAMIC = Finder("TQ111", MovedNames("TQ111", (), legacy.EAGER_FUNCTIONS).find)
 EAGER_STATIC_MODE = Finder(
     "TQ117", MovedNames("TQ117", (), legacy.EAGER_MODE).find, (*legacy.EAGER_FLOW, *legacy.FUSING)
@@ -99,13 +98,13 @@ def find_namespaces(source: ParsedSource) -> Iterator[Site]:
 
 def new_namespace(name: str) -> str | None:
     """Return ``name`` under torch.ao, if it is an old namespace or in one; None otherwise."""
-    return None if _is_excluded(name) else legacy.new_module(name, NAMESPACES)
+    return None if _is_excluded(name) else legacy.new_module(name, legacy.NAMESPACES)
 
 
 def _is_excluded(name: str) -> bool:
     parts = name.split(".")
     prefixes = {".".join(parts[:cut]) for cut in range(1, len(parts) + 1)}
-    return not prefixes.isdisjoint(NOT_IN_NAMESPACES) or any(part.startswith("_") for part in parts)
+    return not prefixes.isdisjoint(legacy.NOT_IN_NAMESPACES) or any(part.startswith("_") for part in parts)
 
 
 def _namespace_import(source: ParsedSource, node: cst.Import, alias: cst.ImportAlias) -> Iterator[Site]:
@@ -138,22 +137,23 @@ def _attribute_uses(
 
 def _is_function_of_fx(module: str, node: cst.CSTNode) -> bool:
     """Return whether ``node`` is a function of ``module`` that another rewrite moves."""
-    return isinstance(node, cst.Attribute) and f"{module}.{node.attr.value}" in LEGACY_NAMES
+    return isinstance(node, cst.Attribute) and f"{module}.{node.attr.value}" in legacy.LEGACY_NAMES
 
 
 def _namespace_attribute(source: ParsedSource, node: cst.Attribute) -> Iterator[Site]:
     """Yield the site of a ``torch.quantization`` written out; deeper names keep their ending."""
     code, names = source.code(node), source.names(node)
-    if len(names) != 1 or (name := next(iter(names))) not in NAMESPACES:
+    if len(names) != 1 or (name := next(iter(names))) not in legacy.NAMESPACES:
         return
     parent = source.parent(node)
     used = f"{name}.{parent.attr.value}" if isinstance(parent, cst.Attribute) else name
     new = new_namespace(used)
-    if new is None or any(used == old or used.startswith(f"{old}.") for old in NAMESPACES if old != name):
+    others = (old for old in legacy.NAMESPACES if old != name)
+    if new is None or any(used == old or used.startswith(f"{old}.") for old in others):
         return
     site = Site("TQ104", source.start(node), code)
     request = ImportRequest("torch", offset=source.start(node))
-    edit = Edit(source.start(node), source.end(node), NAMESPACES[name])
+    edit = Edit(source.start(node), source.end(node), legacy.NAMESPACES[name])
     yield site.settled(why_not_free(source, request), (edit,), (request,))
 
 

@@ -11,10 +11,9 @@ import libcst as cst
 
 from torchq_compat.port.constructs import Edit, ImportRequest, Site
 from torchq_compat.port.finders import Finder
-from torchq_compat.port.legacy_api.fx_calls import uses_pt2e
-from torchq_compat.port.legacy_api.names import REMOVED_CAPTURES, RemovedCapture
+from torchq_compat.port.names import REMOVED_CAPTURES, Moved, RemovedCapture
 from torchq_compat.port.source import imports as import_tables
-from torchq_compat.port.source.moved_tables import Moved
+from torchq_compat.port.source.fx_calls import uses_pt2e
 from torchq_compat.port.source.parsed import ParsedSource
 
 CODE = "TQ114"

@@ -19,7 +19,7 @@ from torchq_compat.checkpoints import load_fx_state
 from torchq_compat.errors import CheckpointError, QuantizationWarning
 from torchq_compat.model.graph_module import QuantizationGraphModule, Stage
 from torchq_compat.model.state import accept_fx_states
-from torchq_compat.port.legacy_api.names import CONVERTING, PREPARING
+from torchq_compat.port.names import CONVERTING, PREPARING
 from torchq_compat.port.running.redirections import calling_fx, fx_is_called
 from torchq_compat.quantize.first_call import WaitingModel
 from torchq_compat.support import metadata

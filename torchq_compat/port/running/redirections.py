@@ -24,8 +24,7 @@ from torch.fx import GraphModule
 
 from torchq_compat import pt2e, quantize_fx
 from torchq_compat.model.other_tools import suite_error
-from torchq_compat.port.legacy_api import names
-from torchq_compat.port.source.moved_tables import MOVED_FUNCTIONS, Moved, unchanged
+from torchq_compat.port import names
 from torchq_compat.quantize.first_call import adopt_parameters, at_once
 from torchq_compat.support import torch_ao
 from torchq_compat.support.process_state import held
@@ -173,7 +172,7 @@ class DynamoResult(NamedTuple):
 
 
 #: Modules whose contents are all redirected.
-ENGINE = frozenset(moved.legacy for moved in MOVED_FUNCTIONS)
+ENGINE = frozenset(moved.legacy for moved in names.MOVED_FUNCTIONS)
 #: The attribute that marks a stand-in.
 STANDS_IN = "_torchq_compat_stands_in"
 
@@ -234,23 +233,29 @@ Function = Callable[..., Any]
 
 
 #: Not in the table for ``rewrite``, since scripts can keep these names; redirected in a running process only.
-BATCH_NORM_SWITCHES = Moved(
+BATCH_NORM_SWITCHES = names.Moved(
     "torch.ao.nn.intrinsic.qat",
     "torchq_compat.nn.intrinsic.qat",
     {name: name for name in ("freeze_bn_stats", "update_bn_stats")},
 )
 #: Private functions of FX that scripts call nevertheless.
 PRIVATE_FUNCTIONS = (
-    Moved(
+    names.Moved(
         "torch.ao.quantization.quantize_fx",
         "torchq_compat.port.running.redirections",
         {"_prepare_fx": "prepare_fx", "_convert_fx": "convert_fx", "_fuse_fx": "fuse_fx"},
     ),
 )
-EAGER_MODE = Moved(
-    "torch.ao.quantization.quantize", "torchq_compat.quantize_eager", unchanged(*names.EAGER_FLOW)
+EAGER_MODE = names.Moved(
+    "torch.ao.quantization.quantize", "torchq_compat.quantize_eager", names.unchanged(*names.EAGER_FLOW)
 )
-REDIRECTIONS = (*MOVED_FUNCTIONS, *names.EAGER_FUNCTIONS, *PRIVATE_FUNCTIONS, BATCH_NORM_SWITCHES, EAGER_MODE)
+REDIRECTIONS = (
+    *names.MOVED_FUNCTIONS,
+    *names.EAGER_FUNCTIONS,
+    *PRIVATE_FUNCTIONS,
+    BATCH_NORM_SWITCHES,
+    EAGER_MODE,
+)
 
 
 def redirect(

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from torchq_compat.errors import QuantizationNote
-from torchq_compat.port.legacy_api.names import CONVERTING, PREPARING
+from torchq_compat.port.names import CONVERTING, PREPARING
 from torchq_compat.port.process import import_noise_held_back, stopping_cleanly
 from torchq_compat.port.run_command import RunOptions
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import libcst as cst
 
 from torchq_compat.port.constructs import Edit, ImportRequest, Site
-from torchq_compat.port.source.moved_tables import MOVED, Moved
+from torchq_compat.port.names import MOVED, Moved
 from torchq_compat.port.source.parsed import ParsedSource, dotted, imported_module
 
 # Add the imports that rewritten code needs: each once, above its use, near related imports.

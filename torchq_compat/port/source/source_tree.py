@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from torchq_compat.port.source.moved_tables import LEGACY_MODULES, LEGACY_NAMES
+from torchq_compat.port.names import LEGACY_MODULES, LEGACY_NAMES
 
 MAX_HOPS = 16
 

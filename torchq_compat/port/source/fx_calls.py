@@ -7,8 +7,7 @@ from functools import lru_cache
 import libcst as cst
 from libcst.metadata import Assignment
 
-from torchq_compat.port.legacy_api.names import PARAMETERS, PT2E_FUNCTIONS
-from torchq_compat.port.source.moved_tables import LEGACY_MODULES, LEGACY_NAMES, MOVED
+from torchq_compat.port.names import LEGACY_MODULES, LEGACY_NAMES, MOVED, PARAMETERS, PT2E_FUNCTIONS
 from torchq_compat.port.source.parsed import ParsedSource
 from torchq_compat.read.old_forms import KEYWORDS
 
