@@ -262,36 +262,33 @@ class AttentionModule(parts.PartOwner):
         structure: the constructor arguments of the float module.
         bias_k: (1, 1, E), appended to the keys in floats, or None.
         bias_v: (1, 1, E), appended to the values in floats, or None.
-        project_in: the projections of query, key and value.
-        project_out: the projection of the attended values.
-        returned_weights: observes the attention weights that a call returns.
+        graphs: the projections of query, key and value, the projection of the attended values, and what
+            observes the attention weights that a call returns.
     """
 
     inputs_named_as = nn.MultiheadAttention
     graphs_of_results = ("project_out", "returned_weights")
+    project_in: GraphModule
+    project_out: GraphModule
+    returned_weights: GraphModule
 
     def __init__(
         self,
         structure: AttentionStructure,
         bias_k: Tensor | None,
         bias_v: Tensor | None,
-        project_in: GraphModule,
-        project_out: GraphModule,
-        returned_weights: GraphModule,
+        *graphs: GraphModule,
     ) -> None:
         super().__init__()
         self.structure = structure
         vars(self).update(vars(structure), head_dim=structure.head_dim)
         self.bias_k = bias_k
         self.bias_v = bias_v
-        self.project_in = project_in
-        self.project_out = project_out
-        self.returned_weights = returned_weights
+        self.project_in, self.project_out, self.returned_weights = graphs
 
     def graphs(self) -> Iterator[tuple[str, GraphModule]]:
-        yield "project_in", self.project_in
-        yield "project_out", self.project_out
-        yield "returned_weights", self.returned_weights
+        for name in ("project_in", *self.graphs_of_results):
+            yield name, self.get_submodule(name)  # type: ignore[misc]
 
     def result_dtypes(self, count: int) -> tuple[torch.dtype | None, ...]:
         return (self.specs.group_dtype("output"), self.specs.group_dtype("attention_weights"))[:count]
@@ -407,18 +404,13 @@ class ConvertedMultiheadAttention(AttentionModule, quantized.MultiheadAttention)
             parts.ConvertedPartGraphModule.wrap(parts.convert_parts(copy.deepcopy(graph)))
             for _, graph in other.graphs()
         ]
-        project_in, project_out, returned_weights = graphs
-        converted = cls(
-            other.structure, other.bias_k, other.bias_v, project_in, project_out, returned_weights
-        )
+        converted = cls(other.structure, other.bias_k, other.bias_v, *graphs)
         converted.take_over(other)
         return converted
 
     def opaque_output_qparams(self, results: list[Tensor]) -> tuple[QParams | None, ...]:
-        all_qparams = (
-            *parts.converted_qparams(self.project_out),
-            *parts.converted_qparams(self.returned_weights),
-        )
+        graphs = self.project_out, self.returned_weights
+        all_qparams = tuple(qparams for graph in graphs for qparams in parts.converted_qparams(graph))
         return all_qparams[: len(results)]
 
 
@@ -486,9 +478,8 @@ class AttentionHandler(parts_handler.FamilyHandler):
         """Return the base class's; the observer of the scaled query is torch.ao's alone."""
         assert isinstance(opaque, AttentionModule)
         for name in ("in_proj_weight", "in_proj_bias"):
-            state.forgive(
-                f"{prefix}.{name}"
-            )  # torch.ao's observed module has them still, beside linear_Q, K and V.
+            # torch.ao's observed module has them still, beside linear_Q, K and V.
+            state.forgive(f"{prefix}.{name}")
         expected = Required(only_fx=(f"{prefix}.q_scaling_product.activation_post_process",))
         for path, graph in opaque.graphs():
             expected += parts_handler.required_by_parts(graph, prefix).below(path)

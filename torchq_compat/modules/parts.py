@@ -282,7 +282,27 @@ def prepare_parts(
     _name_nodes_after_parts(captured, {f"{prefix}{part.name}": part for part in parts})
 
     def decide(graph_module: GraphModule) -> dict[Node, NodeSpecs]:
-        return _decide(graph_module, specs, input_dtypes)
+        first_reader: dict[Node, Node] = {}
+        decided: dict[Node, NodeSpecs] = {}
+        for _, node in part_nodes(graph_module):
+            part = part_of(node)
+            node_specs = NodeSpecs(output=specs.output_spec(part))
+            source = source_of(node)
+            if part.kind is PartKind.LINEAR:
+                input_spec = specs.linear_input_spec(_dtype_of(source, specs, input_dtypes))
+                weight, weight_spec = node.args[1], specs.weight_spec()
+                assert isinstance(weight, Node)
+                if weight_spec is not None:
+                    node_specs.inputs[weight] = weight_spec
+            else:
+                input_spec = specs.input_spec(part)
+            if input_spec is not None:
+                reader = first_reader.setdefault(source, node)
+                node_specs.inputs[source] = (
+                    input_spec if reader is node else SharedQuantizationSpec((source, reader))
+                )
+            decided[node] = node_specs
+        return decided
 
     return prepare_graph(captured, decide, is_qat=False)
 
@@ -372,32 +392,6 @@ def _name_nodes_after_parts(graph_module: GraphModule, by_path: Mapping[str, Par
         metadata.PART.write(node, by_path[path])
         node._rename(by_path[path].name.replace(".", "_"))
     graph_module.recompile()
-
-
-def _decide(
-    graph_module: GraphModule, specs: PartSpecs, input_dtypes: Mapping[str, torch.dtype]
-) -> dict[Node, NodeSpecs]:
-    first_reader: dict[Node, Node] = {}
-    decided: dict[Node, NodeSpecs] = {}
-    for _, node in part_nodes(graph_module):
-        part = part_of(node)
-        node_specs = NodeSpecs(output=specs.output_spec(part))
-        source = source_of(node)
-        if part.kind is PartKind.LINEAR:
-            input_spec = specs.linear_input_spec(_dtype_of(source, specs, input_dtypes))
-            weight, weight_spec = node.args[1], specs.weight_spec()
-            assert isinstance(weight, Node)
-            if weight_spec is not None:
-                node_specs.inputs[weight] = weight_spec
-        else:
-            input_spec = specs.input_spec(part)
-        if input_spec is not None:
-            reader = first_reader.setdefault(source, node)
-            node_specs.inputs[source] = (
-                input_spec if reader is node else SharedQuantizationSpec((source, reader))
-            )
-        decided[node] = node_specs
-    return decided
 
 
 def _dtype_of(node: Node, specs: PartSpecs, input_dtypes: Mapping[str, torch.dtype]) -> torch.dtype | None:

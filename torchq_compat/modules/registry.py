@@ -295,7 +295,9 @@ def handler_of(opaque: Any) -> CustomModuleHandler | None:
 # reachable without that name, for example at ``layers.0.layer_fw.cell``.
 
 
-class _Parent(nn.Module):
+class Parent(nn.Module):
+    """Has the attributes of the model inside, too."""
+
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.add_module(ROOT, model)
@@ -321,5 +323,5 @@ def with_parent(model: nn.Module, settings: PrepareSettings) -> nn.Module:
         return self.get_submodule(ROOT)(*args, **kwargs)
 
     forward.__signature__ = inspect.signature(type(model).forward)  # type: ignore[attr-defined]
-    parent: nn.Module = type(type(model).__name__, (_Parent,), {"forward": forward})(model)
+    parent: nn.Module = type(type(model).__name__, (Parent,), {"forward": forward})(model)
     return parent

@@ -142,7 +142,13 @@ class StandaloneHandler(registry.CustomModuleHandler):
         interface, spec = opaque.record.interface, request.specs.activation
         positions = _positions(opaque, layout)
         inputs = tuple(spec if p in interface.inputs else None for p in positions)
-        outputs = _output_dtypes(opaque)
+        observers = dict(observer_nodes(opaque))
+        returned = enumerate(pytree.tree_leaves(opaque.graph.output_node().args[0]))
+        outputs = tuple(
+            getattr(observers.get(node), "dtype", None) if index in interface.outputs else None
+            for index, node in returned
+            if isinstance(node, Node)
+        )
         return OpaqueBoundary(inputs, outputs, (None,) * len(outputs))
 
     def convert(self, request: registry.ConvertRequest) -> OpaqueModule:
@@ -151,7 +157,12 @@ class StandaloneHandler(registry.CustomModuleHandler):
         opaque = request.observed
         assert isinstance(opaque, PreparedStandalone)
         assert request.convert_inside is not None
-        _observe_inputs_as_outside(opaque, request)
+        placeholders, observers = opaque.graph.find_nodes(op="placeholder"), dict(observer_nodes(opaque))
+        positions = _positions(opaque, opaque.opaque_layouts[0])
+        for position, observer in zip(positions, request.input_observers, strict=True):
+            if observer is not None and position in opaque.record.interface.inputs:
+                for user in observers.keys() & placeholders[position].users.keys():
+                    GraphModule.set_submodule(opaque, str(user.target), copy.deepcopy(observer))
         converted = request.convert_inside(opaque)
         assert isinstance(converted, QuantizationGraphModule)
         wrapped = ConvertedStandalone.wrap(converted, converted.record, preserved_of(converted))
@@ -179,29 +190,6 @@ def _positions(opaque: PreparedStandalone, layout: CallLayout) -> list[int]:
     args, kwargs = layout.inputs.put_together(markers)
     flat = pytree.tree_leaves(opaque.record.signature.bind(args, kwargs))
     return [flat.index(marker) for marker in markers]
-
-
-def _output_dtypes(opaque: PreparedStandalone) -> tuple[Any, ...]:
-    """Return the dtype of every result that is returned as integers; None for other results."""
-    returned = pytree.tree_leaves(opaque.graph.output_node().args[0])
-    observers = dict(observer_nodes(opaque))
-    return tuple(
-        getattr(observers.get(node), "dtype", None) if index in opaque.record.interface.outputs else None
-        for index, node in enumerate(returned)
-        if isinstance(node, Node)
-    )
-
-
-def _observe_inputs_as_outside(opaque: PreparedStandalone, request: registry.ConvertRequest) -> None:
-    placeholders = opaque.graph.find_nodes(op="placeholder")
-    for position, observer in zip(
-        _positions(opaque, opaque.opaque_layouts[0]), request.input_observers, strict=True
-    ):
-        if observer is None or position not in opaque.record.interface.inputs:
-            continue
-        for user in placeholders[position].users:
-            if user in dict(observer_nodes(opaque)):
-                GraphModule.set_submodule(opaque, str(user.target), copy.deepcopy(observer))
 
 
 registry.register(StandaloneHandler())

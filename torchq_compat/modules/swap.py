@@ -3,7 +3,7 @@
 One function decides, another changes the model, which is the package's own copy.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from torchq_compat.read.custom_configs import PrepareSettings, StandaloneSetting
 from torchq_compat.read.qconfig_mappings import QConfigRules, Selection, select_for_module
 from torchq_compat.read.qspecs import OpSpecs
 from torchq_compat.support.decisions import Action, Decision
-from torchq_compat.support.torch_ao import NoopObserver, QConfig, QuantType
+from torchq_compat.support.torch_ao import NoopObserver, QConfig
 
 CONVERTED = "converted already: it runs as it is, in one call, with floats at its ends"
 SCRIPTED = said("TQ402")
@@ -59,9 +59,14 @@ def decide_swaps(
     """
     swaps: list[Swap] = []
     decisions: list[Decision] = []
-    for module, paths in _modules_with_paths(model):
-        if _inside(paths, swaps):
-            continue
+    paths_of: dict[nn.Module, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        paths_of.setdefault(module, []).append(path)
+    del paths_of[model]
+    for module, names in paths_of.items():
+        paths, outer = tuple(names), tuple(f"{path}." for swap in swaps for path in swap.paths)
+        if all(path.startswith(outer) for path in paths):
+            continue  # It is reached only through custom modules, whose handlers decide about it.
         swap, decision = _decide(module, paths, rules, settings, backend)
         if swap is None and untraced_because and is_untraced_in_fx(module, backend):
             mapped = {kind for mapping in settings.float_to_observed.values() for kind in mapping}
@@ -86,7 +91,10 @@ def _decide(
     """Return the swap of ``module``, if it becomes an opaque call, and the decision to show about it, if
     any."""
     path, kind = paths[0], type(module).__name__
-    if _is_non_traceable(module, paths, settings):
+    is_named = type(module) in settings.kept_float_classes or not set(settings.kept_float_names).isdisjoint(
+        paths
+    )
+    if is_named and not is_fx_leaf(module):  # FX never traces modules of torch.nn anyway.
         reason = "non_traceable: never quantized inside" if record_of(module) is None else CONVERTED
         return _left_whole(module, paths, reason)
     if isinstance(module, torch.jit.ScriptModule):
@@ -101,8 +109,10 @@ def _decide(
     hint = next((r for h in handlers() if (r := h.mapping_hint(module)) is not None), None)
     if hint is None:
         return swap_of_opaque, None
-    advice = hint if reason == NO_MAPPING else ""
-    return swap_of_opaque, _left_float(module, path, rules, reason, advice)
+    expected = select_for_module(rules, type(module), path).qconfig is not None
+    if expected and hint and reason == NO_MAPPING:
+        reason = f"{reason}; {hint}"
+    return swap_of_opaque, Decision(path, kind, Action.FLOAT, reason, warn=expected)
 
 
 def is_untraced_in_fx(module: nn.Module, backend: BackendTable) -> bool:
@@ -127,28 +137,6 @@ def apply_swaps(model: nn.Module, swaps: list[Swap], stubs: StubRegistry) -> Non
         caller = stubs.add(swap.paths[0], swap.module, fake_call)
         for path in swap.paths:
             model.set_submodule(path, caller)
-
-
-def _modules_with_paths(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, ...]]]:
-    paths: dict[nn.Module, list[str]] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        if path:
-            paths.setdefault(module, []).append(path)
-    for module, result in paths.items():
-        yield module, tuple(result)
-
-
-def _inside(paths: tuple[str, ...], swaps: list[Swap]) -> bool:
-    """Return whether a module is reached only through custom modules, whose handlers decide about it."""
-    outer = tuple(f"{path}." for swap in swaps for path in swap.paths)
-    return all(path.startswith(outer) for path in paths)
-
-
-def _is_non_traceable(module: nn.Module, paths: tuple[str, ...], settings: PrepareSettings) -> bool:
-    """Return whether the script names ``module`` non-traceable; modules of torch.nn are excepted, which FX
-    never traces anyway."""
-    named = type(module) in settings.kept_float_classes or any(p in settings.kept_float_names for p in paths)
-    return named and not is_fx_leaf(module)
 
 
 def _fallback() -> CustomModuleHandler:
@@ -181,7 +169,11 @@ def _find(
     if unmapped is not None:
         why = "the backend quantizes it dynamically" if specs.is_dynamic else "the model was built with it"
         return unmapped, request, f"{why}, qconfig from {selection.rule}"
-    return None, None, _why_unmapped(type(module), specs.quant_type, settings)
+    for kind, classes in settings.float_to_observed.items():
+        if type(module) in classes:
+            is_of, is_for = specs.quant_type.name.lower(), kind.name.lower()
+            return None, None, f"its qconfig is {is_of} and its class is mapped for {is_for} qconfigs"
+    return None, None, NO_MAPPING
 
 
 def _mapping_of_base(
@@ -196,15 +188,6 @@ def _mapping_of_base(
     return None
 
 
-def _why_unmapped(module_class: type[nn.Module], quant_type: QuantType, settings: PrepareSettings) -> str:
-    mapped = [
-        kind.name.lower() for kind, classes in settings.float_to_observed.items() if module_class in classes
-    ]
-    if mapped:
-        return f"its qconfig is {quant_type.name.lower()} and its class is mapped for {mapped[0]} qconfigs"
-    return NO_MAPPING
-
-
 def _find_standalone(
     module: nn.Module, path: str, selection: Selection, standalone: StandaloneSettings
 ) -> tuple[CustomModuleHandler | None, ObserveRequest | None, str]:
@@ -214,14 +197,3 @@ def _find_standalone(
     request = ObserveRequest(module, path, type(module), qconfig, OpSpecs(qconfig), standalone)
     own = "of its own" if standalone.rules is not None else f"from {selection.rule}"
     return handler, request, f"standalone module, qconfig {own}"
-
-
-def _left_float(module: nn.Module, path: str, rules: QConfigRules, reason: str, hint: str) -> Decision:
-    expected = select_for_module(rules, type(module), path).qconfig is not None
-    return Decision(
-        path,
-        type(module).__name__,
-        Action.FLOAT,
-        f"{reason}; {hint}" if expected and hint else reason,
-        warn=expected,
-    )

@@ -109,11 +109,6 @@ class CoveringObserver(nn.Module):
         return torch.tensor([qparams.scale]), torch.tensor([qparams.zero_point])
 
 
-def observer_of_all_calls(observers: Sequence[nn.Module]) -> nn.Module:
-    """Return one observer that covers ``observers``, one for each call."""
-    return observers[0] if len(observers) == 1 else CoveringObserver(observers)
-
-
 # A user's module as an opaque module: the same object, its class replaced by a subclass that the graph can
 # call with flat tensors.
 #
@@ -306,9 +301,8 @@ class UserModuleHandler(registry.CustomModuleHandler):
         observed = as_users_module(opaque)
         if request.output_observers:
             # FX sets it there; legacy classes read their output qparams from it.
-            first, *more = (
-                observer_of_all_calls(output_observer) for output_observer in request.output_observers
-            )
+            of_calls = request.output_observers
+            first, *more = (one[0] if len(one) == 1 else CoveringObserver(one) for one in of_calls)
             observed.activation_post_process = nn.ModuleList([first, *more]) if more else first
         quantized = call_class_method(request.quantized_class, "from_observed", observed, path)
         if isinstance(quantized, OpaqueModule) and registry.handler_of(quantized) is not None:

@@ -13,7 +13,7 @@ from torchq_compat.capture.call_layouts import Structure, input_labels
 from torchq_compat.capture.opaque_stub import FakeCall
 from torchq_compat.capture.sizes.numbers import is_followed
 from torchq_compat.errors import CustomModuleError, TorchQCompatError
-from torchq_compat.modules.registry import handlers
+from torchq_compat.modules.registry import Parent, handlers
 from torchq_compat.support.graph_nodes import copied_model
 from torchq_compat.support.process_state import alone, draws_kept, own_attribute
 from torchq_compat.support.upstream import detect_fake_mode, disable_current_modes
@@ -187,22 +187,15 @@ def fake_call_of(module: nn.Module, path: str) -> FakeCall:
     return fake
 
 
-class FakeCaller(nn.Module):
+class FakeCaller(Parent):
     """Replaces a module whose handler computes its shapes."""
 
     def __init__(self, original: nn.Module, fake_call: FakeCall) -> None:
-        super().__init__()
-        self.original = original
+        super().__init__(original)
         self.fake_call = fake_call
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.fake_call(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("original"), name)
 
 
 def _with_fake_calls_inside(module: nn.Module, path: str) -> nn.Module:
