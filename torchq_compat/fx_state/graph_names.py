@@ -140,7 +140,11 @@ class _GraphReader:
         else:
             named = state.named_observers_at(self.prefix)
             theirs = named or state.observers_at(self.prefix)
-            prefix_of = self._named_parameters(numbered, named)
+            for site in numbered:
+                if (parameter := _attribute(site.node)) is not None:
+                    # FX names it after the parameter; its graph has it where Python read the parameter.
+                    name = f"{self.prefix}{_flat(str(parameter.target))}_activation_post_process_0"
+                    prefix_of |= {site.node: name} if name in named else {}
             unnamed = [site for site in numbered if site.node not in prefix_of]
             theirs = [name for name in theirs if name not in prefix_of.values()]
             ordered = self._in_graph_order(unnamed) if named else unnamed
@@ -163,17 +167,6 @@ class _GraphReader:
         )
         return expected, more, problems
 
-    def _named_parameters(self, sites: list[_ObserverCall], named: list[str]) -> dict[Node, str]:
-        """Return FX's names of the observers that FX names after the parameter they observe; FX's graph has
-        them where Python read the parameter."""
-        matches: dict[Node, str] = {}
-        for site in sites:
-            parameter = _attribute(site.node)
-            if parameter is not None:
-                name = f"{self.prefix}{_flat(str(parameter.target))}_activation_post_process_0"
-                matches |= {site.node: name} if name in named else {}
-        return matches
-
     def folded(self) -> Iterator[FoldedBatchNorm]:
         for norm in batch_norm.describe(self.graph_module):
             # FX trains no batch norm without affine parameters.
@@ -194,8 +187,9 @@ class _GraphReader:
                 if argument in self.observer_of and argument not in seen:
                     seen.add(argument)
                     yield self._site(argument, node if argument is weight else None)
-            for user in node.users:
-                if user in self.observer_of and user not in seen and _has_output_spec(node):
+            annotation = node.meta.get(Q_ANNOTATION_KEY)
+            for user in node.users if annotation is not None and annotation.output_qspec is not None else ():
+                if user in self.observer_of and user not in seen:
                     seen.add(user)
                     yield self._site(user, None)
 
@@ -529,11 +523,6 @@ def _aligned(
 def _flat(path: str) -> str:
     """Return the path of a module as FX has it in the name of a scale."""
     return path.replace(".", "_")
-
-
-def _has_output_spec(node: Node) -> bool:
-    annotation = node.meta.get(Q_ANNOTATION_KEY)
-    return annotation is not None and annotation.output_qspec is not None
 
 
 def _attribute(node: Node) -> Node | None:

@@ -292,7 +292,7 @@ class _Plan:
                 self.missing.append(required.prefixes[0] if required.prefixes else required.path)
             return
         prefix = self._most_common(list(result))
-        self.observers[required.path] = self._checked(prefix, required, observer, result[prefix])
+        self.observers[required.path] = self._checked(prefix, required.path, result[prefix])
 
     def _most_common(self, names: list[str]) -> str:
         """Return the observer or scale whose content most of ``names`` have; record those that differ as
@@ -302,9 +302,9 @@ class _Plan:
         self.dropped += [name for name in names if prints[name] != common]
         return next(name for name in names if prints[name] == common)
 
-    def _checked(
-        self, name: str, required: RequiredObserver, observer: nn.Module, given: dict[str, Tensor]
-    ) -> dict[str, Tensor]:
+    def _checked(self, name: str, path: str, given: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return ``given``, the state of the observer ``name`` of FX, for the one at ``path``."""
+        observer = self.prepared.get_submodule(path)
         own = _names_of(observer)
         given = _current_observer(given, own, observer)
         learned = dict(getattr(observer, "legacy", observer).named_parameters())
@@ -315,18 +315,17 @@ class _Plan:
         fixed = {item.rpartition(".")[2]: given[item] for item in unknown}
         if lacking and fixed.keys() == {"scale", "zero_point"}:
             # FX gives it those of the first value of a join.
-            self.qparams[required.path] = fixed["scale"], fixed["zero_point"]
+            self.qparams[path] = fixed["scale"], fixed["zero_point"]
             return {}
         if lacking or unknown:
             raise CheckpointError.other_model(
                 f"{name} is of another class of observer than {type(observer).__name__} at "
-                f"{required.path}: it has {', '.join(unknown) or 'nothing more'} and lacks "
+                f"{path}: it has {', '.join(unknown) or 'nothing more'} and lacks "
                 f"{', '.join(lacking) or 'nothing'}."
             )
         for key, value in given.items():
             if value.is_complex() or (value.is_floating_point() and value.element_size() == 1):
                 raise CheckpointError.bad_value(f"{name}.{key}", f"is {value.dtype}, and no range or scale")
-        for key, value in given.items():
             if key.endswith(("histogram", "scale")) and not bool(value.isfinite().all()):
                 raise CheckpointError.bad_value(f"{name}.{key}", "holds NaN or infinity")
             if key.endswith(("min_val", "max_val")) and bool(value.isnan().any()):
@@ -354,7 +353,7 @@ class _Plan:
         result = self._qparams_of(required.scales)
         if not result and self.state.is_lowered and (handed_on := self._qparams_of(required.handed_on)):
             name, values = next(iter(handed_on.items()))
-            self._set_qparams(required, observer, name, *values)
+            self._set_qparams(required, name, values)
             return
         if not result:
             if required.kernel is not None and self.state.is_lowered:
@@ -367,7 +366,7 @@ class _Plan:
             return
         name = next(iter(result)) if required.is_weight else self._most_common(list(result))
         self.given_by.setdefault(name, []).append(required.path)
-        self._set_qparams(required, observer, name, *result[name])
+        self._set_qparams(required, name, result[name])
 
     def _qparams_of(self, scale_names: Iterable[str]) -> dict[str, tuple[Any, Any]]:
         result = {}
@@ -377,37 +376,27 @@ class _Plan:
                 result[scale_name] = scale[1].value, zero_point[1].value
         return result
 
-    def _set_qparams(
-        self,
-        required: RequiredObserver,
-        observer: Any,
-        name: str,
-        scale_value: Any,
-        zero_point_value: Any,
-    ) -> None:
-        if scale_value.numel() > 1 and not hasattr(observer, "ch_axis"):
+    def _set_qparams(self, required: RequiredObserver, name: str, qparams: tuple[Any, Any]) -> None:
+        observer: Any = self.prepared.get_submodule(required.path)
+        scale, zero_point = qparams
+        if scale.numel() > 1 and not hasattr(observer, "ch_axis"):
             raise CheckpointError.other_model(
-                f"{name} is of {scale_value.numel()} channels, and {required.path} of this model has none."
+                f"{name} is of {scale.numel()} channels, and {required.path} of this model has none."
             )
-        if not bool((scale_value.isfinite() & (scale_value > 0)).all()):
+        if not bool((scale.isfinite() & (scale > 0)).all()):
             raise CheckpointError.bad_value(name, "holds a scale that is no positive number")
-        self.qparams[required.path] = scale_value, zero_point_value
-        if required.is_weight:
-            self._quantize_weight(required, observer, scale_value, zero_point_value)
-
-    def _quantize_weight(
-        self, required: RequiredObserver, observer: Any, scale: Tensor, zero_point: Tensor
-    ) -> None:
-        """Quantize a function's weight, which a reference model has as floats in front of a quantize node."""
+        self.qparams[required.path] = qparams
+        if not required.is_weight:
+            return
+        # A function's weight is floats in front of a quantize node in a reference model.
         name = next(tensor.name for tensor in self.required.tensors if required.path in tensor.observers)
         weight = self.tensors.get(name)
-        if weight is None:
-            return
-        axis = int(getattr(observer, "ch_axis", 0))
-        shape = [-1 if d == axis and scale.numel() > 1 else 1 for d in range(weight.dim())]
-        s, z = scale.reshape(shape), zero_point.reshape(shape)
-        low, high = int(observer.quant_min), int(observer.quant_max)
-        self.tensors[name] = ((torch.round(weight / s) + z).clamp(low, high) - z) * s
+        if weight is not None:
+            axis = int(getattr(observer, "ch_axis", 0))
+            shape = [-1 if d == axis and scale.numel() > 1 else 1 for d in range(weight.dim())]
+            s, z = scale.reshape(shape), zero_point.reshape(shape)
+            low, high = int(observer.quant_min), int(observer.quant_max)
+            self.tensors[name] = ((torch.round(weight / s) + z).clamp(low, high) - z) * s
 
     def _match_in_order(self) -> None:
         """Match the remaining observers with the remaining scales in order. FX names a scale after the first
@@ -428,8 +417,7 @@ class _Plan:
             if qparams is None:
                 self.missing.append(scale_name)
                 continue
-            observer = self.prepared.get_submodule(without_qparam.path)
-            self._set_qparams(without_qparam, observer, scale_name, *qparams)
+            self._set_qparams(without_qparam, scale_name, qparams)
 
     def _drop_known(self) -> None:
         for prefix in (*self.required.only_fx, *self.required.unused):

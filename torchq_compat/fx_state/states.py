@@ -37,11 +37,6 @@ class FxWeight:
     zero_point: Tensor | None = None
 
 
-def is_packed(value: object) -> bool:
-    """Return whether ``value`` is one of torch's packed objects."""
-    return isinstance(value, torch.ScriptObject)
-
-
 def weight_of_tensor(tensor: Tensor) -> FxWeight:
     """Return ``tensor``, quantized or in half precision, as an FxWeight."""
     if not quantized_tensors.is_quantized(tensor):
@@ -82,18 +77,15 @@ def unpacked_cell(packed: Any) -> dict[str, FxWeight | Tensor]:
     """
     if "CellParams" not in _kind(packed):
         raise ValueError(f"{_kind(packed)} is no packed cell")
-    return dict(_cell_entries(packed.__getstate__()[0]))
-
-
-def _cell_entries(state: Any) -> Iterator[tuple[str, FxWeight | Tensor]]:
-    _, biases, _, _, packed = state
-    for index, (which, linear) in enumerate(zip(("ih", "hh"), packed, strict=True)):
-        weight, bias = unpacked_pair(linear)
-        yield f"weight_{which}", weight
+    _, biases, _, _, linears = packed.__getstate__()[0]
+    entries: dict[str, FxWeight | Tensor] = {}
+    for index, (which, linear) in enumerate(zip(("ih", "hh"), linears, strict=True)):
+        entries[f"weight_{which}"], bias = unpacked_pair(linear)
         # Quantized cells store the biases beside the linears.
         bias = biases[index] if biases else bias
         if bias is not None:
-            yield f"bias_{which}", bias
+            entries[f"bias_{which}"] = bias
+    return entries
 
 
 def _kind(packed: Any) -> str:
@@ -262,7 +254,7 @@ class FxState:
                 weight_of_tensor(value),
                 name,
             )
-        elif is_packed(value):
+        elif isinstance(value, torch.ScriptObject):
             self._read_packed(name, value)
         elif name.endswith("_packed_params._packed_params") and isinstance(value, (tuple, list)):
             self.is_converted = True

@@ -91,10 +91,9 @@ def _decide(
     """Return the swap of ``module``, if it becomes an opaque call, and the decision to show about it, if
     any."""
     path, kind = paths[0], type(module).__name__
-    is_named = type(module) in settings.kept_float_classes or not set(settings.kept_float_names).isdisjoint(
-        paths
-    )
-    if is_named and not is_fx_leaf(module):  # FX never traces modules of torch.nn anyway.
+    named = {*settings.kept_float_classes, *settings.kept_float_names}
+    if not named.isdisjoint((type(module), *paths)) and not is_fx_leaf(module):
+        # FX never traces modules of torch.nn anyway.
         reason = "non_traceable: never quantized inside" if record_of(module) is None else CONVERTED
         return _left_whole(module, paths, reason)
     if isinstance(module, torch.jit.ScriptModule):
