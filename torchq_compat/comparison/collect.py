@@ -41,13 +41,21 @@ def capture(case: Case, fx: FxSetting) -> Capture:
         begin("quantize here")
         ours = quantize_by_us(case)
         begin("quantize by FX")
-        theirs, fx_run = _quantize_by_fx(case, ours.places) if fx else (None, FxRun(FxOutcome.NOT_ASKED))
+        theirs, fx_run = None, FxRun(FxOutcome.NOT_ASKED)
+        if fx:
+            from torchq_compat.comparison.fx_side import quantize_by_fx
+
+            try:
+                theirs = quantize_by_fx(case, ours.places)
+                fx_run = FxRun(FxOutcome.RAN, lowering_error=theirs.deployed_error)
+            except Exception as cause:
+                fx_run = FxRun(FxOutcome.RAISED, error_line(cause))
         begin("measure values")
         if theirs is not None:
             try:
                 measured = _measure(case, ours, theirs)
             except _FxFailedError as error:
-                theirs, fx_run = None, FxRun(FxOutcome.RAISED, error.what)
+                theirs, fx_run = None, FxRun(FxOutcome.RAISED, str(error))
         if fx is True and theirs is None:
             raise ScriptError.of("TQ972.fx_fails", error=fx_run.error)
         if theirs is None:
@@ -71,22 +79,6 @@ def capture(case: Case, fx: FxSetting) -> Capture:
 
 class _FxFailedError(Exception):
     """FX's converted model does not run."""
-
-    def __init__(self, cause: BaseException) -> None:
-        self.what = error_line(cause)
-        super().__init__(self.what)
-
-
-def _quantize_by_fx(
-    case: Case, places: Mapping[sides.Key, KeyFacts]
-) -> tuple[sides.QuantizedModel | None, FxRun]:
-    from torchq_compat.comparison.fx_side import quantize_by_fx
-
-    try:
-        theirs = quantize_by_fx(case, places)
-    except Exception as cause:
-        return None, FxRun(FxOutcome.RAISED, error_line(cause))
-    return theirs, FxRun(FxOutcome.RAN, lowering_error=theirs.deployed_error)
 
 
 def _measure(
@@ -113,7 +105,12 @@ def _measure(
         outputs = outputs or [sides.PlaceMeasures() for _ in exact]
         for index, value in enumerate(exact):
             outputs[index].add(value, our_outputs[index], fx_outputs[index])
-        series = series or _series(exact, our_outputs, fx_outputs, time_axis)
+        lines = [
+            output_series(f"output {i}", time_axis, value, our.value, None if their is None else their.value)
+            for i, (value, our, their) in enumerate(zip(exact, our_outputs, fx_outputs, strict=True))
+            if our.value.shape == value.shape and (their is None or their.value.shape == value.shape)
+        ]
+        series = series or [line for line in lines if line is not None]
     return (
         tuple(_output_point(i, measures) for i, measures in enumerate(outputs) if measures.seen),
         tuple(_point(ours.places[key], measures) for key, measures in places.items() if measures.seen),
@@ -139,7 +136,7 @@ def _run_fx(
         with warnings.catch_warnings(action="ignore"):  # Their effects show in the measurements.
             return theirs.run(batch)
     except Exception as cause:
-        raise _FxFailedError(cause) from cause
+        raise _FxFailedError(error_line(cause)) from cause
 
 
 def _output_readings(side: sides.QuantizedModel, result: Any) -> list[sides.Reading]:
@@ -154,17 +151,6 @@ def _point(place: KeyFacts, measures: sides.PlaceMeasures) -> Point:
 
 def _output_point(index: int, measures: sides.PlaceMeasures) -> Point:
     return Point(f"output {index}", Kind.OUTPUT, "result of the model", "", *measures.sides())
-
-
-def _series(
-    exact: list[Tensor], ours: list[sides.Reading], fx: Sequence[sides.Reading | None], time_axis: int | None
-) -> list[Series]:
-    result = [
-        output_series(f"output {i}", time_axis, value, our.value, their.value if their else None)
-        for i, (value, our, their) in enumerate(zip(exact, ours, fx, strict=True))
-        if our.value.shape == value.shape and (not their or their.value.shape == value.shape)
-    ]
-    return [item for item in result if item is not None]
 
 
 def _time_axis(model: nn.Module) -> int | None:

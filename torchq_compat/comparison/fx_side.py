@@ -269,22 +269,16 @@ def quantize_by_fx(case: Case, places: Mapping[sides.Key, KeyFacts]) -> sides.Qu
         reference = fx.convert_to_reference_fx(
             copy.deepcopy(prepared), quantized, backend_config=case.backend_config
         )
-        deployed, error = _deployed(prepared, quantized, case)
+        deployed, error = None, ""
+        try:  # The lowered model, as the script would ship it.
+            lowered = fx.convert_fx(copy.deepcopy(prepared), quantized)
+            with torch.no_grad():
+                lowered(*case.example_inputs)
+            deployed = lowered
+        except Exception as cause:
+            error = error_line(cause)
         run, output_qparams = observe_places(prepared, reference, places)
     return sides.QuantizedModel(run, output_qparams, deployed, error)
-
-
-def _deployed(
-    prepared: GraphModule, quantized: torch_ao.ConvertCustomConfig | None, case: Case
-) -> tuple[nn.Module | None, str]:
-    """Return FX's lowered model, as the script would ship it, or None and the error that FX raised."""
-    try:
-        deployed = torch_ao.fx_engine().convert_fx(copy.deepcopy(prepared), quantized)
-        with torch.no_grad():
-            deployed(*case.example_inputs)
-    except Exception as cause:
-        return None, error_line(cause)
-    return deployed, ""
 
 
 def _custom_configs(

@@ -202,19 +202,13 @@ def _nodes(
         if node.name in keys:
             matches[keys[node.name]] = graph_module, node
         elif node in calls:
-            matches.update(_of_opaque_call(graph_module, node, calls[node]))
+            path, opaque = str(node.target), calls[node]
+            for cell_path, cell in opaque.graphs() if isinstance(opaque, PartOwner) else ():
+                for part, item in part_nodes(cell):
+                    matches[sides.PartKey(f"{path}.{cell_path}", part)] = cell, item
+            for getitem in node.users:
+                matches[sides.ResultKey(path, position_of(getitem))] = graph_module, getitem
     return matches
-
-
-def _of_opaque_call(
-    graph_module: GraphModule, call: Node, opaque: opaque_calls.OpaqueModule
-) -> Iterator[tuple[sides.Key, tuple[GraphModule, Node]]]:
-    path = str(call.target)
-    for cell_path, cell in opaque.graphs() if isinstance(opaque, PartOwner) else ():
-        for part, node in part_nodes(cell):
-            yield sides.PartKey(f"{path}.{cell_path}", part), (cell, node)
-    for getitem in call.users:
-        yield sides.ResultKey(path, position_of(getitem)), (graph_module, getitem)
 
 
 def _runner(

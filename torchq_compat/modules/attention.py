@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
@@ -176,8 +176,7 @@ class AttentionCall:
         _check_inputs(structure, path, inputs)
         batched = given["query"].dim() == 3
         query, key, value = (_length_first(structure, tensor, batched) for tensor in inputs)
-        masks = (given["attn_mask"], given["key_padding_mask"])
-        mask = _merge_masks(structure, path, masks, query, key, batched)
+        mask = _merge_masks(structure, path, given, query, key)
         return cls(query, key, value, mask, given["need_weights"], given["average_attn_weights"], batched)
 
     def results(
@@ -208,16 +207,11 @@ def _check_inputs(structure: AttentionStructure, path: str, inputs: tuple[Any, .
 
 
 def _merge_masks(
-    structure: AttentionStructure,
-    path: str,
-    masks: tuple[Tensor | None, Tensor | None],
-    query: Tensor,
-    key: Tensor,
-    batched: bool,
+    structure: AttentionStructure, path: str, given: Mapping[str, Any], query: Tensor, key: Tensor
 ) -> Tensor | None:
     """Return attn_mask and key_padding_mask as one float mask, where True becomes -inf."""
     merged: Tensor | None = None
-    attn_mask, key_padding_mask = masks
+    attn_mask, key_padding_mask = given["attn_mask"], given["key_padding_mask"]
     for name, mask in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask)):
         if mask is not None and not (mask.dtype is torch.bool or mask.is_floating_point()):
             raise CustomModuleError.call_failed(path, f"{name} must be bool or floating point")
@@ -231,7 +225,7 @@ def _merge_masks(
         if attn_mask.dim() == 3:
             merged = merged.reshape(batch, heads, length, source)
     if key_padding_mask is not None:
-        padding = key_padding_mask if batched else key_padding_mask.unsqueeze(0)
+        padding = key_padding_mask if given["query"].dim() == 3 else key_padding_mask.unsqueeze(0)
         _check_shape(path, "key_padding_mask", padding, (batch, source))
         padding = _additive(padding)[:, None, None]
         merged = padding if merged is None else merged + padding
@@ -418,16 +412,8 @@ def _in_dtype(result: Tensor, dtype: torch.dtype) -> Tensor:
     return as_dtype(result, dtype) if result.is_floating_point() else result
 
 
-def _prepare(
-    module: nn.Module,
-    example: tuple[Tensor, ...],
-    observed_parts: Any,
-    specs: parts.PartSpecs,
-    input_dtypes: Any,
-) -> parts.PartGraphModule:
-    return parts.PartGraphModule.wrap(
-        parts.prepare_parts(capture_flat(module, example), observed_parts, specs, input_dtypes)
-    )
+def _prepare(module: nn.Module, example: tuple[Tensor, ...], *settings: Any) -> parts.PartGraphModule:
+    return parts.PartGraphModule.wrap(parts.prepare_parts(capture_flat(module, example), *settings))
 
 
 # The handler of nn.MultiheadAttention, which the stages call.

@@ -17,8 +17,8 @@ from torchq_compat.model.graph_module import record_of
 from torchq_compat.modules.registry import CustomModuleHandler, ObserveRequest, handlers
 from torchq_compat.modules.user_shapes import is_users_own
 from torchq_compat.read.backend_configs import BackendTable
-from torchq_compat.read.custom_configs import PrepareSettings, StandaloneSettings
-from torchq_compat.read.qconfig_mappings import QConfigRules, Selection, select_for_module
+from torchq_compat.read.custom_configs import PrepareSettings
+from torchq_compat.read.qconfig_mappings import QConfigRules, select_for_module
 from torchq_compat.read.qspecs import OpSpecs
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.torch_ao import NoopObserver, QConfig
@@ -154,7 +154,12 @@ def _find(
     selection = select_for_module(rules, type(module), path)
     standalone = settings.standalone_names.get(path) or settings.standalone_classes.get(type(module))
     if standalone is not None:
-        return _find_standalone(module, path, selection, standalone)
+        # If no qconfig is selected for the module, one that quantizes nothing: its own mapping decides.
+        qconfig = selection.qconfig or NO_QUANTIZATION
+        request = ObserveRequest(module, path, type(module), qconfig, OpSpecs(qconfig), standalone)
+        own = "of its own" if standalone.rules is not None else f"from {selection.rule}"
+        handler = next(h for h in handlers() if h.carries_standalone)
+        return handler, request, f"standalone module, qconfig {own}"
     if selection.qconfig is None:
         return None, None, f"its qconfig is None ({selection.rule})"
     specs = OpSpecs(selection.qconfig)
@@ -185,14 +190,3 @@ def _mapping_of_base(
             known = next(h for h in handlers() if h.takes(base, mapping[base]))
             return None if known.is_fallback else mapping[base]
     return None
-
-
-def _find_standalone(
-    module: nn.Module, path: str, selection: Selection, standalone: StandaloneSettings
-) -> tuple[CustomModuleHandler | None, ObserveRequest | None, str]:
-    handler = next(h for h in handlers() if h.carries_standalone)
-    # If no qconfig is selected for the module, one that quantizes nothing: its own mapping decides.
-    qconfig = selection.qconfig or NO_QUANTIZATION
-    request = ObserveRequest(module, path, type(module), qconfig, OpSpecs(qconfig), standalone)
-    own = "of its own" if standalone.rules is not None else f"from {selection.rule}"
-    return handler, request, f"standalone module, qconfig {own}"

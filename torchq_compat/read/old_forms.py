@@ -101,11 +101,14 @@ def takes_old_keywords(
             kwargs = _renamed(function.__name__, parameters, kwargs)
             if EXAMPLES in positions and len(args) <= positions.index(EXAMPLES):
                 kwargs.setdefault(EXAMPLES, MISSING)
-            if reference is None:
+            flag = None if reference is None else kwargs.pop(IS_REFERENCE, None)
+            if reference is not None and flag is None and len(args) > 1 and isinstance(args[1], bool):
+                flag, args = args[1], (args[0], *args[2:])
+            if reference is None or flag is None:
                 return function(*args, **kwargs)
-            args, kwargs, is_reference = _without_flag(args, kwargs)
-            chosen = reference() if is_reference else function
-            return chosen(*args, **kwargs)
+            what = "write convert_to_reference_fx" if flag else "leave it out"
+            warn_user("TQ302", argument=IS_REFERENCE, flag=flag, what=what)
+            return (reference() if flag else function)(*args, **kwargs)
 
         return renamed
 
@@ -124,17 +127,3 @@ def _renamed(function: str, parameters: Mapping[str, Any], kwargs: dict[str, Any
             raise ArgumentError.of("TQ903.given_twice", function=function, new=new, name=name)
         matches[new] = value
     return matches
-
-
-def _without_flag(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
-    """Return the arguments without ``is_reference``, given by keyword or as the second argument."""
-    flag = kwargs.get(IS_REFERENCE)
-    if flag is None and len(args) > 1 and isinstance(args[1], bool):
-        flag, args = args[1], (args[0], *args[2:])
-    if flag is None:
-        return args, kwargs, False
-    what = "write convert_to_reference_fx" if flag else "leave it out"
-    warn_user("TQ302", argument=IS_REFERENCE, flag=flag, what=what)
-    return args, {name: value for name, value in kwargs.items() if name != IS_REFERENCE}, bool(flag)

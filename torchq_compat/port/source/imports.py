@@ -229,47 +229,33 @@ def statement_edits(
     if not new:
         return ()
     assert not isinstance(node.names, cst.ImportStar)
-    modules = {name.module for name in new}
+    modules = dict.fromkeys(name.module for name in new)
+    start = source.start(node)
     if len(new) == len(node.names) and len(modules) == 1 and not any(name.keeps for name in new):
-        return _edit_in_place(source, node, new)
-    return _split(source, node, new)
-
-
-def _split(
-    source: ParsedSource, node: cst.Import | cst.ImportFrom, new: Sequence[NewImport]
-) -> tuple[Edit, ...]:
-    """Return the edit that splits the statement into the names that stay and those that moved."""
+        # Only the words that change are edited, so that parentheses, line breaks and comments stay.
+        edits = []
+        if isinstance(node, cst.ImportFrom):
+            assert node.module is not None
+            edits.append(Edit(source.start(node.module), source.end(node.module), new[0].module))
+        for name in new:
+            if name.imported != _alias_code(name.alias):
+                end = source.end(name.alias.asname.name if name.alias.asname else name.alias.name)
+                edits.append(Edit(source.start(name.alias), end, name.imported))
+        return tuple(edits)
     if "#" in source.code(node):
         return ()
-    assert not isinstance(node.names, cst.ImportStar)
     moved = {name.alias for name in new}
     kept = [_alias_code(alias) for alias in node.names if alias not in moved]
     kept += [name.keeps for name in new if name.keeps and not _imports_elsewhere(source, name.keeps, node)]
-    kept = list(dict.fromkeys(kept))
-    statements = [f"{_head(node)}{', '.join(kept)}"] if kept else []
-    for module in dict.fromkeys(name.module for name in new):
+    head = f"from {imported_module(node)} import " if isinstance(node, cst.ImportFrom) else "import "
+    statements = [f"{head}{', '.join(dict.fromkeys(kept))}"] if kept else []
+    for module in modules:
         names = ", ".join(name.imported for name in new if name.module == module)
         statements.append(f"from {module} import {names}" if module else f"import {names}")
     line = source.parent(node)
     alone = isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1
-    start = source.start(node)
     separator = source.newline() + source.indent_at(start) if alone else "; "
     return (Edit(start, source.end(node), separator.join(statements)),)
-
-
-def _edit_in_place(
-    source: ParsedSource, node: cst.Import | cst.ImportFrom, new: Sequence[NewImport]
-) -> tuple[Edit, ...]:
-    """Return edits of only the words that change, so that parentheses, line breaks and comments stay."""
-    edits = []
-    if isinstance(node, cst.ImportFrom):
-        assert node.module is not None
-        edits.append(Edit(source.start(node.module), source.end(node.module), new[0].module))
-    for name in new:
-        if name.imported != _alias_code(name.alias):
-            end = source.end(name.alias.asname.name if name.alias.asname else name.alias.name)
-            edits.append(Edit(source.start(name.alias), end, name.imported))
-    return tuple(edits)
 
 
 def moved_modules(
@@ -309,10 +295,6 @@ def _from_new_place(alias: cst.ImportAlias, module: str, name: str) -> NewImport
 def _alias_code(alias: cst.ImportAlias) -> str:
     name, local = dotted(alias.name), alias.evaluated_alias
     return f"{name} as {local}" if local else name
-
-
-def _head(node: cst.Import | cst.ImportFrom) -> str:
-    return f"from {imported_module(node)} import " if isinstance(node, cst.ImportFrom) else "import "
 
 
 def _imports_elsewhere(source: ParsedSource, name: str, node: cst.CSTNode) -> bool:
