@@ -16,7 +16,6 @@ from torch.fx import GraphModule
 
 import torchq_compat as tc
 from tests.helpers.oracle import quantize_nodes, sqnr
-from torchq_compat.capture.checked import is_activation_post_process
 from torchq_compat.capture.trial_runs import difference, run_prepared
 from torchq_compat.errors import InputError
 
@@ -159,7 +158,7 @@ def check(seed: int) -> None:
                 assert call is not x
                 continue
             floats = model(call)
-            off = run_prepared(prepared, (call,), is_activation_post_process)
+            off = run_prepared(prepared, (call,))
             assert difference(floats, off, 60) is None, (seed, call.shape, difference(floats, off, 60))
             prepared(call)
             taken.append(call)

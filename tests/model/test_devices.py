@@ -12,7 +12,6 @@ from torch.ao.quantization import get_default_qconfig_mapping
 import torchq_compat as tc
 from tests.helpers.oracle import sqnr
 from torchq_compat.capture.trial_runs import run_prepared
-from torchq_compat.support.upstream import is_activation_post_process
 
 
 class MakesTensors(nn.Module):
@@ -74,6 +73,6 @@ def test_prepared_recurrent_modules_run_in_float64(make: type[nn.Module]) -> Non
     prepared = tc.prepare_fx(
         model, get_default_qconfig_mapping("x86"), (x,), tc.get_default_prepare_custom_config()
     )
-    wide = run_prepared(copy.deepcopy(prepared).double(), (x.double(),), is_activation_post_process)
+    wide = run_prepared(copy.deepcopy(prepared).double(), (x.double(),))
     assert wide.dtype is torch.float64
     assert sqnr(copy.deepcopy(model).double()(x.double()), wide) > 250

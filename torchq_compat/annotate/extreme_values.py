@@ -15,7 +15,7 @@ from torchq_compat.capture.checked import Attempt, CaptureCase
 from torchq_compat.capture.loops.loop_module import LONGER, Loop
 from torchq_compat.capture.sizes.find_sizes import group_of, sizes_at
 from torchq_compat.capture.sizes.input_sizes import Dimension
-from torchq_compat.capture.trial_runs import GraphRunner, resized
+from torchq_compat.capture.trial_runs import GraphRunner, observers_off, resized
 from torchq_compat.ops import those
 from torchq_compat.support import metadata
 from torchq_compat.support.graph_nodes import SLICE_END, attribute_of
@@ -63,7 +63,8 @@ def _reached(case: CaptureCase, graph_module: GraphModule, args: tuple[Any, ...]
                 reached[n.name] = extremes(result)
             return result
 
-    case.runs.of_graph(graph_module, args, runner=Collecting)
+    with observers_off(graph_module):
+        case.runs.of_graph(graph_module, args, runner=Collecting)
     return reached
 
 

@@ -64,7 +64,7 @@ from torchq_compat.support import metadata
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.graph_nodes import tensors_in
 from torchq_compat.support.process_state import Kept
-from torchq_compat.support.upstream import BatchNormBase, is_activation_post_process, pytree
+from torchq_compat.support.upstream import BatchNormBase, pytree
 
 # One capture, and its comparison with the float model.
 
@@ -462,8 +462,8 @@ def check_prepared(
 
         def again(*, double: bool, args: tuple[Any, ...] = args) -> Any:
             if not double:
-                return run_prepared(prepared, args, is_activation_post_process)
-            return run_prepared(copy.deepcopy(prepared).double(), in_double(args), is_activation_post_process)
+                return run_prepared(prepared, args)
+            return run_prepared(copy.deepcopy(prepared).double(), in_double(args))
 
         problem = compare_runs(case.runs, run, again, least)
         if problem is not None and users_own:
@@ -563,7 +563,7 @@ def _runs_elsewhere(case: CaptureCase, result: Attempt, dimension: Dimension) ->
         return True
     alike = {item.place for item in result.sizes.dimensions if item.example == dimension.example}
     inputs: Mapping[str, Any] = case.inputs
-    for places in ({dimension.place}, alike):
+    for places in ({dimension.place}, alike) if len(alike) > 1 else (alike,):
         for size in (dimension.example - 1, 2 * dimension.example + 1):
             args = with_sizes(case.args, inputs, dict.fromkeys(places, size))
             if size > 0 and case.runs.of_float_model(args).error is None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule, Interpreter
+from torch.fx import GraphModule, Interpreter, Node
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
@@ -33,7 +33,7 @@ from torchq_compat.support.graph_nodes import (
     tensors_in,
 )
 from torchq_compat.support.process_state import alone, draws_kept
-from torchq_compat.support.upstream import pytree
+from torchq_compat.support.upstream import is_activation_post_process, pytree
 from torchq_compat.support.user_warnings import silenced
 
 # Inputs of other sizes than the example's, with values from the example.
@@ -306,14 +306,20 @@ def trial_copy(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, copied_weights(model, shared))
 
 
-def run_prepared(prepared: nn.Module, args: tuple[Any, ...], is_observer: Callable[[nn.Module], bool]) -> Any:
-    """Run a prepared model with its observers and fake-quantizes off: each returns its input."""
-    off = [module for module in prepared.modules() if is_observer(module)]
+def run_prepared(prepared: nn.Module, args: tuple[Any, ...]) -> Any:
+    """Run a prepared model with its observers and fake-quantizes off."""
+    with observers_off(prepared), alone_and_seeded(), kept_buffers(prepared), without_packing(prepared):
+        return prepared(*copied_inputs(args))
+
+
+@contextmanager
+def observers_off(prepared: nn.Module) -> Iterator[None]:
+    """Let observers and fake-quantizes return their inputs while the context is active."""
+    off = [module for module in prepared.modules() if is_activation_post_process(module)]
     try:
         for module in off:
             vars(module)["forward"] = _hand_on
-        with alone_and_seeded(), kept_buffers(prepared), without_packing(prepared):
-            return prepared(*copied_inputs(args))
+        yield
     finally:
         for module in off:
             vars(module).pop("forward", None)
@@ -327,6 +333,11 @@ class GraphRunner(Interpreter):
     ) -> None:
         super().__init__(graph_module)
         self.stubs, self._modules = stubs, modules
+
+    def run_node(self, n: Node) -> Any:
+        """Run ``n``, and let torch note nowhere that it does: that takes longer than most operators."""
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        return getattr(self, n.op)(n.target, args, kwargs)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is not OPAQUE_OP:

@@ -1,5 +1,6 @@
 """The shapes of the results of a user's module: by fake tensors, or by calls with values."""
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -169,12 +170,16 @@ def fake_call_of(module: nn.Module, path: str) -> FakeCall:
         return lambda *args, **kwargs: probe(real, path, args, kwargs)
     faked = _with_fake_calls_inside(real, path)
 
+    @functools.cache
+    def on_meta() -> nn.Module:
+        return copied_model(faked).to("meta")
+
     def fake(*args: Any, **kwargs: Any) -> Any:
         inputs, tensors = Structure.take_apart((args, kwargs))
         versions = [tensor._version for tensor in tensors]
         try:
             with alone(), draws_kept(), _real_parameters_allowed(tensors):
-                result = faked(*args, **kwargs)
+                result = (on_meta() if tensors and tensors[0].is_meta else faked)(*args, **kwargs)
         except TorchQCompatError:
             raise
         except Exception:

@@ -43,7 +43,7 @@ from torchq_compat.support.graph_nodes import give_back_freed, position_of, sour
 from torchq_compat.support.process_state import TURNS, draws_kept, without_code
 from torchq_compat.support.sharded import converting_together, is_sharded, make_whole, whole_inside
 from torchq_compat.support.torch_ao import QuantType
-from torchq_compat.support.upstream import USER_PRESERVED_ATTRIBUTES_KEY, is_activation_post_process
+from torchq_compat.support.upstream import USER_PRESERVED_ATTRIBUTES_KEY
 from torchq_compat.support.user_warnings import warn_user
 
 # Ops that were calibrated and stay float because ``convert_fx(qconfig_mapping=...)`` switches them off.
@@ -531,7 +531,7 @@ def warn_of_loss(prepared: nn.Module, converted: graph_module.ConvertedModel) ->
             actual = converted(*copied_inputs(last.args))
         if sqnr(last.result, actual) >= LOST:
             return
-        decibels = sqnr(run_prepared(prepared, last.args, is_activation_post_process), actual)
+        decibels = sqnr(run_prepared(prepared, last.args), actual)
     except Exception:
         return  # What the converted model cannot take it refuses when it is called.
     finally:

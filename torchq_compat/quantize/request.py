@@ -216,7 +216,7 @@ def with_rolled_loops(working: nn.Module, signature: CallSignature, request: Pre
     if looped is None:
         return WithLoops(working, example=example)
     if request.unrolled_because:
-        return _as_written(working, looped, request.unrolled_because)
+        return _as_written(working, looped, example, request.unrolled_because)
     swaps, _ = decide_swaps(
         working, request.rules, request.settings, request.backend, request.untraced_because
     )
@@ -229,23 +229,24 @@ def with_rolled_loops(working: nn.Module, signature: CallSignature, request: Pre
         return {swap.paths[0]: swap.module for swap in swaps}
 
     try:
-        rolled = roll_loops(working, runs, args, inputs, looped, put_stubs, is_trained=request.is_qat)
+        rolled = roll_loops(working, runs, example, inputs, looped, put_stubs, is_trained=request.is_qat)
     except NotALoopError as reason:
-        return _as_written(working, looped, str(reason))
+        return _as_written(working, looped, example, str(reason))
     except Exception as cause:
         # A repetition in the graph may have a form that the rolling does not foresee; the unrolled model can
         # still be captured.
-        return _as_written(working, looped, f"{type(cause).__name__}: {cause}")
+        return _as_written(working, looped, example, f"{type(cause).__name__}: {cause}")
     steps = tuple(f"{path}.step" for path in rolled.loops)
-    return WithLoops(rolled.model, steps, tuple(decide_values(rolled.decided)), read=rolled.read)
+    return WithLoops(rolled.model, steps, tuple(decide_values(rolled.decided)), example, rolled.read)
 
 
-def _as_written(working: nn.Module, looped: LoopedSizes, reason: str) -> WithLoops:
+def _as_written(working: nn.Module, looped: LoopedSizes, example: FloatRun, reason: str) -> WithLoops:
     where = ", ".join(f"{label}.size({index})" for group in looped.groups for label, index in group[:1])
     at = f" at {', '.join(looped.lines[:NAMED_LINES])}" if looped.lines else ""
     first_line = (reason.strip().splitlines() or [""])[0]
     decided = f"the loop over {where}{at} is written out for the length of the example: {first_line}"
-    return WithLoops(working, decisions=(Decision("", "loop over time", Action.FIXED, decided),))
+    decisions = (Decision("", "loop over time", Action.FIXED, decided),)
+    return WithLoops(working, decisions=decisions, example=example)
 
 
 # The QConfigs of custom modules beside a user's Quantizer, which annotates everything else.

@@ -20,7 +20,6 @@ from tests.helpers.oracle import calibrate, leaves, sqnr
 from tests.helpers.packed_models import PADDING, PackedShape, Packs, map_all, random_shapes
 from tests.helpers.plain_loops import check_against_plain_loops, with_plain_loops
 from torchq_compat.capture.trial_runs import run_prepared
-from torchq_compat.support.upstream import is_activation_post_process
 
 MAPPING = coarse_qconfig_mapping("x86")
 
@@ -42,7 +41,7 @@ def test_packed_sequences(shape: PackedShape) -> None:
     for batch, steps in ((5, 9), (1, 4), (3, 1)):
         given = model.sequences(batch, steps)
         wanted = leaves(model(*given))
-        found = leaves(run_prepared(prepared, given, is_activation_post_process))
+        found = leaves(run_prepared(prepared, given))
         for exact, observed in zip(wanted, found, strict=True):
             assert exact.shape == observed.shape
             assert torch.allclose(exact, observed, atol=1e-5)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Graph, Interpreter
+from torch.fx import Graph, GraphModule, Interpreter
 from torch.fx.traceback import preserve_node_meta
 from torch.overrides import TorchFunctionMode
 
@@ -156,6 +156,7 @@ class Loop(nn.Module):
         # Not a submodule: the step's modules belong to a model of its own.
         vars(self)["step"] = step
         self.training = step.training
+        self._code: Callable[..., Any] | None = None
         #: The arguments of the step in the last call, the example for its capture; and in the first.
         self.example: tuple[Tensor, ...] = ()
         self.first: tuple[Tensor, ...] = ()
@@ -180,7 +181,11 @@ class Loop(nn.Module):
 
     def _step(self, *args: Tensor) -> Sequence[Tensor]:
         self.example, self.first = args, self.first or args
-        results: Sequence[Tensor] = vars(self)["step"](*args)
+        step = vars(self)["step"]
+        if self._code is None:
+            # An Interpreter takes ten times as long as the operators of a step.
+            self._code = type(GraphModule(step, step.shared.graph)).forward
+        results: Sequence[Tensor] = self._code(step, *args)
         return results
 
 
@@ -245,7 +250,7 @@ def find_looped_sizes(
         alike = tuple(other for other in size if size[other] == size[place])
         pairs = [(place, other) for other in alike if other != place]
         # A loop may leave out every second step; and a table may have no entries for more steps.
-        for more, group in itertools.product((2, -1), ((place,), alike, *pairs)):
+        for more, group in itertools.product((2, -1), dict.fromkeys(((place,), alike, *pairs))):
             others, run = _count_calls(
                 runs, with_sizes(args, inputs, {**size, **dict.fromkeys(group, size[place] + more)})
             )
@@ -265,7 +270,8 @@ def _unlooped(
     """Return sizes that do not determine how often a line runs, as a run shows in which all of them change,
     each by another number: all sizes of the model, or all but one that it may need as it is."""
     known = dict.fromkeys(size.values())
-    for kept in (None, *(known if len(known) > 1 else ())):
+    # The last size is mostly that of features, which a model needs as it is.
+    for kept in (None, *(reversed(known) if len(known) > 1 else ())):
         more = {other: other + 2 + number for number, other in enumerate(known) if other != kept}
         changed = {place: more.get(other, other) for place, other in size.items()}
         others, run = _count_calls(runs, with_sizes(args, inputs, changed))

@@ -29,6 +29,7 @@ from torchq_compat.capture.sizes.size_reads import Guard, ReadSizes, SizeReads
 from torchq_compat.capture.torch_export import capture_freely, copied_inputs
 from torchq_compat.capture.trial_runs import (
     CAPTURED,
+    LONG,
     FloatRun,
     Runs,
     alone_and_seeded,
@@ -180,7 +181,7 @@ class _Captured:
 def roll_loops(
     working: nn.Module,
     runs: Runs,
-    args: tuple[Any, ...],
+    example: FloatRun,
     inputs: Mapping[str, Any],
     looped: LoopedSizes,
     put_stubs: PutStubs,
@@ -190,16 +191,18 @@ def roll_loops(
     """Return ``working`` with its loops over ``looped`` rolled.
 
     Args:
+        example: the run of ``working`` on the leaves ``inputs``, by label.
         is_trained: whether the rolled model will be trained.
 
     Raises:
         NotALoopError: no loop can be rolled that computes the same at every length.
     """
+    args = example.args
     rolled, captured, guards = _rolled_at_two_lengths(working, args, inputs, looped, put_stubs)
     result = _build(working, rolled, captured)
     if is_trained:
         _refuse_parted_parameters(result)
-    result.read = _check(result, runs, args, inputs, looped, guards)
+    result.read = _check(result, runs, example, inputs, looped, guards)
     _keep_examples(result, args, inputs, looped)
     return result
 
@@ -400,12 +403,13 @@ def _keep_examples(
 def _check(
     rolled_model: RolledModel,
     runs: Runs,
-    args: tuple[Any, ...],
+    example: FloatRun,
     inputs: Mapping[str, Any],
     looped: LoopedSizes,
     guards: KeptGuards,
 ) -> ReadSizes:
-    """Run the rolled model beside the user's model: on the example, and with each length changed alone.
+    """Run the rolled model beside the user's model: on the example, which its capture runs if it is long, and
+    with each length changed alone.
 
     Args:
         guards: what Python decided by sizes.
@@ -417,11 +421,12 @@ def _check(
     Raises:
         NotALoopError: the results differ, or the float model runs at fewer than two lengths.
     """
-    example = [length.example for length in guards.lengths]
+    lengths_given = [length.example for length in guards.lengths]
 
     def problems(tried: Iterable[list[int]]) -> list[tuple[list[int], str | None]]:
-        changed = ((sizes, with_sizes(args, inputs, looped.sizes(sizes))) for sizes in tried)
-        results = ((sizes, runs.of_float_model(at_sizes)) for sizes, at_sizes in changed)
+        changed = ((sizes, with_sizes(example.args, inputs, looped.sizes(sizes))) for sizes in tried)
+        known = ((sizes, example if sizes == lengths_given else None, args) for sizes, args in changed)
+        results = ((sizes, run or runs.of_float_model(args)) for sizes, run, args in known)
         return [(sizes, _compare(rolled_model, run)) for sizes, run in results if run.error is None]
 
     results = problems(_lengths_tried(guards))
@@ -434,10 +439,10 @@ def _check(
             continue
         broken = {id(guard): guard for guard in guards.broken_at(sizes) if id(guard) not in idle}
         needed |= broken
-        changed = [index for index, size in enumerate(sizes) if size != example[index]]
+        changed = [index for index, size in enumerate(sizes) if size != lengths_given[index]]
         lengths = {} if broken else {index: guards.lengths[index] for index in changed}
         for index, length in lengths.items():
-            tried = problems(_changed(example, index, range(1, length.short + length.grown + 1)))
+            tried = problems(_changed(lengths_given, index, range(1, length.short + length.grown + 1)))
             least[index] = 1 + max(other[index] for other, found in tried if found is not None)
         if not changed or any(least[i] > min(known.short, known.example) for i, known in lengths.items()):
             raise NotALoopError(f"the rolled loop computes something else at lengths {sizes}: {problem}")
@@ -447,7 +452,8 @@ def _check(
 def _lengths_tried(guards: KeptGuards) -> Iterator[list[int]]:
     """Yield the lengths of the example, and those with one changed, also to each doubtful size."""
     example = [length.example for length in guards.lengths]
-    yield example
+    if max(example) <= LONG or guards.broken_at(example):
+        yield example
     for index, sizes in enumerate(guards.doubtful):
         yield from _changed(example, index, sorted({SHORT[1], 3, 1, *sizes} - {example[index]}))
 
