@@ -152,6 +152,20 @@ def test_sizes_of_one_stay_free() -> None:
     assert program.module()(torch.ones(4, 2)).shape == (4, 2)
 
 
+def test_sizes_of_values_are_free_unless_computed() -> None:
+    free: list[tuple[bool, ...]] = []
+
+    class Cut(nn.Module):
+        def forward(self, x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+            count = n.item()
+            several = torch.arange(count), torch.arange(count + 2), x[:count]
+            free.append(tuple(upstream.is_free(tensor.shape[0]) for tensor in several))
+            return several[0]
+
+    torch.export.export(Cut(), (torch.ones(7), torch.tensor(3)))
+    assert free == [(True, False, False)]
+
+
 def test_caches_of_devices_can_be_cleared() -> None:
     for module, name in upstream.DEVICE_CACHES:
         function = getattr(module, name)

@@ -36,7 +36,8 @@ from torchq_compat.capture.sizes.input_sizes import (
     accepted_range,
     sizes_of,
 )
-from torchq_compat.capture.sizes.shape_program import ShapeProgram, depends_on_values
+from torchq_compat.capture.sizes.numbers import DependsOnValuesError
+from torchq_compat.capture.sizes.shape_program import ShapeProgram
 from torchq_compat.capture.sizes.size_reads import ReadSizes, SizeReads
 from torchq_compat.capture.torch_export import EVERY_SIZE, capture, capture_flat, clean_captured
 from torchq_compat.capture.trial_runs import (
@@ -132,11 +133,6 @@ class Attempt:
         return self.problem is None and all(trial.problem is None for trial in self.trials)
 
 
-class DependsOnValuesError(Exception):
-    """Sizes depend on values, such as lengths: torch.export has symbols for them, and computes with these and
-    the sizes of inputs together."""
-
-
 def attempt(case: CaptureCase, reads: SizeReads | None) -> Attempt:
     """Capture ``case``, and try the graph.
 
@@ -152,8 +148,6 @@ def attempt(case: CaptureCase, reads: SizeReads | None) -> Attempt:
         graph_module, conditions = capture(case.model, case.args, shapes if reads is None else None, reads)
         blocks = inline_blocks(graph_module)
     follows = reads is not None and reads.follow
-    if follows and (case.packing.packs or depends_on_values(graph_module.graph)):
-        raise DependsOnValuesError
     if reads is not None:
         reads.write_results(graph_module)
         accepts = _acceptance(case, graph_module)
@@ -257,7 +251,8 @@ def _acceptance(case: CaptureCase, graph_module: GraphModule) -> Callable[[Mappi
         return case.runs.of_float_model(with_sizes(case.args, case.inputs, sizes)).error is None
 
     # Where shapes depend on values, as lengths, only values will do.
-    return runs_on_shapes if runs_on_shapes(sizes_of(case.inputs)) else runs_on_values
+    depends_on_values = case.packing.packs or not runs_on_shapes(sizes_of(case.inputs))
+    return runs_on_values if depends_on_values else runs_on_shapes
 
 
 def try_sizes(case: CaptureCase, result: Attempt, groups: SizeGroups) -> None:
@@ -377,7 +372,7 @@ def attempts(case: CaptureCase) -> Iterator[tuple[CaptureCase, SizeReads | None]
     yield case, None
     if case.packing.packs:
         # The number of steps depends on the data, and the model computes with it.
-        yield replace(case, packing=PackingMode(whole=True)), None
+        yield replace(case, packing=PackingMode(whole=True)), SizeReads()
     yield case, SizeReads(follow=False)
 
 

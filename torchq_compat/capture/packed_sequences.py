@@ -57,12 +57,18 @@ def _pack(input: Tensor, lengths: Tensor, batch_first: bool, whole: bool) -> tup
 def _fake_pack(input: Tensor, lengths: Tensor, batch_first: bool, whole: bool) -> tuple[Tensor, Tensor]:
     time, batch = time_and_batch(batch_first)
     upstream.assume(lengths.shape[0] == input.shape[batch])
-    context = torch.library.get_ctx()
-    rows = context.new_dynamic_size(min=1)
     steps: Any = input.shape[time]
-    if not whole:
-        steps = context.new_dynamic_size(min=1)
-        upstream.assume(steps <= input.shape[time])
+    if input.is_meta:
+        # Only shapes are computed: as if all lengths were 1, or all the whole.
+        rows, steps = (input.shape[batch] * steps, steps) if whole else (input.shape[batch], 1)
+    else:
+        context = torch.library.get_ctx()
+        rows = context.new_dynamic_size(min=1)
+        if not whole:
+            given, steps = steps, context.new_dynamic_size(min=1)
+            if isinstance(given, torch.SymInt):
+                # As a number it is that of the example: Python would decide by it.
+                upstream.assume(steps <= given)
     return input.new_empty(rows, *input.shape[2:]), lengths.new_empty(steps, device="cpu")
 
 
@@ -225,8 +231,9 @@ class PackingMode(TorchFunctionMode):
             return _keep_whole(args[0].detach())
         if function is upstream.pad_packed:
             return self._pad(*args)
-        if function is torch.Tensor.size and any(item is args[0] for item, _ in self._batches):
-            _bound_by_total_length(args[0], sys._getframe(1))
+        is_asked = function is torch.Tensor.size and any(item is args[0] for item, _ in self._batches)
+        if is_asked and _is_bounded(sys._getframe(1)):
+            return 0
         given: Any = args[0] if args else None
         if function is torch.Tensor.numpy and _may_be_lengths(given):
             return ListOfTensor(given, partial(function, *args))
@@ -264,16 +271,13 @@ class PackingMode(TorchFunctionMode):
         return padded
 
 
-def _bound_by_total_length(batch_sizes: Tensor, frame: FrameType | None) -> None:
-    """Assume that ``total_length`` suffices if ``pad_packed_sequence`` compares it with the size of
-    ``batch_sizes``; the graph checks this at run time."""
+def _is_bounded(frame: FrameType | None) -> bool:
+    """Return whether ``pad_packed_sequence`` asks for the number of steps to see whether ``total_length``
+    suffices, which the operator checks at run time."""
     asking = pad_packed_sequence.__code__
     while frame is not None and frame.f_code is not asking and _is_of_torch(frame):
         frame = frame.f_back
-    if frame is not None and frame.f_code is asking:
-        total_length = frame.f_locals.get("total_length")
-        if total_length is not None:
-            upstream.assume(batch_sizes.shape[0] <= total_length)
+    return frame is not None and frame.f_code is asking and frame.f_locals.get("total_length") is not None
 
 
 def _may_be_lengths(tensor: Any) -> bool:

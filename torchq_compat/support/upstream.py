@@ -36,6 +36,7 @@ from torch.fx.graph_module import _loader as graph_sources
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.dropout import _DropoutNd as DropoutBase
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
+from torch.utils._sympy.numbers import int_oo
 from torchao.quantization.pt2e.observer import _is_activation_post_process as is_activation_post_process
 from torchao.quantization.pt2e.utils import _get_node_name_to_scope as get_node_name_to_scope
 
@@ -117,3 +118,9 @@ def are_operators_watched() -> bool:
 def default_store() -> Any:
     """Return the store of the default process group, which must be there."""
     return dist.distributed_c10d._get_default_store()
+
+
+def is_free(size: torch.SymInt) -> bool:
+    """Return whether ``size`` is a symbol of a value, nothing computed from it, and has no greatest value."""
+    expression = size.node.expr
+    return bool(expression.is_Symbol and size.node.shape_env.bound_sympy(expression).upper == int_oo)

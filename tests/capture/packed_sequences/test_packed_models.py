@@ -227,6 +227,40 @@ def test_a_model_that_asks_for_the_number_of_steps() -> None:
         converted(torch.randn(2, 9, 6), torch.tensor([5, 2]))
 
 
+def decides_by_the_steps(model: Any, x: Tensor, lengths: Tensor) -> Any:
+    output = unpacked(model.rnn(pack_padded_sequence(x, lengths, batch_first=True))[0])
+    return output * 2 if output.size(1) > 8 else output
+
+
+def cuts_and_decides(model: Any, x: Tensor, lengths: Tensor) -> Any:
+    cut = x[:, : lengths.max()]
+    return cut * 2 if cut.size(1) > 8 else cut
+
+
+@pytest.mark.filterwarnings("ignore::torchq_compat.errors.QuantizationWarning")
+def test_no_step_count_is_decided_by_the_example() -> None:
+    """Of the number of steps torch knows that the example has no more than 7."""
+    torch.manual_seed(0)
+    example = torch.randn(3, 7, 6), torch.tensor([7, 3, 1])
+    model = Tagger(decides_by_the_steps).eval()
+    prepared = tc.prepare_fx(model, MAPPING, example, map_all())
+    given = torch.randn(3, 5, 6), torch.tensor([5, 3, 1])
+    torch.testing.assert_close(prepared(*given), model(*given))
+    for steps in (9, 20):
+        with pytest.raises(InputError, match="1 to 8"):
+            prepared(torch.randn(3, steps, 6), torch.tensor([steps, 3, 1]))
+    with pytest.raises(CaptureError):
+        tc.prepare_fx(Tagger(cuts_and_decides).eval(), MAPPING, example, map_all())
+
+
+def test_sizes_are_no_symbols_where_lengths_are_values() -> None:
+    torch.manual_seed(0)
+    prepared = tc.prepare_fx(Tagger(several_readers).eval(), MAPPING, sequences(4, 7), map_all())
+    shapes = [node.meta["val"].shape for node in prepared.graph.find_nodes(op="placeholder")]
+    assert shapes == [(4, 7, 6), (4,)]
+    assert not any(isinstance(size, torch.SymInt) for shape in shapes for size in shape)
+
+
 def over_features(model: Any, x: Tensor, lengths: Tensor) -> Any:
     """The number of features depends on the input, as behind a convolution over a spectrum."""
     rows = x.reshape(x.size(0), x.size(1), -1)

@@ -147,6 +147,8 @@ def simplified(expression: Any) -> Any:
     if not any(isinstance(operand, (Size, Computed)) for operand in operands):
         return operation.function(*operands)
     name = NAMES.get(operation, "")
+    if name == "lt" and isinstance(first, Size) and type(others[0]) is int and others[0] <= 0:
+        return False
     if others == [first] and name in OF_EQUALS:
         return OF_EQUALS[name]
     if name in NEUTRAL and others == [NEUTRAL[name]]:
@@ -181,6 +183,11 @@ def condition_of(expression: Any, value: Any, names: Mapping[Size, str]) -> str:
     return code[1:-1] if is_comparison else code
 
 
+class DependsOnValuesError(Exception):
+    """Python computes with a size and a number that depends on values, such as the greatest of lengths:
+    torch.export has symbols for both."""
+
+
 class Followed:
     """The node of a ``torch.SymInt``, ``SymFloat`` or ``SymBool``; see the module.
 
@@ -201,6 +208,11 @@ class Followed:
 
     guard_int = guard_bool = guard_float = guard_size_oblivious = guard_or_false = guard_or_true = guard
     expect_true = bool_ = int_ = float_ = statically_known_true = guard
+
+    @property
+    def expr(self) -> Any:
+        """Raise: a symbol of torch asks for it to compute with this number."""
+        raise DependsOnValuesError
 
     def require_hint(self, *_: Any) -> Any:
         return self.value
@@ -255,6 +267,8 @@ class Followed:
             raise AttributeError(name)
 
         def compute(*others: Any) -> Any:
+            if not all(isinstance(other, (Followed, int, float)) for other in others):
+                raise DependsOnValuesError
             values = [_value(other) for other in others]
             expressions = [_expression(other) for other in others]
             result = _in_integers(Computed(operation, (self.expression, *expressions)))

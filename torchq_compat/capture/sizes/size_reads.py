@@ -27,6 +27,7 @@ from torchq_compat.capture.sizes.numbers import (
     UNKNOWN,
     CodePlace,
     Computed,
+    DependsOnValuesError,
     Operation,
     Size,
     asserted_value,
@@ -46,7 +47,7 @@ from torchq_compat.support import metadata
 from torchq_compat.support.graph_nodes import behind, nodes_behind
 from torchq_compat.support.metadata import CUSTOM
 from torchq_compat.support.process_state import held, own_attribute
-from torchq_compat.support.upstream import OpOverload, disable_current_modes, pytree
+from torchq_compat.support.upstream import OpOverload, disable_current_modes, is_free, pytree
 
 # Indices with slices, part by part: torch drops a slice that keeps the whole of the example.
 
@@ -274,8 +275,11 @@ class SizeReads(TorchFunctionMode):
         return pytree.tree_unflatten([plain(leaf) for leaf in leaves], spec)
 
     def write_results(self, captured: GraphModule) -> None:
-        """Compute the numbers that the model returns in the ``captured`` graph, and note what was decided."""
+        """Compute the numbers that the model returns in the ``captured`` graph, note what was decided, and
+        drop what torch asserts of values at the sizes of the example."""
         metadata.VALUES_DECIDED.write(captured, tuple(self._decided))
+        for node in captured.graph.find_nodes(op="call_function", target=ATEN._assert_scalar.default):
+            captured.graph.erase_node(node)
         if not self._results:
             return
         by_number = {
@@ -304,9 +308,8 @@ class SizeReads(TorchFunctionMode):
             twins[node] = graph.node_copy(node, twins.__getitem__)
         known = {}
         for tensor, sizes in self._known.values():
-            is_of_values = any(isinstance(size, torch.SymInt) and not is_followed(size) for size in sizes)
-            if (node := self._slot(tensor)) is not None and not is_of_values:
-                expressions = (size.node.expression if is_followed(size) else int(size) for size in sizes)
+            if (node := self._slot(tensor)) is not None:
+                expressions = map(_expression, sizes)
                 known[twins[node]] = tuple(in_terms_of(item, twins) for item in expressions)
         guards = (replace(g, expression=in_terms_of(g.expression, twins)) for g in self.guards.values())
         return ReadSizes(tuple(None if n is None else twins[n] for n in self._inputs), tuple(guards), known)
@@ -352,6 +355,10 @@ class SizeReads(TorchFunctionMode):
         if known is not None:
             return known[1]
         values = tuple(torch.Tensor.shape.__get__(tensor))  # type: ignore[attr-defined]
+        of_values = (size for size in values if isinstance(size, torch.SymInt) and not is_followed(size))
+        if not all(map(is_free, of_values)):
+            # torch would decide by the sizes of the example that it is computed from.
+            raise DependsOnValuesError
         node = self._slot(tensor)
         if node is None or (node.op in ("placeholder", "get_attr") and node not in self._inputs):
             return values
@@ -489,7 +496,7 @@ class SizeReads(TorchFunctionMode):
 
     def remember(self, tensor: Tensor, sizes: tuple[Any, ...]) -> None:
         """Answer reads of the sizes of ``tensor`` with ``sizes``, if any is computed from others."""
-        if any(map(is_followed, sizes)):
+        if any(isinstance(size, torch.SymInt) for size in sizes):
             self._known[id(tensor)] = (tensor, sizes)
 
     def hand_on_sizes(self, tensor: Tensor, like: Tensor) -> None:
@@ -607,6 +614,13 @@ class SizeReads(TorchFunctionMode):
         result.meta.update({key: like.meta[key] for key in kept if key in like.meta}, val=value)
         self._nodes_of[expression] = result
         return result
+
+
+def _expression(size: Any) -> Any:
+    """Return the expression of ``size``; 1 for one that depends on values, as if all lengths were 1."""
+    if is_followed(size):
+        return size.node.expression
+    return size if type(size) is int else 1
 
 
 def _constants(model: nn.Module) -> dict[str, Tensor]:
