@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import UserList
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
-from torch.overrides import TorchFunctionMode
 
+from torchq_compat.capture.replaced_calls import ReplacedCalls, called_without_out
 from torchq_compat.errors import InputError
 from torchq_compat.support import upstream
 from torchq_compat.support.process_state import held
@@ -187,7 +187,7 @@ _BATCH_IN_CALL: ContextVar[Any] = ContextVar("torchq_compat_packed_batch", defau
 _MODE: ContextVar[PackingMode | None] = ContextVar("torchq_compat_packing", default=None)
 
 
-class PackingMode(TorchFunctionMode):
+class PackingMode(ReplacedCalls):
     """Replaces packing and unpacking while it is active.
 
     Args:
@@ -205,20 +205,11 @@ class PackingMode(TorchFunctionMode):
         self._batches: list[tuple[Tensor, Any]] = []
 
     @contextmanager
-    def during(self, model: nn.Module) -> Iterator[None]:
-        """Be active while ``model`` runs, inside of torch.export's own modes, which decompose ``tolist``."""
-        entered = ExitStack()
-
-        def enter(_model: nn.Module, args: Any) -> None:
-            for leaf in upstream.pytree.tree_leaves(args):
-                _keep_whole(leaf)
-            entered.enter_context(self)
-
-        def leave(_model: nn.Module, _args: Any, _result: Any) -> None:
-            entered.close()
-
-        hooks = model.register_forward_pre_hook(enter), model.register_forward_hook(leave, always_call=True)
-        with hooks[0], hooks[1], entered, held(_MODE, self):
+    def inside(self, traced: nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
+        # torch.export's own modes decompose ``tolist``.
+        for leaf in upstream.pytree.tree_leaves((args, kwargs)):
+            _keep_whole(leaf)
+        with self, held(_MODE, self):
             yield
 
     def __torch_function__(
@@ -242,7 +233,7 @@ class PackingMode(TorchFunctionMode):
         if function in PUT_TOGETHER and _holds_numbers(given):
             return torch.stack([*map(_as_number, given)]).to(**(kwargs or {}))
         named = {name: _plain(value) for name, value in (kwargs or {}).items()}
-        return _keep_whole(function(*map(_plain, args), **named))
+        return _keep_whole(called_without_out(function, tuple(map(_plain, args)), named))
 
     def batch_of(self, batch_sizes: Tensor) -> Any:
         """Return the number of sequences in a packed sequence with ``batch_sizes``: the batch of the input if

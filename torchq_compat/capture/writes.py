@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from torchq_compat.capture.origins import meta_outside_leaves
@@ -19,84 +19,7 @@ from torchq_compat.ops import those
 from torchq_compat.support.graph_nodes import user_line_of
 from torchq_compat.support.upstream import OpOverload, pytree
 
-# Makes an op with ``out=`` one without, whose result is copied into the tensor that was given as ``out``.
-
-
 ATEN = torch.ops.aten
-
-
-def write_results_into_out(graph: Graph) -> None:
-    """Rewrite the ops of ``graph`` that have ``out=`` arguments, unless a result resizes one of them."""
-    for node in list(graph.nodes):
-        names = _out_names(node)
-        plain = _without_out(node.target) if names else None
-        written = [node.kwargs.get(name) for name in names]
-        if plain is None or not all(isinstance(entry, Node) for entry in written):
-            continue
-        kwargs = {name: value for name, value in node.kwargs.items() if name not in names}
-        values = _values(plain, node.args, kwargs)
-        if [str(item.shape) for item in values] == [str(element.meta["val"].shape) for element in written]:
-            _rewrite(graph, node, (plain, kwargs), written, values)
-
-
-def _rewrite(
-    graph: Graph,
-    node: Node,
-    call: tuple[OpOverload, dict[str, Any]],
-    written: list[Any],
-    values: list[Tensor],
-) -> None:
-    with graph.inserting_before(node):
-        result = _make(graph, call[0], (node.args, call[1]), node)
-        results = [result]
-        if len(written) > 1:
-            result.meta["val"] = tuple(values)
-            results = [_make(graph, operator.getitem, ((result, i), {}), node) for i in range(len(written))]
-        for into, item, value in zip(written, results, values, strict=True):
-            item.meta["val"] = value
-            _make(graph, ATEN.copy_.default, ((into, item), {}), node).meta["val"] = into.meta["val"]
-    if len(written) == 1:
-        node.replace_all_uses_with(written[0])
-    for user in list(node.users):
-        user.replace_all_uses_with(written[user.args[1]])  # type: ignore[index]
-        graph.erase_node(user)
-    graph.erase_node(node)
-
-
-def _values(plain: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """Return the results of ``plain`` for the example values of its arguments; none if they are not known."""
-    args, kwargs = pytree.tree_map_only(Node, lambda item: item.meta.get("val"), (args, kwargs))
-    try:
-        result = plain(*args, **kwargs)
-    except (RuntimeError, TypeError, ValueError):
-        return []
-    return list(result) if isinstance(result, (tuple, list)) else [result]
-
-
-def _make(graph: Graph, target: Any, called: tuple[Any, Any], like: Node) -> Node:
-    result = graph.call_function(target, *called)
-    result.meta = {key: value for key, value in meta_outside_leaves(like).items() if key != "torch_fn"}
-    return result
-
-
-def _out_names(node: Node) -> list[str]:
-    target = node.target
-    if not isinstance(target, OpOverload) or target.namespace != "aten":
-        return []
-    return [argument.name for argument in target._schema.arguments if argument.is_out]
-
-
-def _without_out(target: Any) -> OpOverload | None:
-    """Return the overload of the same op that takes the other arguments of ``target``, or None."""
-    expected = [
-        (argument.name, str(argument.type)) for argument in target._schema.arguments if not argument.is_out
-    ]
-    packet = target.overloadpacket
-    for name in packet.overloads():
-        overload: OpOverload = getattr(packet, name)
-        if [(item.name, str(item.type)) for item in overload._schema.arguments] == expected:
-            return overload
-    return None
 
 
 # Computes the new value of a tensor from the new value of a view of it.
@@ -235,7 +158,7 @@ def _without_form(view: Node) -> CaptureError:
 # see a write into one of these. So later readers of the value read the result of the op instead, also if
 # they read it through a view that was written into, or through a view of the written value. A write into a
 # view becomes an op that returns the base with that part replaced (``select_scatter``, ``slice_scatter``,
-# ...). An ``out=`` argument is written into as by ``copy_``.
+# ...).
 
 
 def make_out_of_place(graph_module: GraphModule, *, keep_writes_into_views: bool = False) -> None:
@@ -250,7 +173,6 @@ def make_out_of_place(graph_module: GraphModule, *, keep_writes_into_views: bool
         CaptureError: an op writes into a view that has no out-of-place form, such as one of
             ``Tensor.unfold``.
     """
-    write_results_into_out(graph_module.graph)
     if any(_functional_overload(node) is not None for node in graph_module.graph.nodes):
         _Rewriting(graph_module, keep_writes_into_views).run()
     graph_module.recompile()
@@ -438,6 +360,16 @@ def _copies(node: Node) -> bool:
     results = _values(node.target, node.args, dict(node.kwargs))
     of_source = source.meta["val"].untyped_storage()._cdata if results else None
     return not results or bool(results[0].untyped_storage()._cdata != of_source)
+
+
+def _values(plain: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """Return the results of ``plain`` for the example values of its arguments; none if they are not known."""
+    args, kwargs = pytree.tree_map_only(Node, lambda item: item.meta.get("val"), (args, kwargs))
+    try:
+        result = plain(*args, **kwargs)
+    except (RuntimeError, TypeError, ValueError):
+        return []
+    return list(result) if isinstance(result, (tuple, list)) else [result]
 
 
 def _is_view_op(target: OpOverload) -> bool:

@@ -8,8 +8,8 @@ import operator
 import sys
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.fx.node import map_arg
-from torch.overrides import TorchFunctionMode
 
+from torchq_compat.capture.replaced_calls import ReplacedCalls
 from torchq_compat.capture.sizes.integer_arguments import first_call, write_integers
 from torchq_compat.capture.sizes.numbers import (
     UNKNOWN,
@@ -175,7 +175,7 @@ def current_reads() -> SizeReads | None:
     return _CURRENT.get()
 
 
-class SizeReads(TorchFunctionMode):
+class SizeReads(ReplacedCalls):
     """Answers reads of sizes while a model is captured.
 
     Args:
@@ -191,6 +191,7 @@ class SizeReads(TorchFunctionMode):
         super().__init__()
         self.follow = follow
         self._knows_values = False
+        self._constants: Mapping[str, Tensor] = {}
         self.guards: dict[Any, Guard] = {}
         self.read = ReadSizes()
         self._known: dict[int, tuple[Tensor, tuple[Any, ...]]] = {}
@@ -207,40 +208,18 @@ class SizeReads(TorchFunctionMode):
 
     @contextmanager
     def during(self, model: nn.Module, *, with_values: bool = False) -> Iterator[None]:
-        """Be active while ``model`` runs: torch.export hides the calls of the model from a mode around it.
+        """Be active while ``model`` runs.
 
         Args:
             with_values: whether values of buffers, and of parameters in evaluation, are answered too.
         """
-        self._knows_values = with_values
-        entered, values, depth = ExitStack(), _constants(model), 0
-
-        def enter(traced: nn.Module, args: Any, kwargs: Any) -> None:
-            nonlocal depth
-            depth += 1
-            if depth > 1:  # The model calls itself.
-                return
-            entered.enter_context(self._tracing(pytree.tree_leaves((args, kwargs))))
-            for name, fake in _constants(traced).items() if self._tracer else ():
-                if name in values and (node := self._slot(fake)) is not None:
-                    self._values[node] = values[name], fake.untyped_storage()._cdata
-
-        def leave(_model: nn.Module, _args: Any, result: Any) -> Any:
-            nonlocal depth
-            depth -= 1
-            if depth:
-                return result
-            result = self._with_plain_results(result)
-            entered.close()
-            return result
-
-        before = model.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
-        with before, model.register_forward_hook(leave, always_call=True), entered:
+        self._knows_values, self._constants = with_values, _constants(model)
+        with super().during(model):
             yield
 
     @contextmanager
-    def _tracing(self, inputs: Sequence[Any]) -> Iterator[None]:
-        """Read sizes of ``inputs`` and of what is computed from them, in the trace that runs."""
+    def inside(self, traced: nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
+        """Read sizes of the arguments and of what is computed from them, in the trace that runs."""
         mode: Any = get_proxy_mode()
         if mode is None:
             yield
@@ -249,7 +228,11 @@ class SizeReads(TorchFunctionMode):
         for state in (*states, self._values, self.asked, self._written):
             state.clear()
         self._tracer = mode.tracer
+        inputs = pytree.tree_leaves((args, kwargs))
         self._inputs = tuple(self._slot(leaf) if isinstance(leaf, Tensor) else None for leaf in inputs)
+        for name, fake in _constants(traced).items():
+            if name in self._constants and (node := self._slot(fake)) is not None:
+                self._values[node] = self._constants[name], fake.untyped_storage()._cdata
         dispatch = mode.__torch_dispatch__
 
         def dispatch_with_plain_numbers(func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -266,7 +249,7 @@ class SizeReads(TorchFunctionMode):
             for number, node in enumerate(self._nodes_returned()):
                 node.meta[CUSTOM] = {**(node.meta.get(CUSTOM) or {}), metadata.SIZES_ASKED.name: number}
 
-    def _with_plain_results(self, result: Any) -> Any:
+    def returned(self, result: Any) -> Any:
         """Return the model's ``result`` with plain numbers, and remember those that were computed."""
         leaves, spec = pytree.tree_flatten(result)
         self._results = {i: leaf.node.expression for i, leaf in enumerate(leaves) if is_followed(leaf)}
