@@ -133,6 +133,32 @@ def test_how_many_parts_there_are_is_told() -> None:
         ours(torch.randn(7, 5))
 
 
+class CountsElements(nn.Module):
+    """Decides by a size that no read of sizes shows."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.fc, self.most = nn.Linear(8, 8), most
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.fc(x)
+        return made * 2 if x.nbytes // x.element_size() > self.most else made
+
+
+@pytest.mark.parametrize(("most", "taken", "refused"), [(36, [4], [1, 3, 5]), (10, [2, 4, 7], [1])])
+def test_sizes_at_which_a_trial_differs_are_refused(most: int, taken: list[int], refused: list[int]) -> None:
+    torch.manual_seed(0)
+    model = CountsElements(most).eval()
+    with pytest.warns(QuantizationWarning, match="computes? something else at other sizes"):
+        ours = tc.prepare_fx(model, MAPPING, (torch.randn(4, 8),))
+    for batch in taken:
+        x = torch.randn(batch, 8)
+        torch.testing.assert_close(ours(x), model(x))
+    for batch in refused:
+        with pytest.raises(InputError, match="dimension 0"):
+            ours(torch.randn(batch, 8))
+
+
 class Nested(nn.Module):
     def forward(self, pair: list[Tensor], named: dict[str, Tensor], *rest: Tensor) -> Tensor:
         total = pair[0]

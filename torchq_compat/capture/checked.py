@@ -329,7 +329,8 @@ def differs(case: CaptureCase, stage: str, problem: str) -> CaptureError:
 # fails or differs is followed by one that answers the model's Python with less freedom.
 
 
-DIFFERS = "with that size free the captured graph differs from the float model"
+#: What is told in place of the user's line where no read of a size was seen.
+DIFFERS = "code that makes the float model compute something else at other sizes"
 
 
 def capture_checked(case: CaptureCase) -> tuple[CaptureCase, Attempt]:
@@ -388,7 +389,11 @@ def _fix_wrong_sizes(case: CaptureCase, result: Attempt) -> Attempt:
             only_one = size == 1 and group not in rules
             rules[group] = list(_rules(result, group, only_one=only_one))
     sizes = replace(result.sizes, rules=(*result.sizes.rules, *itertools.chain(*rules.values())))
-    kept = [trial for trial in result.trials if trial.problem is None]
+    kept = [
+        trial
+        for trial in result.trials
+        if trial.problem is None and sizes.broken_rule(sizes_at(sizes, trial.groups)) is None
+    ]
     return replace(result, sizes=sizes, trials=kept)
 
 
