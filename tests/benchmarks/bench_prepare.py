@@ -112,9 +112,9 @@ def recorded(ways: list[str]) -> Iterator[None]:
     home: Any = checked_capture
     attempt = home.attempt
 
-    def attempted(case: Any, way: Any) -> Any:
-        ways.append(way.value)
-        return attempt(case, way)
+    def attempted(case: Any, reads: Any) -> Any:
+        ways.append("symbols" if reads is None else "followed" if reads.follow else "fixed")
+        return attempt(case, reads)
 
     home.attempt = attempted
     try:

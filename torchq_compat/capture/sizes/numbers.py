@@ -342,6 +342,7 @@ TORCH = Path(torch.__file__).parent
 PACKAGE = Path(__file__).parents[2]
 STANDARD, PACKAGES = (f"{sysconfig.get_path(name)}/" for name in ("stdlib", "purelib"))
 LIBRARIES = (f"{TORCH}/", f"{PACKAGE}/")
+CALLED_IN_BETWEEN = ("unseen_python", "replaced_calls", "packed_sequences")
 #: Code that evaluates numbers, and does not decide by them.
 EVALUATING = (
     str(TORCH / "fx" / "experimental"),
@@ -349,8 +350,7 @@ EVALUATING = (
     str(TORCH / "_tensor.py"),
     str(TORCH / "overrides.py"),
     str(Path(__file__).parent),
-    str(PACKAGE / "capture" / "unseen_python.py"),
-    str(PACKAGE / "capture" / "packed_sequences.py"),
+    *(str(PACKAGE / "capture" / f"{name}.py") for name in CALLED_IN_BETWEEN),
 )
 #: Beginnings of the file names of generated code.
 GENERATED = ("<frozen", "<eval_with_key", "<string>")
