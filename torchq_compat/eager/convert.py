@@ -208,9 +208,7 @@ def _converted_by(target: Any, module: nn.Module, settings: ConvertSettings, pat
         result = cls()
     else:
         result = _function(cls, module)
-    result.output = output  # type: ignore[assignment]
-    result.place = path  # type: ignore[assignment]
-    result.has_seen_data = path not in settings.without_data  # type: ignore[assignment]
+    vars(result).update(output=output, place=path, has_seen_data=path not in settings.without_data)
     return result
 
 

@@ -99,10 +99,21 @@ def rewrite_text(text: str, rewrites: Iterable[Finder] = REWRITES, origin: Origi
 
 def _settle(source: ParsedSource, rewrite: Finder, origin: Origin) -> ParsedSource:
     for _ in range(MAX_ROUNDS):
-        sites = list(_compatible(site for site in _sites_of(source, rewrite) if site.edits))
+        edits: list[Edit] = []
+        sites: list[Site] = []
+        for site in _sites_of(source, rewrite):
+            # A site whose edits overlap those of an earlier one gets another round.
+            if site.edits and not overlap(site.edits, edits):
+                edits += site.edits
+                sites.append(site)
         if not sites:
             break
-        source = _apply(source, sites, origin)
+        requests = [request for site in sites for request in site.imports]
+        text = apply_edits(source.data, [*edits, *import_edits(source, requests)]).decode()
+        try:
+            source = origin.parse(text)
+        except cst.ParserSyntaxError as error:
+            raise InvalidResultError(f"rewriting would break it: {error.message}") from error
     return source
 
 
@@ -153,25 +164,6 @@ def _import_spans(source: ParsedSource) -> tuple[list[int], list[tuple[int, int]
 
 def _imports_in(statements: bytes) -> set[tuple[str, str]]:
     return imports_of(ast.parse(b"\n".join(line.strip() for line in statements.splitlines())))
-
-
-def _compatible(sites: Iterable[Site]) -> Iterator[Site]:
-    """Yield the sites whose edits do not overlap those of an earlier site; the rest gets another round."""
-    taken: list[Edit] = []
-    for site in sites:
-        if not overlap(site.edits, taken):
-            taken += site.edits
-            yield site
-
-
-def _apply(source: ParsedSource, sites: list[Site], origin: Origin) -> ParsedSource:
-    edits = [edit for site in sites for edit in site.edits]
-    edits += import_edits(source, [request for site in sites for request in site.imports])
-    text = apply_edits(source.data, edits).decode()
-    try:
-        return origin.parse(text)
-    except cst.ParserSyntaxError as error:
-        raise InvalidResultError(f"rewriting would break it: {error.message}") from error
 
 
 # Scan a whole tree: find the files that use FX, and the sites in them.

@@ -5,7 +5,7 @@ order they run: ``(nn.Linear, nn.ReLU)``.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from types import MappingProxyType
@@ -129,7 +129,14 @@ def read_backend_config(value: torch_ao.BackendConfig | dict[str, Any] | None) -
             if isinstance(config, dict):
                 check_keys(f"backend_config: configs[{position}]", config, PATTERN_KEYS)
     value = read_config("backend_config", value, ("name", "configs"), torch_ao.BackendConfig, ENTRIES)
-    by_pattern = dict(_configs_by_pattern(value))
+    by_pattern: dict[Any, torch_ao.BackendPatternConfig] = {}
+    for config in value.configs:
+        nested = config._pattern_complex_format
+        pattern = _in_order(nested) if config.pattern is None else config.pattern
+        if pattern is None:
+            warn_user("TQ306", backend=value.name, pattern=_in_words(nested))
+        else:
+            by_pattern[pattern] = config
     entries = {pattern: _entry(pattern, config, by_pattern) for pattern, config in by_pattern.items()}
     return BackendTable(name=value.name, entries=MappingProxyType(entries))
 
@@ -137,19 +144,6 @@ def read_backend_config(value: torch_ao.BackendConfig | dict[str, Any] | None) -
 @cache
 def _native_table() -> BackendTable:
     return read_backend_config(torch_ao.get_native_backend_config())
-
-
-def _configs_by_pattern(value: torch_ao.BackendConfig) -> Iterator[tuple[Any, torch_ao.BackendPatternConfig]]:
-    for config in value.configs:
-        if config.pattern is not None:
-            yield config.pattern, config
-            continue
-        nested = config._pattern_complex_format
-        pattern = _in_order(nested)
-        if pattern is None:
-            warn_user("TQ306", backend=value.name, pattern=_in_words(nested))
-        else:
-            yield pattern, config
 
 
 def _in_order(nested: Any) -> Any:

@@ -153,14 +153,13 @@ def _read_mapping(setting: str, mapping: ClassMapping, method: str) -> ClassMapp
 
 
 def _read_standalone(entries: Mapping[Any, Any]) -> MappingProxyType[Any, StandaloneSettings]:
-    return MappingProxyType({key: _read_standalone_entry(entry) for key, entry in entries.items()})
-
-
-def _read_standalone_entry(entry: Any) -> StandaloneSettings:
-    mapping, backend = entry.qconfig_mapping, entry.backend_config
-    return StandaloneSettings(
-        rules=None if mapping is None else read_qconfig_mapping(mapping),
-        example_inputs=tuple(entry.example_inputs or ()),
-        settings=read_prepare_custom_config(entry.prepare_custom_config),
-        backend=None if backend is None else read_backend_config(backend),
-    )
+    settings = {
+        key: StandaloneSettings(
+            rules=None if entry.qconfig_mapping is None else read_qconfig_mapping(entry.qconfig_mapping),
+            example_inputs=tuple(entry.example_inputs or ()),
+            settings=read_prepare_custom_config(entry.prepare_custom_config),
+            backend=None if entry.backend_config is None else read_backend_config(entry.backend_config),
+        )
+        for key, entry in entries.items()
+    }
+    return MappingProxyType(settings)

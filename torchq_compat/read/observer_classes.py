@@ -228,10 +228,12 @@ class FusedFakeQuantize(FusedMovingAvgObsFakeQuantize):  # type: ignore[misc]
         if not has_seen or not bool(self.fake_quant_enabled):
             qparams: tuple[Tensor, Tensor] = observer.calculate_qparams()
             return qparams
+        channels: Tensor = observer.min_val  # Any input of as many channels as were observed will do.
+        shape = (*[1] * self.ch_axis, channels.numel(), 1) if self.is_per_channel else (1,)
         scale, zero_point = self.scale.clone(), self.zero_point.clone()
         off, on = torch.zeros_like(self.observer_enabled), torch.ones_like(self.fake_quant_enabled)
         torch.fused_moving_avg_obs_fake_quant(
-            self._any_input(),
+            channels.new_zeros(shape),
             off,
             on,
             observer.min_val.clone(),
@@ -252,13 +254,6 @@ class FusedFakeQuantize(FusedMovingAvgObsFakeQuantize):  # type: ignore[misc]
             scale = torch.where(symmetric, scale, observed_scale)
             zero_point = torch.where(symmetric, zero_point, observed_zero_point.to(zero_point.dtype))
         return scale, zero_point
-
-    def _any_input(self) -> Tensor:
-        """Return zeros with as many channels as were observed."""
-        channels: Tensor = self.activation_post_process.min_val
-        if not self.is_per_channel:
-            return channels.new_zeros(1)
-        return channels.new_zeros((*[1] * self.ch_axis, channels.numel(), 1))
 
 
 # A min-max observer whose scale is a power of two, which fixed-point kernels require.

@@ -11,7 +11,7 @@ import torch
 import torchao.quantization.pt2e.fake_quantize as pt2e_fake_quantize
 import torchao.quantization.pt2e.observer as pt2e_observer
 from torch import Tensor, nn
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from torchq_compat.errors import ConfigError
 from torchq_compat.read import observer_classes, qparams, torch_ao_classes
@@ -128,7 +128,12 @@ def fixed_qparams_constructor(
 
 
 def _translate(module: nn.Module) -> nn.Module:
-    mirror = _mirror_class(type(module))
+    name = type(module).__name__
+    # By identity: a user may reuse a name.
+    is_known = any(getattr(home, name, None) is type(module) for home in HOMES)
+    ours = REPLACED.get(name) or torch_ao_classes.SUBCLASSES.get(name)
+    mirror: Callable[..., nn.Module] | None
+    mirror = (ours or getattr(pt2e_observer, name, None)) if is_known else None
     if mirror is None:
         return adapted(module)
     inner = getattr(module, "activation_post_process", None)
@@ -149,59 +154,33 @@ def adapted(module: nn.Module) -> nn.Module:
     return LegacyObserverAdapter(module)
 
 
-def _mirror_class(cls: type[nn.Module]) -> Callable[..., nn.Module] | None:
-    """Return our class for one of torch.ao or torchao, else None; by identity: a user may reuse a name."""
-    name = cls.__name__
-    if all(getattr(home, name, None) is not cls for home in HOMES):
-        return None
-    ours = REPLACED.get(name) or torch_ao_classes.SUBCLASSES.get(name)
-    mirror: Callable[..., nn.Module] | None = ours or getattr(pt2e_observer, name, None)
-    return mirror
-
-
-def _arguments_from_attributes(mirror: Callable[..., nn.Module], module: nn.Module) -> dict[str, Any]:
+def _arguments_from_attributes(mirror: Any, module: nn.Module) -> dict[str, Any]:
+    # The class whose constructor names the arguments; our subclasses pass them on.
+    is_torchao_own = getattr(pt2e_observer, mirror.__name__, None) is mirror
     arguments: dict[str, Any] = {}
-    for name in _parameters(_torchao_class(mirror)):
+    for name in _parameters(mirror if is_torchao_own else mirror.__bases__[0]):
         attribute = ATTRIBUTE_OF_ARGUMENT.get(name, name)
         if hasattr(module, attribute):
-            arguments[name] = _plain_value(getattr(module, attribute))
+            value = getattr(module, attribute)
+            value = value.item() if isinstance(value, Tensor) else value
+            arguments[name] = plain_dtype(value) if isinstance(value, torch.dtype) else value
     if getattr(module, "has_customized_qrange", False):
         arguments["reduce_range"] = False  # A given range is stored already reduced.
     elif hasattr(module, "has_customized_qrange") and module.dtype not in PACKED_DTYPES:
         del arguments["quant_min"], arguments["quant_max"]
+    limits: Any = module
     if isinstance(module, torch_ao_classes.FIXED_QPARAMS):
-        arguments["quant_min"], arguments["quant_max"] = _fixed_qparams_range(module)
+        # FixedQParamsObserver stores 0..255 for every dtype if the user gave no range. FX's quantize op
+        # ignores the stored range; PT2E's op clamps to it, which turns a 32-bit part into zeros.
+        given = limits.quant_min, limits.quant_max
+        low, high = dtype_range(limits.dtype) if given == (0, 255) else given
+        arguments["quant_min"], arguments["quant_max"] = low, high
     return arguments
 
 
 @cache
 def _parameters(observer_class: Callable[..., nn.Module]) -> tuple[str, ...]:
     return tuple(inspect.signature(observer_class).parameters)
-
-
-def _torchao_class(mirror: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    """Return the class whose constructor names the arguments; our subclasses pass them on."""
-    is_torchao_own = getattr(pt2e_observer, mirror.__name__, None) is mirror
-    base: Callable[..., nn.Module] = mirror if is_torchao_own else mirror.__bases__[0]  # type: ignore[attr-defined]
-    return base
-
-
-def _plain_value(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.item()
-    return plain_dtype(value) if isinstance(value, torch.dtype) else value
-
-
-def _fixed_qparams_range(value: Any) -> tuple[int, int]:
-    """Return the range to clamp to.
-
-    FixedQParamsObserver stores 0..255 for every dtype if the user gave no range. FX's quantize op ignores the
-    stored range; PT2E's op clamps to it, which turns a 32-bit part into zeros. So the range of the dtype is
-    used instead.
-    """
-    if (value.quant_min, value.quant_max) == (0, 255):
-        return dtype_range(value.dtype)
-    return value.quant_min, value.quant_max
 
 
 class _Adapter(nn.Module):
@@ -346,6 +325,7 @@ class WeightConstructor:
         self.setting = constructor.setting
         self.settings: torch_ao_classes.ObserverSettings = constructor.settings
         self.__name__ = constructor.__name__
+        self._has_float_zero_points = self.settings.qscheme is torch.per_channel_affine_float_qparams
 
     def with_args(self, **_spec: Any) -> WeightConstructor:
         return self
@@ -355,10 +335,6 @@ class WeightConstructor:
         """A constructor for torchao's own convert too: it needs observers that have observed, except for
         float zero points, whose observers have a ``convert``."""
         return self if self._has_float_zero_points else self.constructor
-
-    @property
-    def _has_float_zero_points(self) -> bool:
-        return self.settings.qscheme is torch.per_channel_affine_float_qparams
 
     def __call__(self) -> nn.Module:
         if self._has_float_zero_points:
@@ -444,19 +420,13 @@ class DynamicQuantization(pt2e_observer.ObserverBase):  # type: ignore[misc]
         source = source_of(observer_node)
         graph = model.graph
         with graph.inserting_before(observer_node):
-            insert = _to_half_and_back if self.dtype is torch.float16 else self._insert_quantization
-            replace_node(observer_node, insert(graph, source))
-
-    def _insert_quantization(self, graph: Graph, source: Node) -> Node:
-        low, high = dtype_range(self.dtype)
-        if torch.backends.quantized.engine in ENGINES_OF_REDUCED_RANGE and not self.whole_range:
-            chosen_low, chosen_high = int(low / 2), int(high / 2)
-        else:
-            chosen_low, chosen_high = low, high
-        chosen = chosen_low, chosen_high
-        return insert_dynamic_q_dq(graph, source, chosen, (low, high), eps=SMALLEST_SCALE, dtype=self.dtype)
-
-
-def _to_half_and_back(graph: Graph, source: Node) -> Node:
-    half = graph.call_function(CONVERT_DTYPE, (source, torch.float16))
-    return graph.call_function(CONVERT_DTYPE, (half, torch.float32))
+            if self.dtype is torch.float16:
+                half = graph.call_function(CONVERT_DTYPE, (source, torch.float16))
+                result = graph.call_function(CONVERT_DTYPE, (half, torch.float32))
+            else:
+                low, high = limits = dtype_range(self.dtype)
+                if torch.backends.quantized.engine in ENGINES_OF_REDUCED_RANGE and not self.whole_range:
+                    low, high = int(low / 2), int(high / 2)
+                settings: Any = {"eps": SMALLEST_SCALE, "dtype": self.dtype}
+                result = insert_dynamic_q_dq(graph, source, (low, high), limits, **settings)
+            replace_node(observer_node, result)

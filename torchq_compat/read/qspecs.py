@@ -35,7 +35,9 @@ def check_settings(settings: ObserverSettings, setting: str) -> None:
     if not is_integer(settings.dtype):
         return
     dtype = dtype_name(settings.declared_dtype)
-    low, high = _packed_range(settings) or dtype_range(settings.dtype)
+    low, high = dtype_range(settings.dtype)
+    if settings.declared_dtype in PACKED_DTYPES:  # PT2E stores one of their values to a byte.
+        low, high = 0, 15 if "4x2" in str(settings.declared_dtype) else 3
     given_low = low if settings.quant_min is None else settings.quant_min
     given_high = high if settings.quant_max is None else settings.quant_max
     if not low <= given_low < given_high <= high:
@@ -64,13 +66,6 @@ def check_axis(settings: ObserverSettings, dimensions: int, place: str) -> None:
     axis = settings.ch_axis
     if axis is not None and not -dimensions <= axis < dimensions:
         raise ConfigError.of("TQ910.axis", place=place, axis=axis, dimensions=dimensions)
-
-
-def _packed_range(settings: ObserverSettings) -> tuple[int, int] | None:
-    """Return the range of quint4x2 and quint2x4, which PT2E stores one value to a byte; None for others."""
-    if settings.declared_dtype not in PACKED_DTYPES:
-        return None
-    return (0, 15) if "4x2" in str(settings.declared_dtype) else (0, 3)
 
 
 # Translate a QConfig to the torchao QuantizationSpecs of one op: activation and weight.
@@ -198,17 +193,14 @@ def misfit(qconfigs: Iterable[QConfig | None], *, is_qat: bool) -> str:
             "prepare_qat_fx: the qconfig_mapping has observers and no fake-quantize, so training does not "
             "see the rounding."
         )
+    learnt = {cls for cls in fakes if not issubclass(cls, FIXED)}
     # A QConfig with a single fake-quantize is not for training: torch.ao has such QConfigs for calibration.
-    if not is_qat and any(len(pair) == 2 and all(map(_is_learnt, pair)) for pair in pairs):
+    if not is_qat and any(len(pair) == 2 and learnt.issuperset(pair) for pair in pairs):
         return (
             "prepare_fx: the qconfig_mapping has fake-quantizes, which are for training: in calibration "
             "each layer gets inputs that the layers before it have rounded, and ranges are moving averages."
         )
     return ""
-
-
-def _is_learnt(cls: type) -> bool:
-    return issubclass(cls, FAKE_QUANTIZES) and not issubclass(cls, FIXED)
 
 
 # A user's QuantizationSpec with an observer of torch.ao, as the old tutorials import them.

@@ -83,7 +83,8 @@ def _of_is_reference(source: ParsedSource, call: FxCall, index: int) -> Site:
 
 def find_examples(source: ParsedSource) -> Iterator[Site]:
     for call in fx_calls(source):
-        arg = _example(call)
+        is_whole = call.function in PREPARING and not call.has_stars
+        arg = call.arg("example_inputs") if is_whole else None
         if arg is None:
             continue
         value, start = arg.value, source.start(arg.value)
@@ -94,12 +95,6 @@ def find_examples(source: ParsedSource) -> Iterator[Site]:
             text = f"({source.full_code(value)[1:-1]},)" if value.lpar else f"({source.full_code(value)},)"
             first = source.start(value.lpar[0]) if value.lpar else start
             yield Site(EXAMPLES, start, what, (Edit(first, source.full_end(value), text),))
-
-
-def _example(call: FxCall) -> cst.Arg | None:
-    if call.function not in PREPARING or call.has_stars:
-        return None
-    return call.arg("example_inputs")
 
 
 def _list(source: ParsedSource, value: cst.List) -> Iterator[Site]:

@@ -26,12 +26,6 @@ KEYWORDS = ("args", "kwargs", "dynamic_shapes", "strict", "preserve_module_call_
 
 
 def find(source: ParsedSource) -> Iterator[Site]:
-    yield from _import_sites(source)
-    for attribute in source.nodes(cst.Attribute):
-        yield from _dotted_site(source, attribute)
-
-
-def _import_sites(source: ParsedSource) -> Iterator[Site]:
     for node, alias, full in source.names_from():
         name, removed = full.rpartition(".")[2], REMOVED_CAPTURES.get(full)
         if removed is None:
@@ -47,6 +41,8 @@ def _import_sites(source: ParsedSource) -> Iterator[Site]:
         else:
             refusal = refusal or ("" if edits else import_tables.COMMENTS_BETWEEN_NAMES)
             yield site.settled(refusal, (*edits, *plan.use_edits, *calls))
+    for attribute in source.nodes(cst.Attribute):
+        yield from _dotted_site(source, attribute)
 
 
 def _dotted_site(source: ParsedSource, node: cst.Attribute) -> Iterator[Site]:
@@ -81,15 +77,11 @@ def _calls(
         if unknown:
             return [], f"torch.export.export takes no {unknown[0]}"
         if removed.gave_module:
-            edits += _strict(source, call) if "strict" not in named else ()
+            if call.args and "strict" not in named:
+                last = source.full_end(call.args[-1].value)
+                edits.append(Edit(last, last, ", strict=True"))
             edits.append(Edit(source.end(call), source.end(call), ".module()"))
     return edits, ""
-
-
-def _strict(source: ParsedSource, call: cst.Call) -> Iterator[Edit]:
-    if call.args:
-        last = source.full_end(call.args[-1].value)
-        yield Edit(last, last, ", strict=True")
 
 
 # ``torch._dynamo.export``, by which the first tutorials captured, and ``dynamic_dim``.

@@ -63,18 +63,12 @@ def uses_pt2e(source: ParsedSource) -> bool:
     return any(name.rpartition(".")[2] in PT2E_FUNCTIONS for name in source.used_names())
 
 
-def canonical_function(source: ParsedSource, node: cst.CSTNode) -> str:
-    """Return the FX function that ``node`` names; empty if it is none, or may be something else too."""
-    names = source.names(node)
-    functions = {CANONICAL.get(name, "") for name in names}
-    return functions.pop() if len(functions) == 1 else ""
-
-
 def fx_call(source: ParsedSource, node: cst.CSTNode | None) -> FxCall | None:
-    """Return ``node`` as a call of an FX function, if it is one."""
+    """Return ``node`` as a call of an FX function, if it is one and may be nothing else."""
     if not isinstance(node, cst.Call):
         return None
-    function = canonical_function(source, node.func)
+    functions = {CANONICAL.get(name, "") for name in source.names(node.func)}
+    function = functions.pop() if len(functions) == 1 else ""
     return FxCall(node, function) if function else None
 
 

@@ -101,24 +101,16 @@ def _place(source: ParsedSource, request: ImportRequest) -> _ImportPosition:
     for _, node in reversed(above):
         if request.name and isinstance(node, cst.ImportFrom) and imported_module(node) == request.module:
             assert not isinstance(node.names, cst.ImportStar)
-            last = node.names[-1]
-            return _ImportPosition(source.end(last) - _comma_length(source, last), extends=True)
+            last = source.code(node.names[-1]).rstrip().rstrip(",").rstrip()
+            return _ImportPosition(source.start(node.names[-1]) + len(last.encode()), extends=True)
     near = [line for line, node in above if _library(node) in LIBRARIES]
-    local = _local_place(source, request.offset) if not near and _imports_locally(source) else None
+    uses = (node for node in source.imports() if _library(node) in LIBRARIES)
+    is_local = any(isinstance(above, cst.FunctionDef) for node in uses for above in source.ancestors(node))
+    local = _local_place(source, request.offset) if not near and is_local else None
     if local is not None:
         return local
     near = near or [line for line, _ in above]
     return _ImportPosition(_line_end(source, source.end(near[-1])) if near else _top(source))
-
-
-def _imports_locally(source: ParsedSource) -> bool:
-    return any(
-        _library(node) in LIBRARIES for node in source.imports() if _function_around(source, node) is not None
-    )
-
-
-def _function_around(source: ParsedSource, node: cst.CSTNode) -> cst.FunctionDef | None:
-    return next((a for a in source.ancestors(node) if isinstance(a, cst.FunctionDef)), None)
 
 
 def _local_place(source: ParsedSource, offset: int) -> _ImportPosition | None:
@@ -133,11 +125,6 @@ def _local_place(source: ParsedSource, offset: int) -> _ImportPosition | None:
     return _ImportPosition(
         _line_start(source, start), indent=source.indent_at(start), function=source.start(around[-1])
     )
-
-
-def _comma_length(source: ParsedSource, alias: cst.ImportAlias) -> int:
-    code = source.code(alias)
-    return len(code.encode()) - len(code.rstrip().rstrip(",").rstrip().encode())
 
 
 def _top(source: ParsedSource) -> int:
