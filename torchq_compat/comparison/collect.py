@@ -89,7 +89,9 @@ def _measure(
     places = {key: sides.PlaceMeasures() for key in ours.places}
     outputs: list[sides.PlaceMeasures] = []
     series: list[Series] = []
-    time_axis = _time_axis(float_model)
+    # The time dimension of three-dimensional tensors; None for a model without recurrent modules.
+    recurrent = [module for module in float_model.modules() if isinstance(module, nn.RNNBase)]
+    time_axis = int(any(module.batch_first for module in recurrent)) if recurrent else None
     for batch in case.evaluation_data:
         exact = _exact(float_model, batch)
         _, exact_readings = ours.exact.run(batch)
@@ -151,12 +153,6 @@ def _point(place: KeyFacts, measures: sides.PlaceMeasures) -> Point:
 
 def _output_point(index: int, measures: sides.PlaceMeasures) -> Point:
     return Point(f"output {index}", Kind.OUTPUT, "result of the model", "", *measures.sides())
-
-
-def _time_axis(model: nn.Module) -> int | None:
-    """Return the time dimension of three-dimensional tensors; None for a model without recurrent modules."""
-    recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
-    return int(any(module.batch_first for module in recurrent)) if recurrent else None
 
 
 def _costs(case: Case, ours: OurSide, theirs: sides.QuantizedModel | None) -> Costs:

@@ -100,14 +100,25 @@ def compare_command(args: argparse.Namespace) -> int:
         TorchQCompatError: the target does not exist, fails or takes too long, a model cannot be quantized, or
             the page cannot be written.
     """
-    target = _read_target(args)
+    is_function = bool(FUNCTION.fullmatch(args.target)) and not Path(args.target).exists()
+    if not is_function:
+        if ":" in args.target and not Path(args.target).exists():
+            raise ScriptError.of("TQ973.target", target=args.target)
+        run_command.check_script(args.target)
+        run_command.tell_misplaced_options(args.target, args.args, OPTIONS)
+    target = Target(args.target, is_function, args.args, args.fx, args.trained_qparams)
     if args.html:
         check_page(Path(args.html))
     with stopping_cleanly():
         comparisons = _compared(target, args.timeout)
         if args.html:
             write_page(comparisons, Path(args.html))
-    _show(comparisons, as_json=args.json)
+    if args.json:
+        print(json.dumps(report_data(comparisons), indent=2))
+    elif sys.stdout.isatty():
+        print_report(comparisons, Console())
+    else:
+        print(as_text(comparisons))
     return ATTENTION if any(comparison.verdict.needs_attention for comparison in comparisons) else FINE
 
 
@@ -116,16 +127,6 @@ def _seconds(text: str) -> float:
     if not seconds > 0:
         raise argparse.ArgumentTypeError("give a number of seconds above 0")
     return seconds
-
-
-def _read_target(args: argparse.Namespace) -> Target:
-    is_function = bool(FUNCTION.fullmatch(args.target)) and not Path(args.target).exists()
-    if not is_function:
-        if ":" in args.target and not Path(args.target).exists():
-            raise ScriptError.of("TQ973.target", target=args.target)
-        run_command.check_script(args.target)
-        run_command.tell_misplaced_options(args.target, args.args, OPTIONS)
-    return Target(args.target, is_function, args.args, args.fx, args.trained_qparams)
 
 
 def _compared(target: Target, timeout: float | None) -> tuple[ComparedModel, ...]:
@@ -159,25 +160,12 @@ def _run(command: list[str], target: Target, timeout: float | None) -> int:
         raise ScriptError.of("TQ973.timeout", target=target.name, seconds=expired.timeout) from None
     finally:
         if child.poll() is None:
-            _stop(child)
-
-
-def _stop(child: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        if hasattr(os, "killpg"):
-            os.killpg(child.pid, signal.SIGKILL)
-        else:
-            child.kill()
-    child.wait()
-
-
-def _show(comparisons: tuple[ComparedModel, ...], *, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(report_data(comparisons), indent=2))
-    elif sys.stdout.isatty():
-        print_report(comparisons, Console())
-    else:
-        print(as_text(comparisons))
+            with contextlib.suppress(ProcessLookupError):
+                if hasattr(os, "killpg"):
+                    os.killpg(child.pid, signal.SIGKILL)
+                else:
+                    child.kill()
+            child.wait()
 
 
 # The process, started as ``python -P -c ... PACKAGE_PARENT TARGET RESULT``: it makes the cases, compares

@@ -226,7 +226,18 @@ class _Plan:
             if required.is_functional and value.dim() == self.own[required.name].dim() + 1:
                 # FX packs a convolution over one dimension as one over two.
                 value = value.squeeze(2)
-        self._set(required.name, value, name)
+        expected = self.own[required.name]
+        if value.shape != expected.shape:
+            raise CheckpointError.other_model(
+                f"{name} is {tuple(value.shape)}, and {required.name} of this model {tuple(expected.shape)}."
+            )
+        if value.is_meta:
+            raise CheckpointError.bad_value(name, "is a meta tensor, which has no values")
+        if value.is_floating_point() and not bool(value.isfinite().all()):
+            raise CheckpointError.bad_value(name, "holds NaN or infinity")
+        if not torch.can_cast(value.dtype, expected.dtype):
+            raise CheckpointError.bad_value(name, f"is {value.dtype} where the model has {expected.dtype}")
+        self.tensors[required.name] = value
 
     def _take_tied(self, required: RequiredTensor) -> tuple[str, Entry] | None:
         """Take every entry of the state for one tensor, and return one of them: each of FX's modules that
@@ -244,20 +255,6 @@ class _Plan:
                         "this model."
                     )
         return result[0] if result else None
-
-    def _set(self, name: str, value: Tensor, fx_name: str) -> None:
-        expected = self.own[name]
-        if value.shape != expected.shape:
-            raise CheckpointError.other_model(
-                f"{fx_name} is {tuple(value.shape)}, and {name} of this model {tuple(expected.shape)}."
-            )
-        if value.is_meta:
-            raise CheckpointError.bad_value(fx_name, "is a meta tensor, which has no values")
-        if value.is_floating_point() and not bool(value.isfinite().all()):
-            raise CheckpointError.bad_value(fx_name, "holds NaN or infinity")
-        if not torch.can_cast(value.dtype, expected.dtype):
-            raise CheckpointError.bad_value(fx_name, f"is {value.dtype} where the model has {expected.dtype}")
-        self.tensors[name] = value
 
     def _dissolve(self, batch_norm: FoldedBatchNorm) -> None:
         """Make the batch norm an identity plus the loaded bias: a converted state has it in the weight."""

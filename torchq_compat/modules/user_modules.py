@@ -143,7 +143,13 @@ class OpaqueUserModule(OpaqueModule):
                 path=self.opaque_path,
                 dtype=dtype_name(qparams.dtype),
             )
-        return _legacy_tensor(q, qparams)
+        # The torch.ao quantized tensor with the integers ``q``, which classes of legacy scripts accept.
+        # Values with several qparams (directions of a recurrent module) are quantized again with qparams that
+        # cover all, because hardly any quantized operator accepts per-channel activations.
+        if not isinstance(qparams, PerTensorQParams):
+            whole = covering([piece for _, piece in qparams.runs])
+            q, qparams = whole.quantize(qparams.dequantize(q)), whole
+        return of_integers(q, qparams.scale, qparams.zero_point)
 
     def opaque_hand_out(self, result: Tensor, qparams: QParams | None) -> Tensor:
         return super().opaque_hand_out(as_float(result), qparams)
@@ -205,18 +211,6 @@ def as_users_module(opaque: OpaqueUserModule) -> nn.Module:
 def _shown(structure: call_layouts.Structure) -> str:
     """Return a structure for messages, without dtypes."""
     return str(structure.put_together(["tensor"] * structure.count()))
-
-
-def _legacy_tensor(q: Tensor, qparams: QParams) -> Tensor:
-    """Return the torch.ao quantized tensor with the integers ``q``, which classes of legacy scripts accept.
-
-    Values with several qparams (directions of a recurrent module) are quantized again with qparams that cover
-    all, because hardly any quantized operator accepts per-channel activations.
-    """
-    if not isinstance(qparams, PerTensorQParams):
-        whole = covering([piece for _, piece in qparams.runs])
-        q, qparams = whole.quantize(qparams.dequantize(q)), whole
-    return of_integers(q, qparams.scale, qparams.zero_point)
 
 
 # The handler of all other modules: any float class with an observed and a quantized class.

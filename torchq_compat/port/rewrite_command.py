@@ -40,10 +40,6 @@ class Change:
     text: str
     content: bytes
 
-    @property
-    def path(self) -> Path:
-        return self.document.path
-
 
 def add_parser(subparsers: process.Subparsers) -> None:
     parser = process.add_command(
@@ -140,12 +136,12 @@ def _changed(
 
 def _write(change: Change, inside: Sequence[Path], problems: list[Problem]) -> bool:
     try:
-        replace_file(change.path, change.document.raw, change.content, inside)
+        replace_file(change.document.path, change.document.raw, change.content, inside)
     except PathError as error:
-        problems.append(Problem(change.path, error.message.rstrip(".")))
+        problems.append(Problem(change.document.path, error.message.rstrip(".")))
         return False
     except OSError as error:
-        problems.append(Problem(change.path, f"cannot be written: {error.strerror or error}"))
+        problems.append(Problem(change.document.path, f"cannot be written: {error.strerror or error}"))
         return False
     return True
 
@@ -164,7 +160,7 @@ def diff_lines(change: Change) -> Iterator[str]:
     """Yield a unified diff that ``patch`` accepts; for a notebook, the diff of its code."""
     before = change.document.text.splitlines(keepends=True)
     after = change.text.splitlines(keepends=True)
-    name = change.path.as_posix()
+    name = change.document.path.as_posix()
     for line in difflib.unified_diff(before, after, f"a/{name.lstrip('/')}", f"b/{name.lstrip('/')}"):
         body = line.rstrip("\r\n")
         yield body

@@ -127,7 +127,17 @@ class SaturationCountingObserver(observers.MovingAverageMinMaxObserver):  # type
     def forward(self, x_orig: Tensor) -> Tensor:
         values = x_orig.detach()
         if values.is_cpu and values.numel() and self.min_val.dtype is torch.float32:
-            self._observe_and_count(values)
+            low, high = self.min_val, self.max_val
+            smallest, largest = (extreme.item() for extreme in torch.aminmax(values.to(low.dtype)))
+            if low.item() == math.inf and high.item() == -math.inf:
+                low.fill_(smallest)
+                high.fill_(largest)
+            else:
+                low.fill_(self._averaged(low.item(), smallest))
+                high.fill_(self._averaged(high.item(), largest))
+            _add(self.seen, values.numel())
+            if smallest < low.item() or largest > high.item():
+                _add(self.saturated, int(torch.count_nonzero(values.clamp(low, high) != values)))
         else:
             super().forward(x_orig)
             self.count(values)
@@ -137,19 +147,6 @@ class SaturationCountingObserver(observers.MovingAverageMinMaxObserver):  # type
         """Add ``values`` to the counts."""
         self.seen += values.numel()
         self.saturated += ((values < self.min_val) | (values > self.max_val)).sum()
-
-    def _observe_and_count(self, values: Tensor) -> None:
-        low, high = self.min_val, self.max_val
-        smallest, largest = (extreme.item() for extreme in torch.aminmax(values.to(low.dtype)))
-        if low.item() == math.inf and high.item() == -math.inf:
-            low.fill_(smallest)
-            high.fill_(largest)
-        else:
-            low.fill_(self._averaged(low.item(), smallest))
-            high.fill_(self._averaged(high.item(), largest))
-        _add(self.seen, values.numel())
-        if smallest < low.item() or largest > high.item():
-            _add(self.saturated, int(torch.count_nonzero(values.clamp(low, high) != values)))
 
     def _averaged(self, bound: float, extreme: float) -> float:
         """Return the moving average of a bound, as torchao computes it with one-element tensors, but faster.

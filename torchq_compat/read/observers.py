@@ -427,6 +427,5 @@ class DynamicQuantization(pt2e_observer.ObserverBase):  # type: ignore[misc]
                 low, high = limits = dtype_range(self.dtype)
                 if torch.backends.quantized.engine in ENGINES_OF_REDUCED_RANGE and not self.whole_range:
                     low, high = int(low / 2), int(high / 2)
-                settings: Any = {"eps": SMALLEST_SCALE, "dtype": self.dtype}
-                result = insert_dynamic_q_dq(graph, source, (low, high), limits, **settings)
+                result = insert_dynamic_q_dq(graph, source, (low, high), limits, SMALLEST_SCALE, self.dtype)
             replace_node(observer_node, result)

@@ -43,6 +43,8 @@ STATIC_QUANTIZES = (QUANTIZE, QUANTIZE_PER_CHANNEL)
 DEQUANTIZES = (DEQUANTIZE, DEQUANTIZE_PER_CHANNEL)
 #: Makes a node that reads a tensor, given a name for it.
 MakeConstant = Callable[[str, Tensor], Node]
+#: The least and the largest integer.
+Range = tuple[int, int]
 
 
 def embedding_byte() -> Any:
@@ -93,20 +95,14 @@ def insert_q_dq(graph: Graph, source: Node, qparams: Any, constant: MakeConstant
 
 
 def insert_dynamic_q_dq(
-    graph: Graph,
-    source: Node,
-    chosen_range: tuple[int, int],
-    limits: tuple[int, int],
-    *,
-    eps: float,
-    dtype: torch.dtype,
+    graph: Graph, source: Node, chosen: Range, limits: Range, eps: float, dtype: torch.dtype
 ) -> Node:
     """Insert nodes that choose qparams for ``source``, quantize and dequantize it.
 
     Args:
         graph: the graph of ``source``.
         source: a node whose value is floats.
-        chosen_range: the integers over which the range of the tensor is spread.
+        chosen: the integers over which the range of the tensor is spread.
         limits: the integers to which the quantize clamps.
         eps: the smallest scale.
         dtype: the dtype of the integers.
@@ -114,8 +110,8 @@ def insert_dynamic_q_dq(
     Returns:
         The dequantize.
     """
-    chosen = graph.call_function(CHOOSE_QPARAMS, (source, *chosen_range, eps, dtype))
-    scale, zero_point = (graph.call_function(operator.getitem, (chosen, index)) for index in range(2))
+    qparams = graph.call_function(CHOOSE_QPARAMS, (source, *chosen, eps, dtype))
+    scale, zero_point = (graph.call_function(operator.getitem, (qparams, index)) for index in range(2))
     arguments = (scale, zero_point, *limits, dtype)
     integers = graph.call_function(QUANTIZE_DYNAMIC, (source, *arguments))
     return graph.call_function(DEQUANTIZE_DYNAMIC, (integers, *arguments))

@@ -127,25 +127,21 @@ def _is_tensor(source: ParsedSource, value: cst.BaseExpression, at: cst.CSTNode)
             value = value.func.value
         elif isinstance(value, cst.Subscript):
             if not isinstance(value.slice[0].slice, cst.Slice):
-                return _is_first_of_batch(value)
+                # Whether ``value`` is ``next(iter(loader))[0]``, with which the official tutorials take the
+                # images of a batch.
+                call = value.value
+                index = value.slice[0].slice if len(value.slice) == 1 else None
+                return (
+                    isinstance(call, cst.Call)
+                    and isinstance(call.func, cst.Name)
+                    and call.func.value == "next"
+                    and isinstance(index, cst.Index)
+                    and isinstance(index.value, cst.Integer)
+                )
             value = value.value
         else:
             return False
     return False
-
-
-def _is_first_of_batch(value: cst.Subscript) -> bool:
-    """Return whether ``value`` is ``next(iter(loader))[0]``, with which the official tutorials take the
-    images of a batch."""
-    call = value.value
-    index = value.slice[0].slice if len(value.slice) == 1 else None
-    return (
-        isinstance(call, cst.Call)
-        and isinstance(call.func, cst.Name)
-        and call.func.value == "next"
-        and isinstance(index, cst.Index)
-        and isinstance(index.value, cst.Integer)
-    )
 
 
 RENAMED_KEYWORDS = Finder("TQ107", find_keywords)

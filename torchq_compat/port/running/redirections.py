@@ -112,11 +112,6 @@ class _FreeSize:
     __lt__ = __ge__ = __gt__ = __le__
 
 
-def _shapes(args: tuple[Any, ...], constraints: Sequence[_FreeSize]) -> Any:
-    free = [{c.dimension: torch.export.Dim.AUTO for c in constraints if c.tensor is arg} for arg in args]
-    return tuple(dims or None for dims in free)
-
-
 def _capture(removed: names.RemovedCapture) -> Callable[..., Any]:
     def capture(
         model: nn.Module,
@@ -130,7 +125,9 @@ def _capture(removed: names.RemovedCapture) -> Callable[..., Any]:
             # The removed function traced with Dynamo; Quantizers need the source functions it records.
             settings.setdefault("strict", True)
         if constraints and dynamic_shapes is None:
-            dynamic_shapes = _shapes(args, constraints)
+            auto = torch.export.Dim.AUTO
+            free = ({c.dimension: auto for c in constraints if c.tensor is arg} for arg in args)
+            dynamic_shapes = tuple(dims or None for dims in free)
         program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, **settings)
         return program.module() if removed.gave_module else program
 
@@ -197,27 +194,22 @@ def put_stand_in(name: str, functions: Mapping[str, Callable[..., Any]]) -> None
         return
     module = sys.modules.get(name)
     if module is None:
-        module = _empty_stand_in(name)
+        module = ModuleType(name, f"Stands for {name}, which this torch does not have.")
+
+        def passed_on(attribute: str) -> Any:
+            if not attribute.startswith("_") and hasattr(torch_ao, attribute):
+                return getattr(torch_ao, attribute)
+            raise AttributeError(
+                f"module {name!r} has no attribute {attribute!r}: torch has removed the module, and "
+                "torchq_compat has only what quantizes in its place"
+            )
+
+        vars(module).update({"__getattr__": passed_on, STANDS_IN: True})
         sys.modules[name] = module
         parent = legacy_module(name.rpartition(".")[0])
         if parent is not None:
             setattr(parent, name.rpartition(".")[2], module)
     vars(module).update(functions)
-
-
-def _empty_stand_in(name: str) -> ModuleType:
-    module = ModuleType(name, f"Stands for {name}, which this torch does not have.")
-
-    def passed_on(attribute: str) -> Any:
-        if not attribute.startswith("_") and hasattr(torch_ao, attribute):
-            return getattr(torch_ao, attribute)
-        raise AttributeError(
-            f"module {name!r} has no attribute {attribute!r}: torch has removed the module, and "
-            "torchq_compat has only what quantizes in its place"
-        )
-
-    vars(module).update({"__getattr__": passed_on, STANDS_IN: True})
-    return module
 
 
 # Legacy FX functions -> the functions of this package, in the process that runs a legacy script.

@@ -108,7 +108,8 @@ def _walk(folder: Path, above: tuple[Path, ...]) -> Iterator[Path | Problem]:
         return
     for entry in entries:
         if entry.is_dir():
-            if not _is_skipped(entry):
+            is_left_out = entry.name.startswith(".") or entry.name in SKIPPED_FOLDERS
+            if not is_left_out and not (entry / "pyvenv.cfg").exists():
                 yield from _walk(entry, (*above, real))
         elif entry.suffix in SUFFIXES:
             yield entry
@@ -122,11 +123,6 @@ def _leads_nowhere(link: Path) -> bool:
     except OSError as error:
         return error.errno == errno.ELOOP
     return False
-
-
-def _is_skipped(folder: Path) -> bool:
-    name = folder.name
-    return name.startswith(".") or name in SKIPPED_FOLDERS or (folder / "pyvenv.cfg").exists()
 
 
 def read_raw(path: Path) -> bytes:
@@ -231,7 +227,8 @@ def join_cells(raw_text: str) -> tuple[str, tuple[str, ...]]:
     parts, problems = [], []
     for number, cell in enumerate(_cells(_load(raw_text)), start=1):
         code = _source(cell)
-        if cell.get("cell_type") != "code" or _is_foreign(code):
+        magic = next(iter(code.split(maxsplit=1)), "") if code.lstrip().startswith("%%") else ""
+        if cell.get("cell_type") != "code" or (magic and magic not in PYTHON_CELL_MAGICS):
             continue
         try:
             parts.append(f"{CELL.format(number)}\n{_as_python(code)}\n")
@@ -319,11 +316,6 @@ def _cells(content: dict[str, Any]) -> list[dict[str, Any]]:
 def _source(cell: dict[str, Any]) -> str:
     source = cell.get("source", "")
     return "".join(source) if isinstance(source, list) else str(source)
-
-
-def _is_foreign(code: str) -> bool:
-    first = code.lstrip().split(maxsplit=1)[:1]
-    return bool(first) and first[0].startswith("%%") and first[0] not in PYTHON_CELL_MAGICS
 
 
 Layout = tuple[str, dict[str, Any]]

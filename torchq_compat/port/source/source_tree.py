@@ -31,7 +31,8 @@ class Tree:
                 self._files.setdefault(module_name(path), []).append(path)
         self._bindings: dict[Path, Mapping[str, str]] = {}
         self._stars: dict[Path, tuple[str, ...]] = {}
-        self._taken: dict[Path, set[str]] = {}
+        #: File -> the names of it that other files use, according to the calls of ``follow`` so far.
+        self.taken: dict[Path, set[str]] = {}
 
     def add(self, path: Path, syntax: ast.Module) -> set[ReExport]:
         """Record the names that ``path`` binds; return the legacy names it re-exports under other names."""
@@ -52,17 +53,12 @@ class Tree:
 
     def taken_from(self, path: Path) -> frozenset[str]:
         """Return the names of ``path`` that other files use, according to the calls of ``follow`` so far."""
-        return frozenset(self._taken.get(path, ()))
-
-    @property
-    def taken(self) -> dict[Path, set[str]]:
-        """File -> the names of it that other files use, according to the calls of ``follow`` so far."""
-        return self._taken
+        return frozenset(self.taken.get(path, ()))
 
     def add_taken(self, taken: Mapping[Path, set[str]]) -> None:
         """Add what a copy of this tree knows."""
         for path, names in list(taken.items()):
-            self._taken.setdefault(path, set()).update(names)
+            self.taken.setdefault(path, set()).update(names)
 
     def _is_news(self, path: Path, name: str, full: str) -> bool:
         meaning = self.follow(path, full)
@@ -76,7 +72,7 @@ class Tree:
             path = self._find(importer, ".".join(parts[:cut]))
             if path is None or path not in self._bindings:
                 continue
-            self._taken.setdefault(path, set()).add(parts[cut])
+            self.taken.setdefault(path, set()).add(parts[cut])
             bound = self._bound_to(path, parts[cut], MAX_HOPS)
             return (bound[0], ".".join((bound[1], *parts[cut + 1 :]))) if bound else None
         return None
