@@ -304,12 +304,9 @@ def _note_call(module: nn.Module, args: tuple[Any, ...]) -> None:
     if isinstance(module, GraphModule):
         recording = metadata.RECORDING.of(module)
         if isinstance(recording, Recording) and not recording.is_converted:
-            recording.batches.append(_kept(args))
-
-
-def _kept(values: Any) -> Any:
-    """Return ``values`` with copies of their tensors, since a script may reuse the same buffers."""
-    return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), values)
+            # Copies of the tensors, since a script may reuse the same buffers.
+            kept = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), args)
+            recording.batches.append(kept)
 
 
 def _case(recording: Recording) -> Case:

@@ -162,7 +162,8 @@ def _status(capture: results.Capture) -> results.Status:
         return results.Status.WITHOUT_FX
     if all(_same(output) for output in compared):
         return results.Status.SAME
-    gains = [gain(output) for output in compared]
+    pairs = [(output.ours.sqnr, output.fx.sqnr) for output in compared if output.fx is not None]
+    gains = [0.0 if ours == fx else ours - fx for ours, fx in pairs]  # Both may be infinite.
     if min(gains) < -DECIBELS:
         return results.Status.WORSE
     return results.Status.BETTER if max(gains) > DECIBELS else results.Status.SIMILAR
@@ -171,13 +172,6 @@ def _status(capture: results.Capture) -> results.Status:
 def _same(output: results.Point) -> bool:
     steps = output.steps
     return steps is not None and steps.by_two + steps.by_more <= BEYOND_ONE_STEP
-
-
-def gain(output: results.Point) -> float:
-    """Return our SQNR minus FX's, in dB."""
-    assert output.fx is not None
-    ours, fx = output.ours.sqnr, output.fx.sqnr
-    return 0.0 if ours == fx else ours - fx
 
 
 def _headline(status: results.Status, capture: results.Capture, nothing_quantized: bool) -> str:

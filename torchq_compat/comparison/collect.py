@@ -63,18 +63,8 @@ def capture(case: Case, fx: FxSetting) -> Capture:
         begin("measure time")
         costs = _costs(case, ours, theirs)
     outputs, points, series = measured
-    return Capture(
-        type(case.model).__name__,
-        outputs,
-        points,
-        ours.cells,
-        ours.left_float,
-        ours.unlike_fx,
-        ours.quantized_count,
-        series,
-        costs,
-        fx_run,
-    )
+    of_ours = ours.cells, ours.left_float, ours.unlike_fx, ours.quantized_count
+    return Capture(type(case.model).__name__, outputs, points, *of_ours, series, costs, fx_run)
 
 
 class _FxFailedError(Exception):
@@ -257,19 +247,9 @@ def compare(
         >>> found.verdict.status
         <Status.WITHOUT_FX: 'without FX'>
     """
-    case = Case(
-        model,
-        qconfig_mapping,
-        example_inputs,
-        calibration_data,
-        prepare_custom_config,
-        convert_custom_config,
-        backend_config,
-        evaluation_data,
-        fx_state,
-        is_qat,
-        observer_qparams,
-    )
+    settings = prepare_custom_config, convert_custom_config, backend_config, evaluation_data, fx_state
+    data = example_inputs, calibration_data
+    case = Case(model, qconfig_mapping, *data, *settings, is_qat, observer_qparams)
     return compare_case(case.checked(), fx)
 
 

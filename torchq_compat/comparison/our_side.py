@@ -112,13 +112,8 @@ def quantize_by_us(case: Case) -> OurSide:
     # Fake-quantizes observe in evaluation mode too, and batch norms keep their statistics there.
     model = case.as_trained() if case.is_qat else case.model
     prepare = at_once(prepare_qat_fx) if case.is_qat else at_once(prepare_fx)
-    prepared = prepare(
-        model,
-        case.qconfig_mapping,
-        case.example_inputs,
-        case.prepare_custom_config,
-        backend_config=case.backend_config,
-    ).eval()
+    settings = case.qconfig_mapping, case.example_inputs, case.prepare_custom_config
+    prepared = prepare(model, *settings, backend_config=case.backend_config).eval()
     if case.fx_state is not None:
         load_fx_state(prepared, case.fx_state)
     case.calibrate(prepared)

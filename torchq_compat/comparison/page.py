@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchq_compat.comparison import text as texts
 from torchq_compat.comparison.causes import decibel_text
-from torchq_compat.comparison.results import Capture, ComparedModel, FxOutcome, Point, QParamsView, Side
+from torchq_compat.comparison.results import ComparedModel, FxOutcome, Point, QParamsView, Side
 from torchq_compat.errors import ScriptError, install_extra
 from torchq_compat.port.process import package_version
 from torchq_compat.support.argument_checks import PATH, checked_arguments
@@ -307,40 +307,6 @@ PLACE_COLUMNS = (
 )
 
 
-def comparison_html(comparison: ComparedModel) -> str:
-    """Return the verdict, the worst places, and all places in a ``<details>``."""
-    capture, verdict = comparison.capture, comparison.verdict
-    worst = "".join(
-        f"<li><code>{escape(', '.join(place.names))}</code>: {place.point.ours.sqnr:.1f} dB, "
-        f"{texts.grade(place.point.ours.sqnr)}. {escape(why)}</li>"
-        for place, why in texts.worst_places(capture)
-    )
-    rows = texts.point_rows((*capture.outputs, *capture.points))
-    table = html_table(tuple(texts.COLUMNS), rows)
-    return (
-        f"<div><p><b>{escape(capture.model)}: {verdict.status}</b>. "
-        f"{escape(texts.summary_sentence(comparison))}</p><ol>{worst}</ol>"
-        f"<details><summary>{len(rows)} places</summary>{table}</details></div>"
-    )
-
-
-def place_rows(capture: Capture) -> list[dict[str, Any]]:
-    """Return a row for each output and place, with the keys of ``PLACE_COLUMNS``."""
-    return [
-        {
-            "name": point.name,
-            "kind": point.kind.value,
-            "operation": point.operation,
-            "grade": texts.grade(point.ours.sqnr),
-            **_side(point.ours, ""),
-            **_side(point.fx, "fx_"),
-            "differ": point.steps.share if point.steps else None,
-            "largest_steps": point.steps.largest if point.steps else None,
-        }
-        for point in (*capture.outputs, *capture.points)
-    ]
-
-
 def _side(side: Side | None, prefix: str) -> dict[str, Any]:
     if side is None:
         return dict.fromkeys(f"{prefix}{name}" for name in OF_SIDE)
@@ -364,7 +330,20 @@ class Comparison(ComparedModel):
         return f"<Comparison of {self.capture.model}: {self.verdict.status}. {texts.summary_sentence(self)}>"
 
     def _repr_html_(self) -> str:
-        return comparison_html(self)
+        """Return the verdict, the worst places, and all places in a ``<details>``."""
+        capture, verdict = self.capture, self.verdict
+        worst = "".join(
+            f"<li><code>{escape(', '.join(place.names))}</code>: {place.point.ours.sqnr:.1f} dB, "
+            f"{texts.grade(place.point.ours.sqnr)}. {escape(why)}</li>"
+            for place, why in texts.worst_places(capture)
+        )
+        rows = texts.point_rows((*capture.outputs, *capture.points))
+        table = html_table(tuple(texts.COLUMNS), rows)
+        return (
+            f"<div><p><b>{escape(capture.model)}: {verdict.status}</b>. "
+            f"{escape(texts.summary_sentence(self))}</p><ol>{worst}</ol>"
+            f"<details><summary>{len(rows)} places</summary>{table}</details></div>"
+        )
 
     @property
     def summary(self) -> str:
@@ -381,7 +360,20 @@ class Comparison(ComparedModel):
         Raises:
             ScriptError: pandas is not installed.
         """
-        return data_frame(place_rows(self.capture), PLACE_COLUMNS)
+        rows = [
+            {
+                "name": point.name,
+                "kind": point.kind.value,
+                "operation": point.operation,
+                "grade": texts.grade(point.ours.sqnr),
+                **_side(point.ours, ""),
+                **_side(point.fx, "fx_"),
+                "differ": point.steps.share if point.steps else None,
+                "largest_steps": point.steps.largest if point.steps else None,
+            }
+            for point in (*self.capture.outputs, *self.capture.points)
+        ]
+        return data_frame(rows, PLACE_COLUMNS)
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, as ``torchq-compat compare --json`` prints them for each model."""

@@ -58,20 +58,9 @@ def suggest_command(args: argparse.Namespace) -> int:
     from torchq_compat.comparison.compare_command import case_of_function
 
     with import_noise_held_back():
-        from torchq_compat.comparison.suggesting import suggest
+        from torchq_compat.comparison.suggesting import suggest_for
     (case,) = case_of_function(Target(args.target, is_function=True))
-    mapping = suggest(
-        case.model,
-        case.qconfig_mapping,
-        case.example_inputs,
-        case.calibration_data,
-        n=args.n,
-        instead=args.instead,
-        prepare_custom_config=case.prepare_custom_config,
-        convert_custom_config=case.convert_custom_config,
-        backend_config=case.backend_config,
-        evaluation_data=case.evaluation_data,
-    )
+    mapping = suggest_for(case, args.n, args.instead)
     print(mapping)
     in_float = args.instead == "float"
     if mapping.chosen and not in_float:

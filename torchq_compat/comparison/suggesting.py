@@ -134,24 +134,30 @@ def suggest(
         >>> len(mapping.chosen) <= 1 and mapping.sqnr_after >= mapping.sqnr_before
         True
     """
+    settings = prepare_custom_config, convert_custom_config, backend_config
+    case = Case(model, qconfig_mapping, example_inputs, calibration_data, *settings, evaluation_data)
+    return suggest_for(case, n, instead)
+
+
+def suggest_for(case: Case, n: int, instead: str) -> SuggestedMapping:
+    """Return what ``suggest`` does of the settings in ``case``, which is not checked yet."""
     if n < 1:
         raise errors.ArgumentError.of("TQ903.n", n=n)
     mapping = (
-        torch_ao.QConfigMapping.from_dict(qconfig_mapping)
-        if isinstance(qconfig_mapping, dict)
-        else qconfig_mapping
+        torch_ao.QConfigMapping.from_dict(case.qconfig_mapping)
+        if isinstance(case.qconfig_mapping, dict)
+        else case.qconfig_mapping
     )
     if not isinstance(mapping, torch_ao.QConfigMapping):
-        raise errors.ConfigError.wrong_type("qconfig_mapping", "a QConfigMapping", qconfig_mapping)
-    case = Case(model, mapping, example_inputs, calibration_data, evaluation_data=evaluation_data).checked()
+        raise errors.ConfigError.wrong_type("qconfig_mapping", "a QConfigMapping", case.qconfig_mapping)
+    case = case.checked()
+    model, given = case.model, (case.example_inputs, case.prepare_custom_config)
     _check_batches(model, case.evaluation_data)
 
     def calibrated(mapping: torch_ao.QConfigMapping) -> _Measurement:
-        prepared = at_once(prepare_fx)(
-            model, mapping, case.example_inputs, prepare_custom_config, backend_config=backend_config
-        )
+        prepared = at_once(prepare_fx)(model, mapping, *given, backend_config=case.backend_config)
         case.calibrate(prepared)
-        return _Measurement(model, prepared, mapping, convert_custom_config, case.evaluation_data)
+        return _Measurement(model, prepared, mapping, case.convert_custom_config, case.evaluation_data)
 
     trial = calibrated(mapping)
     before = trial.sqnr(())

@@ -211,11 +211,6 @@ COLUMNS: dict[str, Callable[[results.Point], str]] = {
 }
 
 
-def print_report(comparisons: Iterable[results.ComparedModel], console: Console) -> None:
-    for comparison in comparisons:
-        console.print(renderable(comparison, console.width))
-
-
 def as_text(comparisons: Iterable[results.ComparedModel]) -> str:
     """Return the tables without colour, each row one line."""
     console = Console(file=io.StringIO(), width=WIDTH, no_color=True)
@@ -224,21 +219,27 @@ def as_text(comparisons: Iterable[results.ComparedModel]) -> str:
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
 
-def renderable(comparison: results.ComparedModel, width: int = WIDTH) -> RenderableType:
-    verdict, capture = comparison.verdict, comparison.capture
-    style = STYLES.get(verdict.status, "bold green")
-    parts: list[RenderableType] = [
-        Text(f"{capture.model}: {verdict.status.value}", style=style),
-        Text(verdict.headline),
-        Text(summary_sentence(comparison)),
-        Text(),
-        _points_table((*capture.outputs, *capture.points), width),
-        Text(),
-        _costs_table(capture.costs),
-    ]
-    if verdict.findings:
-        parts += [Text(), Text("What differs, and why", style="bold"), *_findings(comparison)]
-    return Group(*parts)
+def print_report(comparisons: Iterable[results.ComparedModel], console: Console) -> None:
+    """Print the tables; each row of the narrow one is folded to the width."""
+    for comparison in comparisons:
+        verdict, capture = comparison.verdict, comparison.capture
+        costs = Table(box=None, pad_edge=False, header_style="bold")
+        for index, column in enumerate(("model", "bytes of state", "of float", "ms per call", "of float")):
+            costs.add_column(column, justify="right" if index else "left")
+        for row in cost_rows(capture.costs):
+            costs.add_row(*row)
+        parts: list[RenderableType] = [
+            Text(f"{capture.model}: {verdict.status.value}", style=STYLES.get(verdict.status, "bold green")),
+            Text(verdict.headline),
+            Text(summary_sentence(comparison)),
+            Text(),
+            _points_table((*capture.outputs, *capture.points), console.width),
+            Text(),
+            costs,
+        ]
+        if verdict.findings:
+            parts += [Text(), Text("What differs, and why", style="bold"), *_findings(comparison)]
+        console.print(Group(*parts))
 
 
 def _points_table(points: Sequence[results.Point], width: int) -> Text:
@@ -280,15 +281,6 @@ def cost_rows(costs: results.Costs) -> Iterator[tuple[str, str, str, str, str]]:
         if size is not None and time is not None:
             of_size = f"{size / costs.float_bytes:.2f}x" if costs.float_bytes else "-"
             yield side, f"{size:,}", of_size, f"{time:.3g}", f"{time / costs.float_ms:.2f}x"
-
-
-def _costs_table(costs: results.Costs) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for index, column in enumerate(("model", "bytes of state", "of float", "ms per call", "of float")):
-        table.add_column(column, justify="right" if index else "left")
-    for row in cost_rows(costs):
-        table.add_row(*row)
-    return table
 
 
 def findings_by_reason(findings: Iterable[results.Finding]) -> list[tuple[results.Finding, ...]]:

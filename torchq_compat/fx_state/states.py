@@ -301,14 +301,9 @@ class FxState:
                 for other in self.entries
                 if other.startswith(f"{name}_") and WEIGHT_QPARAM.search(other)
             ]
-            dtype = self.state.get(f"{name}_dtype")
-            value = _reference_weight(
-                weight.float(),
-                scale.value,
-                zero_point.value,
-                int(axis.value) if axis is not None and isinstance(axis.value, Tensor) else 0,
-                dtype,
-            )
+            at = int(axis.value) if axis is not None and isinstance(axis.value, Tensor) else 0
+            quantized = scale.value, zero_point.value, at, self.state.get(f"{name}_dtype")
+            value = _reference_weight(weight.float(), *quantized)
             for other in beside:
                 self.entries.pop(other, None)
             self.entries[name] = Entry(value, (name, *beside))

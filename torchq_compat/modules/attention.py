@@ -59,7 +59,10 @@ class ProjectIn(nn.Module):
         biases: tuple[Tensor | None, ...] = (None,) * 3
         if attention.in_proj_bias is not None:
             biases = attention.in_proj_bias.chunk(3)
-        self.linear_Q, self.linear_K, self.linear_V = map(parts.own_linear, _in_weights(attention), biases)
+        weights: Any = (attention.q_proj_weight, attention.k_proj_weight, attention.v_proj_weight)
+        if attention.in_proj_weight is not None:
+            weights = attention.in_proj_weight.chunk(3)
+        self.linear_Q, self.linear_K, self.linear_V = map(parts.own_linear, weights, biases)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.linear_Q(query), self.linear_K(key), self.linear_V(value)
@@ -96,12 +99,6 @@ class ReturnedWeights(nn.Module):
 
     def forward(self, weights: Tensor) -> tuple[Tensor, ...]:
         return (self.quant_attn_output_weights(weights),)
-
-
-def _in_weights(attention: nn.MultiheadAttention) -> tuple[Tensor, ...]:
-    if attention.in_proj_weight is not None:
-        return attention.in_proj_weight.chunk(3)
-    return attention.q_proj_weight, attention.k_proj_weight, attention.v_proj_weight
 
 
 # The calling contract of nn.MultiheadAttention: arguments, masks and shapes.

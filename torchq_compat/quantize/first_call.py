@@ -327,13 +327,8 @@ class WaitingModel(nn.Module):
         return nn.Module().load_state_dict({})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WaitingModel:
-        copied = WaitingModel(
-            copied_model(self.float_model),
-            self.make,
-            self.problem,
-            is_converted=self.is_converted,
-            since=copy.copy(self.since),
-        )
+        settings: Any = {"is_converted": self.is_converted, "since": copy.copy(self.since)}
+        copied = WaitingModel(copied_model(self.float_model), self.make, self.problem, **settings)
         vars(copied).update({name: copy.copy(vars(self)[name]) for name in ("training", "meta", *OWN_HOOKS)})
         return copied
 

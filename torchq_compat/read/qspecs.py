@@ -83,15 +83,9 @@ def make_spec(constructor: ObserverConstructor | WeightConstructor) -> Quantizat
     """
     settings = constructor.settings
     check_settings(settings, constructor.setting)
-    return QuantizationSpec(
-        dtype=settings.dtype,
-        observer_or_fake_quant_ctr=constructor,
-        quant_min=settings.quant_min,
-        quant_max=settings.quant_max,
-        qscheme=settings.qscheme,
-        ch_axis=settings.ch_axis,
-        is_dynamic=settings.is_dynamic,
-    )
+    names = ("dtype", "quant_min", "quant_max", "qscheme", "ch_axis", "is_dynamic")
+    given = {name: getattr(settings, name) for name in names}
+    return QuantizationSpec(observer_or_fake_quant_ctr=constructor, **given)
 
 
 @dataclass(frozen=True)
@@ -281,15 +275,9 @@ def _choosing_on_the_fly(module: nn.Module) -> nn.Module:
     settings: Any = module
     if not getattr(module, "is_dynamic", False) or not isinstance(getattr(module, "eps", None), Tensor):
         return module
-    stands_for: nn.Module = pt2e_observer.PlaceholderObserver(
-        dtype=settings.dtype,
-        quant_min=settings.quant_min,
-        quant_max=settings.quant_max,
-        qscheme=settings.qscheme,
-        eps=float(settings.eps),
-        is_dynamic=True,
-    )
-    return stands_for
+    given = {name: getattr(settings, name) for name in ("dtype", "quant_min", "quant_max", "qscheme")}
+    observer = pt2e_observer.PlaceholderObserver(**given, eps=float(settings.eps), is_dynamic=True)
+    return observer  # type: ignore[no-any-return]
 
 
 def _is_known_to_torchao(spec: QuantizationSpec) -> bool:

@@ -35,7 +35,7 @@ def find(source: ParsedSource) -> Iterator[Site]:
         calls, refusal = _calls(source, list(uses), removed)
         row = Moved(removed.module, NEW_MODULE, {name: NEW_NAME})
         plan = import_tables.plan_name(source, node, alias, row, name)
-        edits = import_tables.statement_edits(source, node, [plan.new] if plan.new else [])
+        edits = import_tables.statement_edits(source, node, [plan])
         if refusal == SETTLED:
             yield site
         else:

@@ -427,14 +427,8 @@ def prepare_fx(
 ) -> GraphModule:
     """Replace ``torch.ao.quantization.quantize_fx._prepare_fx``."""
     prepare = at_once(quantize_fx.prepare_qat_fx) if is_qat else at_once(quantize_fx.prepare_fx)
-    prepared: GraphModule = prepare(
-        model,
-        qconfig_mapping,
-        example_inputs,
-        prepare_custom_config,
-        _equalization_config=_equalization_config,
-        backend_config=backend_config,
-    )
+    settings = prepare_custom_config, _equalization_config, backend_config
+    prepared: GraphModule = prepare(model, qconfig_mapping, example_inputs, *settings)
     return prepared
 
 

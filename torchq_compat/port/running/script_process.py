@@ -105,15 +105,9 @@ def execute_script(script: str, args: list[str]) -> None:
     path = os.path.join(os.getcwd(), script)
     namespace = sys.modules["__main__"].__dict__
     namespace.clear()
-    namespace.update(
-        __name__="__main__",
-        __file__=path,
-        __loader__=SourceFileLoader("__main__", path),
-        __builtins__=builtins,
-        __package__=None,
-        __spec__=None,
-        __doc__=None,
-    )
+    namespace.update(dict.fromkeys(("__package__", "__spec__", "__doc__")))
+    namespace.update(__name__="__main__", __file__=path, __builtins__=builtins)
+    namespace["__loader__"] = SourceFileLoader("__main__", path)
     exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), namespace)
 
 

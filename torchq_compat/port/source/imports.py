@@ -193,19 +193,28 @@ COMMENTS_BETWEEN_NAMES = "the import has comments between its names"
 
 @dataclass(frozen=True, eq=False)
 class NewImport:
-    """The new import of one name of an import statement.
+    """The plan for one name of an import statement.
 
     Attributes:
         alias: the name in the old statement.
         module: the module it is imported from; empty for ``import x``.
-        imported: the name, with its alias, in the new statement.
+        imported: the name, with its alias, in the new statement; empty if the rewrite is refused, or done in
+            another file.
         keeps: another name that the old statement bound.
+        what: the name, for messages.
+        use_edits: the edits of its uses in this file, if they change.
+        uses: attributes that need no edit of their own.
+        refusal: why the name is not rewritten; empty if it is.
     """
 
     alias: cst.ImportAlias
-    module: str
-    imported: str
+    module: str = ""
+    imported: str = ""
     keeps: str = ""
+    what: str = ""
+    use_edits: tuple[Edit, ...] = ()
+    uses: tuple[cst.CSTNode, ...] = ()
+    refusal: str = ""
 
 
 def statement_edits(
@@ -298,29 +307,9 @@ def _imports_elsewhere(source: ParsedSource, name: str, node: cst.CSTNode) -> bo
 # Plan the rewriting of moved names in an import statement, and of their uses in the file.
 
 
-@dataclass(frozen=True, eq=False)
-class ImportChange:
-    """The plan for one name of an import statement.
-
-    Attributes:
-        what: the name, for messages.
-        new: the import that replaces it; None if the rewrite is refused, or done in another file.
-        use_edits: the edits of its uses in this file, if they change.
-        uses: attributes that need no edit of their own.
-        refusal: why the name is not rewritten; empty if it is.
-    """
-
-    alias: cst.ImportAlias
-    what: str
-    new: NewImport | None = None
-    use_edits: tuple[Edit, ...] = ()
-    uses: tuple[cst.CSTNode, ...] = ()
-    refusal: str = ""
-
-
 def plan_name(
     source: ParsedSource, node: cst.CSTNode, alias: cst.ImportAlias, row: Moved, name: str
-) -> ImportChange:
+) -> NewImport:
     """Return the plan for ``alias``, which imports ``name`` from the legacy module of ``row``."""
     new_name, local = row.names[name], alias.evaluated_alias
     use_edits: tuple[Edit, ...] = ()
@@ -332,12 +321,12 @@ def plan_name(
         imported = new_name
         uses = source.references(name, node)
         use_edits = tuple(Edit(source.start(use), source.end(use), new_name) for use in uses)
-    return ImportChange(alias, name, NewImport(alias, row.replacement, imported), use_edits)
+    return NewImport(alias, row.replacement, imported, what=name, use_edits=use_edits)
 
 
 def plan_module(
     source: ParsedSource, node: cst.Import | cst.ImportFrom, alias: cst.ImportAlias, row: Moved
-) -> ImportChange:
+) -> NewImport:
     """Return the plan for ``alias``, which imports the legacy module of ``row`` as an object."""
     if isinstance(node, cst.Import) and alias.asname is None:
         return _plan_dotted_import(source, alias, row)
@@ -348,7 +337,7 @@ def plan_module(
         for name in names
         if isinstance(use := source.parent(name), cst.Attribute) and use.attr.value in row.names
     ]
-    plan = ImportChange(alias, row.legacy.rpartition(".")[2], uses=tuple(uses))
+    plan = NewImport(alias, what=row.legacy.rpartition(".")[2], uses=tuple(uses))
     refusal = _refuse_uses(row, local, names, source)
     if refusal:
         return replace(plan, refusal=refusal)
@@ -358,17 +347,16 @@ def plan_module(
         if row.names[use.attr.value] != use.attr.value
     )
     if isinstance(node, cst.Import):
-        new = NewImport(alias, "", f"{row.replacement} as {local}")
-    else:
-        package, _, module = row.replacement.rpartition(".")
-        new = NewImport(alias, package, f"{module} as {local}" if local != module else module)
-    return replace(plan, new=new, use_edits=use_edits)
+        return replace(plan, imported=f"{row.replacement} as {local}", use_edits=use_edits)
+    package, _, module = row.replacement.rpartition(".")
+    imported = f"{module} as {local}" if local != module else module
+    return replace(plan, module=package, imported=imported, use_edits=use_edits)
 
 
-def _plan_dotted_import(source: ParsedSource, alias: cst.ImportAlias, row: Moved) -> ImportChange:
+def _plan_dotted_import(source: ParsedSource, alias: cst.ImportAlias, row: Moved) -> NewImport:
     """Return the plan for ``import torch.ao.quantization.quantize_fx``, which binds ``torch`` and has dotted
     uses."""
-    plan = ImportChange(alias, row.legacy)
+    plan = NewImport(alias, what=row.legacy)
     edits, uses = [], []
     for node in source.nodes(cst.Attribute):
         if row.legacy not in source.names(node):
@@ -382,8 +370,8 @@ def _plan_dotted_import(source: ParsedSource, alias: cst.ImportAlias, row: Moved
             edits.append(Edit(source.start(use), source.end(use), text))
     if refusal := why_not_free(source, ImportRequest(row.replacement)):
         return replace(plan, refusal=refusal)
-    new = NewImport(alias, "", row.replacement, keeps="torch")
-    return replace(plan, new=new, use_edits=tuple(edits), uses=tuple(uses))
+    done = replace(plan, imported=row.replacement, keeps="torch")
+    return replace(done, use_edits=tuple(edits), uses=tuple(uses))
 
 
 def _refuse_uses(row: Moved, local: str, uses: list[cst.Name], source: ParsedSource) -> str:
@@ -452,13 +440,13 @@ class MovedNames:
                 yield self._star(source, node), ()
             return
         plans = [plan for alias in node.names if (plan := self._plan(source, node, alias))]
-        movable = [plan for plan in plans if plan.new]
-        edits = statement_edits(source, node, [plan.new for plan in movable if plan.new])
+        movable = [plan for plan in plans if plan.imported]
+        edits = statement_edits(source, node, movable)
         uses = tuple(edit for plan in movable for edit in plan.use_edits)
         for plan in plans:
             site = Site(self.code, source.start(plan.alias), plan.what)
-            refusal = COMMENTS_BETWEEN_NAMES if plan.new and not edits else plan.refusal
-            yield site.settled(refusal, (*edits, *uses) if plan.new else ()), plan.uses
+            refusal = COMMENTS_BETWEEN_NAMES if plan.imported and not edits else plan.refusal
+            yield site.settled(refusal, (*edits, *uses) if plan.imported else ()), plan.uses
 
     def _star(self, source: ParsedSource, node: cst.ImportFrom) -> Site:
         refusal = "import * brings names that have not moved; import those in use by name"
@@ -466,7 +454,7 @@ class MovedNames:
 
     def _plan(
         self, source: ParsedSource, node: cst.Import | cst.ImportFrom, alias: cst.ImportAlias
-    ) -> ImportChange | None:
+    ) -> NewImport | None:
         prefix = f"{imported_module(node)}." if isinstance(node, cst.ImportFrom) else ""
         written = prefix + dotted(alias.name)
         full = source.follow(written)
@@ -474,7 +462,7 @@ class MovedNames:
         for row in self.all_rows:
             if module == row.legacy and name in row.names and prefix:
                 if full != written:
-                    return ImportChange(alias, f"{name}, re-exported by another file")
+                    return NewImport(alias, what=f"{name}, re-exported by another file")
                 return plan_name(source, node, alias, row, name)
             if full == row.legacy and row in self.rows:
                 return plan_module(source, node, alias, row) if full == written else None
