@@ -33,11 +33,11 @@ COUNTS = ("seen", "saturated")
 EPS = "eps"
 #: The attribute of a float module that has the qparams with which its weight was loaded.
 WEIGHT_QPARAMS = "loaded_weight_qparams"
+#: Returns the handler of a custom module.
+HandlerOf = Callable[[nn.Module], Any]
 
 
-def load_state(
-    prepared: QuantizationGraphModule, given: Mapping[str, Any], handler_of: Callable[[nn.Module], Any]
-) -> None:
+def load_state(prepared: QuantizationGraphModule, given: Mapping[str, Any], handler_of: HandlerOf) -> None:
     """Load ``given``, as a prepared or converted model of FX saved it, into ``prepared``.
 
     Raises:
@@ -57,9 +57,7 @@ def load_state(
         warn_user("TQ431", observers=listed(list(plan.trained_float.values())))
 
 
-def load_module_state(
-    prepared: nn.Module, given: Mapping[str, Any], handler_of: Callable[[nn.Module], Any]
-) -> None:
+def load_module_state(prepared: nn.Module, given: Mapping[str, Any], handler_of: HandlerOf) -> None:
     """Load ``given``, as a model of torch.ao's eager mode saved it, into a ``prepared`` model of modules.
 
     Raises:
@@ -76,7 +74,7 @@ def load_module_state(
             vars(module)[WEIGHT_QPARAMS] = weight.scale, weight.zero_point
 
 
-def required_by_modules(model: nn.Module, state: FxState, handler_of: Callable[[nn.Module], Any]) -> Required:
+def required_by_modules(model: nn.Module, state: FxState, handler_of: HandlerOf) -> Required:
     """Return what a prepared model of modules wants: torch.ao has the same names, but for custom modules."""
     expected, read = Required(), set[str]()
     for path, module in model.named_modules():
@@ -150,7 +148,7 @@ def required_by_model(
     rules: QConfigRules | None,
     prefix: str = "",
     *,
-    handler_of: Callable[[nn.Module], Any],
+    handler_of: HandlerOf,
 ) -> Required:
     """Return what a prepared model wants, with its custom modules, whose handler ``handler_of`` returns."""
     expected = required_by_graph(graph_module, state, rules, prefix)

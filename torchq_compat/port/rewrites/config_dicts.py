@@ -6,8 +6,9 @@
 ``from_dict`` of the class reads.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import libcst as cst
 
@@ -18,6 +19,7 @@ from torchq_compat.port.source.fx_calls import fx_calls, only_value, possible_va
 from torchq_compat.port.source.imports import why_not_free
 from torchq_compat.port.source.parsed import ParsedSource, dotted
 
+Expression = cst.BaseExpression
 MAX_COLUMN = 100
 INDENT = "    "
 
@@ -36,7 +38,8 @@ class Converted:
     imports: tuple[ImportRequest, ...] = ()
 
 
-Setter = Callable[[ParsedSource, cst.BaseExpression], Iterator[Converted]]
+#: What converts the value of a key, called with the source, the value, and the rest: the method and its like.
+Setter = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class DictForm:
         module: the module of the class.
         class_name: the class of the object.
         parameter: the parameter of the FX functions that accepts it.
-        setters: key of the dict -> function that converts its value.
+        setters: key of the dict -> what converts its value.
     """
 
     code: str
@@ -76,7 +79,7 @@ class DictForm:
         yield from matches.values()
 
     def _variable_site(
-        self, source: ParsedSource, name: str, assignment: cst.metadata.Assignment, value: cst.BaseExpression
+        self, source: ParsedSource, name: str, assignment: cst.metadata.Assignment, value: Expression
     ) -> Site:
         statement = source.parent(assignment.node)
         refusal = ""
@@ -98,7 +101,7 @@ class DictForm:
             for fx in fx_calls(source)
         )
 
-    def _site(self, source: ParsedSource, value: cst.BaseExpression, refusal: str = "") -> Site:
+    def _site(self, source: ParsedSource, value: Expression, refusal: str = "") -> Site:
         start, what = source.start(value), f"a dict for {self.parameter}"
         if refusal:
             return Site(self.code, start, what, refusal=refusal)
@@ -108,9 +111,7 @@ class DictForm:
             return Site(self.code, start, what, refusal=str(reason))
         return Site(self.code, start, what, (Edit(start, source.end(value), text),), imports)
 
-    def convert(
-        self, source: ParsedSource, value: cst.BaseExpression
-    ) -> tuple[str, tuple[ImportRequest, ...]]:
+    def convert(self, source: ParsedSource, value: Expression) -> tuple[str, tuple[ImportRequest, ...]]:
         """Return the expression that builds the object, and the imports it needs.
 
         Raises:
@@ -136,37 +137,30 @@ class DictForm:
             if key in seen:
                 raise CannotRewriteError(f"the key {key!r} is there twice")
             seen.add(key)
-            yield from self.setters[key](source, element.value)
+            convert, *settings = self.setters[key]
+            yield from convert(source, element.value, *settings)
 
 
-def string_key(node: cst.BaseExpression) -> str | None:
+def string_key(node: Expression) -> str | None:
     value = node.evaluated_value if isinstance(node, cst.SimpleString) else None
     return value if isinstance(value, str) else None
 
 
-def whole_value(method: str) -> Setter:
-    """Return a converter for a value that is the single argument of ``method``."""
-
-    def convert(source: ParsedSource, value: cst.BaseExpression) -> Iterator[Converted]:
-        yield Converted(f".{method}({source.full_code(value)})", value, (value,))
-
-    return convert
+def whole_value(source: ParsedSource, value: Expression, method: str) -> Iterator[Converted]:
+    """Convert a value that is the single argument of ``method``."""
+    yield Converted(f".{method}({source.full_code(value)})", value, (value,))
 
 
-def of_tuples(method: str, arity: int) -> Setter:
-    """Return a converter for a value that is a list of tuples, each the arguments of one call."""
-
-    def convert(source: ParsedSource, value: cst.BaseExpression) -> Iterator[Converted]:
-        for entry, parts in tuples_of(source, value, arity):
-            arguments = ", ".join(source.full_code(part) for part in parts)
-            yield Converted(f".{method}({arguments})", entry, tuple(parts))
-
-    return convert
+def of_tuples(source: ParsedSource, value: Expression, method: str, arity: int) -> Iterator[Converted]:
+    """Convert a value that is a list of tuples, each the arguments of one call."""
+    for entry, parts in tuples_of(source, value, arity):
+        arguments = ", ".join(source.full_code(part) for part in parts)
+        yield Converted(f".{method}({arguments})", entry, tuple(parts))
 
 
 def tuples_of(
-    source: ParsedSource, value: cst.BaseExpression, arity: int
-) -> Iterator[tuple[cst.BaseExpression, list[cst.BaseExpression]]]:
+    source: ParsedSource, value: Expression, arity: int
+) -> Iterator[tuple[Expression, list[Expression]]]:
     """Yield the entries of a list of tuples, each with its parts.
 
     Raises:
@@ -179,7 +173,7 @@ def tuples_of(
         yield entry, parts
 
 
-def _items(source: ParsedSource, node: cst.BaseExpression) -> list[cst.BaseExpression]:
+def _items(source: ParsedSource, node: Expression) -> list[Expression]:
     if not isinstance(node, (cst.List, cst.Tuple)):
         raise CannotRewriteError(f"{source.code(node)} is not spelled out")
     if any(isinstance(element, cst.StarredElement) for element in node.elements):
@@ -187,7 +181,7 @@ def _items(source: ParsedSource, node: cst.BaseExpression) -> list[cst.BaseExpre
     return [element.value for element in node.elements]
 
 
-def _is_dict(node: cst.BaseExpression) -> bool:
+def _is_dict(node: Expression) -> bool:
     if isinstance(node, (cst.Dict, cst.DictComp)):
         return True
     return isinstance(node, cst.Call) and isinstance(node.func, cst.Name) and node.func.value == "dict"
@@ -242,11 +236,11 @@ QCONFIG_DICT = DictForm(
     class_name="QConfigMapping",
     parameter="qconfig_mapping",
     setters={
-        "": whole_value("set_global"),
-        "object_type": of_tuples("set_object_type", 2),
-        "module_name_regex": of_tuples("set_module_name_regex", 2),
-        "module_name": of_tuples("set_module_name", 2),
-        "module_name_object_type_order": of_tuples("set_module_name_object_type_order", 4),
+        "": (whole_value, "set_global"),
+        "object_type": (of_tuples, "set_object_type", 2),
+        "module_name_regex": (of_tuples, "set_module_name_regex", 2),
+        "module_name": (of_tuples, "set_module_name", 2),
+        "module_name_object_type_order": (of_tuples, "set_module_name_object_type_order", 4),
     },
 )
 
@@ -254,23 +248,17 @@ QCONFIG_DICT = DictForm(
 MODULE = "torchq_compat.custom_config"
 
 
-def class_pairs(method: str) -> Setter:
-    """Return a converter for ``{"static": {Float: Observed}}``: one call per pair."""
-
-    def convert(source: ParsedSource, value: cst.BaseExpression) -> Iterator[Converted]:
-        for mode, classes in _pairs(source, value):
-            if string_key(mode) != "static":
-                raise CannotRewriteError(f"{source.code(mode)} is not the static mode")
-            for key, mapped in _pairs(source, classes):
-                arguments = f"{source.full_code(key)}, {source.full_code(mapped)}"
-                yield Converted(f".{method}({arguments})", key, (key, mapped))
-
-    return convert
+def class_pairs(source: ParsedSource, value: Expression, method: str) -> Iterator[Converted]:
+    """Convert ``{"static": {Float: Observed}}``: one call per pair."""
+    for mode, classes in _pairs(source, value):
+        if string_key(mode) != "static":
+            raise CannotRewriteError(f"{source.code(mode)} is not the static mode")
+        for key, mapped in _pairs(source, classes):
+            arguments = f"{source.full_code(key)}, {source.full_code(mapped)}"
+            yield Converted(f".{method}({arguments})", key, (key, mapped))
 
 
-def _pairs(
-    source: ParsedSource, node: cst.BaseExpression
-) -> Iterator[tuple[cst.BaseExpression, cst.BaseExpression]]:
+def _pairs(source: ParsedSource, node: Expression) -> Iterator[tuple[Expression, Expression]]:
     if not isinstance(node, cst.Dict):
         raise CannotRewriteError(f"{source.code(node)} is not spelled out")
     for element in node.elements:
@@ -279,28 +267,22 @@ def _pairs(
         yield element.key, element.value
 
 
-def standalone_modules(method: str) -> Setter:
-    """Return a converter for a list of tuples ``(module, qconfig_dict, example_inputs,
+def standalone_modules(source: ParsedSource, value: Expression, method: str) -> Iterator[Converted]:
+    """Convert a list of tuples ``(module, qconfig_dict, example_inputs,
     prepare_custom_config_dict, backend_config_dict)``."""
-
-    def convert(source: ParsedSource, value: cst.BaseExpression) -> Iterator[Converted]:
-        for entry, (module, qconfigs, inputs, prepare, backend) in tuples_of(source, value, 5):
-            if source.has_comment(entry):
-                raise CannotRewriteError("a standalone module has comments in its entry")
-            mapping, mapping_imports = _nested(source, qconfigs, QCONFIG_DICT)
-            config, config_imports = _nested(source, prepare, PREPARE)
-            if isinstance(backend, cst.Dict):
-                raise CannotRewriteError("a backend config as a dict: build the BackendConfig object")
-            parts = (source.full_code(module), mapping, source.full_code(inputs), config)
-            arguments = ", ".join((*parts, source.full_code(backend)))
-            yield Converted(f".{method}({arguments})", entry, (entry,), (*mapping_imports, *config_imports))
-
-    return convert
+    for entry, (module, qconfigs, inputs, prepare, backend) in tuples_of(source, value, 5):
+        if source.has_comment(entry):
+            raise CannotRewriteError("a standalone module has comments in its entry")
+        mapping, mapping_imports = _nested(source, qconfigs, QCONFIG_DICT)
+        config, config_imports = _nested(source, prepare, PREPARE)
+        if isinstance(backend, cst.Dict):
+            raise CannotRewriteError("a backend config as a dict: build the BackendConfig object")
+        parts = (source.full_code(module), mapping, source.full_code(inputs), config)
+        arguments = ", ".join((*parts, source.full_code(backend)))
+        yield Converted(f".{method}({arguments})", entry, (entry,), (*mapping_imports, *config_imports))
 
 
-def _nested(
-    source: ParsedSource, node: cst.BaseExpression, form: DictForm
-) -> tuple[str, tuple[ImportRequest, ...]]:
+def _nested(source: ParsedSource, node: Expression, form: DictForm) -> tuple[str, tuple[ImportRequest, ...]]:
     """Convert an inner config: a dict becomes an object; None and the result of a call are kept."""
     if isinstance(node, cst.Dict):
         return form.convert(source, node)
@@ -315,14 +297,14 @@ PREPARE = DictForm(
     class_name="PrepareCustomConfig",
     parameter="prepare_custom_config",
     setters={
-        "standalone_module_name": standalone_modules("set_standalone_module_name"),
-        "standalone_module_class": standalone_modules("set_standalone_module_class"),
-        "float_to_observed_custom_module_class": class_pairs("set_float_to_observed_mapping"),
-        "non_traceable_module_name": whole_value("set_non_traceable_module_names"),
-        "non_traceable_module_class": whole_value("set_non_traceable_module_classes"),
-        "input_quantized_idxs": whole_value("set_input_quantized_indexes"),
-        "output_quantized_idxs": whole_value("set_output_quantized_indexes"),
-        "preserved_attributes": whole_value("set_preserved_attributes"),
+        "standalone_module_name": (standalone_modules, "set_standalone_module_name"),
+        "standalone_module_class": (standalone_modules, "set_standalone_module_class"),
+        "float_to_observed_custom_module_class": (class_pairs, "set_float_to_observed_mapping"),
+        "non_traceable_module_name": (whole_value, "set_non_traceable_module_names"),
+        "non_traceable_module_class": (whole_value, "set_non_traceable_module_classes"),
+        "input_quantized_idxs": (whole_value, "set_input_quantized_indexes"),
+        "output_quantized_idxs": (whole_value, "set_output_quantized_indexes"),
+        "preserved_attributes": (whole_value, "set_preserved_attributes"),
     },
 )
 CONVERT = DictForm(
@@ -331,8 +313,8 @@ CONVERT = DictForm(
     class_name="ConvertCustomConfig",
     parameter="convert_custom_config",
     setters={
-        "observed_to_quantized_custom_module_class": class_pairs("set_observed_to_quantized_mapping"),
-        "preserved_attributes": whole_value("set_preserved_attributes"),
+        "observed_to_quantized_custom_module_class": (class_pairs, "set_observed_to_quantized_mapping"),
+        "preserved_attributes": (whole_value, "set_preserved_attributes"),
     },
 )
 FUSE = DictForm(
@@ -340,7 +322,7 @@ FUSE = DictForm(
     module=MODULE,
     class_name="FuseCustomConfig",
     parameter="fuse_custom_config",
-    setters={"preserved_attributes": whole_value("set_preserved_attributes")},
+    setters={"preserved_attributes": (whole_value, "set_preserved_attributes")},
 )
 
 

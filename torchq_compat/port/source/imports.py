@@ -8,7 +8,7 @@ import libcst as cst
 
 from torchq_compat.port.constructs import Edit, ImportRequest, Site
 from torchq_compat.port.names import MOVED, Moved
-from torchq_compat.port.source.parsed import ParsedSource, dotted, imported_module
+from torchq_compat.port.source.parsed import ImportStatement, ParsedSource, dotted, imported_module
 
 # Add the imports that rewritten code needs: each once, above its use, near related imports.
 
@@ -154,7 +154,7 @@ def _line_end(source: ParsedSource, offset: int) -> int:
 
 def _top_level_imports(
     source: ParsedSource,
-) -> Iterator[tuple[cst.SimpleStatementLine, cst.Import | cst.ImportFrom]]:
+) -> Iterator[tuple[cst.SimpleStatementLine, ImportStatement]]:
     for statement in source.module.body:
         if isinstance(statement, cst.SimpleStatementLine):
             for small in statement.body:
@@ -179,7 +179,7 @@ def _imported(node: cst.CSTNode) -> set[str]:
     return full | {name.partition(".")[0] for name in full} if isinstance(node, cst.Import) else full
 
 
-def _library(node: cst.Import | cst.ImportFrom) -> str:
+def _library(node: ImportStatement) -> str:
     module = imported_module(node) if isinstance(node, cst.ImportFrom) else dotted(node.names[0].name)
     return module.partition(".")[0]
 
@@ -218,7 +218,7 @@ class NewImport:
 
 
 def statement_edits(
-    source: ParsedSource, node: cst.Import | cst.ImportFrom, new: Sequence[NewImport]
+    source: ParsedSource, node: ImportStatement, new: Sequence[NewImport]
 ) -> tuple[Edit, ...]:
     """Return the edits of ``node`` that import the names of ``new`` from their new modules; empty if comments
     would be lost."""
@@ -324,9 +324,7 @@ def plan_name(
     return NewImport(alias, row.replacement, imported, what=name, use_edits=use_edits)
 
 
-def plan_module(
-    source: ParsedSource, node: cst.Import | cst.ImportFrom, alias: cst.ImportAlias, row: Moved
-) -> NewImport:
+def plan_module(source: ParsedSource, node: ImportStatement, alias: cst.ImportAlias, row: Moved) -> NewImport:
     """Return the plan for ``alias``, which imports the legacy module of ``row`` as an object."""
     if isinstance(node, cst.Import) and alias.asname is None:
         return _plan_dotted_import(source, alias, row)
@@ -431,7 +429,7 @@ class MovedNames:
     # --- imports ---
 
     def _import_sites(
-        self, source: ParsedSource, node: cst.Import | cst.ImportFrom
+        self, source: ParsedSource, node: ImportStatement
     ) -> Iterator[tuple[Site, tuple[cst.CSTNode, ...]]]:
         """Yield the sites of one import statement, each with the attributes whose uses it handles."""
         if isinstance(node.names, cst.ImportStar):
@@ -452,9 +450,7 @@ class MovedNames:
         refusal = "import * brings names that have not moved; import those in use by name"
         return Site(self.code, source.start(node), f"from {imported_module(node)} import *", refusal=refusal)
 
-    def _plan(
-        self, source: ParsedSource, node: cst.Import | cst.ImportFrom, alias: cst.ImportAlias
-    ) -> NewImport | None:
+    def _plan(self, source: ParsedSource, node: ImportStatement, alias: cst.ImportAlias) -> NewImport | None:
         prefix = f"{imported_module(node)}." if isinstance(node, cst.ImportFrom) else ""
         written = prefix + dotted(alias.name)
         full = source.follow(written)

@@ -20,6 +20,8 @@ from libcst.metadata import (
 )
 from libcst.metadata.scope_provider import ScopeVisitor
 
+ImportStatement = cst.Import | cst.ImportFrom
+
 # LibCST's scopes in linear time: the names bound in each scope, without their uses.
 #
 # LibCST links every use to every assignment of its name, and resolves the function of every call to find
@@ -65,7 +67,7 @@ def imported_module(node: cst.ImportFrom) -> str:
     return "." * len(node.relative) + (dotted(node.module) if node.module is not None else "")
 
 
-def names_in_import(node: cst.Import | cst.ImportFrom) -> list[str]:
+def names_in_import(node: ImportStatement) -> list[str]:
     """Return the full names that an import statement imports; ``module.*`` for ``import *``."""
     prefix = f"{imported_module(node)}." if isinstance(node, cst.ImportFrom) else ""
     if isinstance(node.names, cst.ImportStar):
@@ -138,8 +140,8 @@ class ParsedSource:
         result = [cast(NodeT, node) for kind in kinds for node in self._by_class.get(kind, ())]
         return sorted(result, key=lambda node: (self.start(node), -self.end(node)))
 
-    def imports(self) -> list[cst.Import | cst.ImportFrom]:
-        statements: list[cst.Import | cst.ImportFrom] = [*self.nodes(cst.Import), *self.nodes(cst.ImportFrom)]
+    def imports(self) -> list[ImportStatement]:
+        statements: list[ImportStatement] = [*self.nodes(cst.Import), *self.nodes(cst.ImportFrom)]
         return sorted(statements, key=self.start)
 
     def parent(self, node: cst.CSTNode) -> cst.CSTNode:
