@@ -25,15 +25,7 @@ from torchq_compat.annotate.annotation import OpRecord, op_record
 from torchq_compat.annotate.observed_graph import observer_nodes
 from torchq_compat.capture.opaque_calls import OpaqueModule
 from torchq_compat.capture.origins import callers_of_leaf
-from torchq_compat.fx_state.numbered import (
-    FoldedBatchNorm,
-    Number,
-    QuantizedValue,
-    Required,
-    RequiredObserver,
-    RequiredTensor,
-    laid_beside,
-)
+from torchq_compat.fx_state import numbered
 from torchq_compat.fx_state.states import SCALE_NAME, FxState
 from torchq_compat.model.graph_module import QuantizationGraphModule
 from torchq_compat.ops import named_parameters_of, those, weight_of
@@ -51,7 +43,7 @@ PARAMETRIZATIONS = ".parametrizations."
 
 def required_by_graph(
     graph_module: GraphModule, state: FxState, rules: QConfigRules | None, prefix: str = ""
-) -> Required:
+) -> numbered.Required:
     """Return what ``graph_module`` wants, apart from the custom modules it calls.
 
     Args:
@@ -60,7 +52,7 @@ def required_by_graph(
     """
     reader = _GraphReader(graph_module, rules, prefix)
     observers, more, problems = reader.observers(state)
-    return Required(
+    return numbered.Required(
         tuple(reader.tensors()), observers, tuple(reader.folded()), unused=more, problems=problems
     )
 
@@ -105,7 +97,7 @@ class _GraphReader:
         self.sites = list(self._sites())
         self.names = self._names_of_parameters()
 
-    def tensors(self) -> Iterator[RequiredTensor]:
+    def tensors(self) -> Iterator[numbered.RequiredTensor]:
         modules = self.graph_module.named_modules()
         apart = [path for path, module in modules if path and isinstance(module, (OpaqueModule, GraphModule))]
         outside = tuple(f"{path}." for path in {*apart, *(str(node.target) for node in self.observer_of)})
@@ -118,7 +110,7 @@ class _GraphReader:
             if name.startswith(outside):
                 continue
             sites = observers.get(name, [])
-            yield RequiredTensor(
+            yield numbered.RequiredTensor(
                 name,
                 tuple(f"{self.prefix}{item}" for item in self.names.get(name, (name, in_sequential(name)))),
                 tuple(dict.fromkeys(site.path for site in sites)),
@@ -129,23 +121,23 @@ class _GraphReader:
 
     def observers(
         self, state: FxState
-    ) -> tuple[tuple[RequiredObserver, ...], tuple[str, ...], tuple[str, ...]]:
+    ) -> tuple[tuple[numbered.RequiredObserver, ...], tuple[str, ...], tuple[str, ...]]:
         """Return the observers, FX's names that have no observer here, and the problems that keep names from
         being known."""
-        numbered = [site for site in self.sites if not site.is_module_weight and site.observer.state_dict()]
+        in_order = [site for site in self.sites if not site.is_module_weight and site.observer.state_dict()]
         prefix_of: dict[Node, str] = {}
         scale_of: dict[Node, str] = {}
         if state.is_converted:
-            scale_of, more, problems = self._scale_names(numbered, state)
+            scale_of, more, problems = self._scale_names(in_order, state)
         else:
             named = state.named_observers_at(self.prefix)
             theirs = named or state.observers_at(self.prefix)
-            for site in numbered:
+            for site in in_order:
                 if (parameter := _attribute(site.node)) is not None:
                     # FX names it after the parameter; its graph has it where Python read the parameter.
                     name = f"{self.prefix}{_flat(str(parameter.target))}_activation_post_process_0"
                     prefix_of |= {site.node: name} if name in named else {}
-            unnamed = [site for site in numbered if site.node not in prefix_of]
+            unnamed = [site for site in in_order if site.node not in prefix_of]
             theirs = [name for name in theirs if name not in prefix_of.values()]
             ordered = self._in_graph_order(unnamed) if named else unnamed
             result, more, problems = _aligned(ordered, theirs, state, self.prefix)
@@ -154,7 +146,7 @@ class _GraphReader:
         for site in self.sites:
             by_path.setdefault(site.path, []).append(site)
         expected = tuple(
-            RequiredObserver(
+            numbered.RequiredObserver(
                 path,
                 tuple(name for site in sites for name in self._prefixes(site, prefix_of)),
                 tuple(name for site in sites for name in self._scales(site, scale_of)),
@@ -167,12 +159,14 @@ class _GraphReader:
         )
         return expected, more, problems
 
-    def folded(self) -> Iterator[FoldedBatchNorm]:
+    def folded(self) -> Iterator[numbered.FoldedBatchNorm]:
         for norm in batch_norm.describe(self.graph_module):
             # FX trains no batch norm without affine parameters.
             if norm.op is not None and "weight" in norm.names:
                 at = f"{self.prefix}{self._module_path(norm.op)}"
-                yield FoldedBatchNorm(norm.names, norm.eps, (f"{at}.bias", f"{at}.0.bias"), norm.bias)
+                yield numbered.FoldedBatchNorm(
+                    norm.names, norm.eps, (f"{at}.bias", f"{at}.0.bias"), norm.bias
+                )
 
     def _sites(self) -> Iterator[_ObserverCall]:
         """Yield the calls of observers in the order in which FX makes its own."""
@@ -281,12 +275,12 @@ class _GraphReader:
 
     def _place(
         self, site: _ObserverCall, as_before: bool, given: dict[int, str], state: FxState, new: set[Node]
-    ) -> QuantizedValue[Node]:
+    ) -> numbered.QuantizedValue[Node]:
         parameter = _attribute(site.node)
         is_packed = site.reader is not None and state.is_lowered
         if parameter is not None:
             expected = self._expected_qparams(site, str(parameter.target), state)
-            return QuantizedValue(
+            return numbered.QuantizedValue(
                 site.node,
                 is_packed,
                 mismatch=lambda index: _difference(expected, state.values_of(given[index])),
@@ -299,7 +293,7 @@ class _GraphReader:
         )
         is_fixed = has_fixed_qparams(site.observer) or self._kernel_of_join(site) is not None
         may_lack = is_packed or is_held or self._passes_on(site) or is_fixed
-        return QuantizedValue(
+        return numbered.QuantizedValue(
             site.node, may_lack and state.is_lowered, None if is_fixed else site.node in new, as_before
         )
 
@@ -447,7 +441,7 @@ def _first_calls(sites: list[_ObserverCall]) -> set[Node]:
 
 def _laid(
     sites: list[_ObserverCall],
-    place: Callable[[_ObserverCall, bool], QuantizedValue[Node]],
+    place: Callable[[_ObserverCall, bool], numbered.QuantizedValue[Node]],
     names: dict[int, str],
     repeated: set[str],
     state: FxState,
@@ -460,10 +454,10 @@ def _laid(
     places = [place(site, site.path == before) for site, before in zip(sites, befores, strict=False)]
     prints = {index: state.fingerprint(name) for index, name in names.items()}
     numbers = {
-        index: Number(name in repeated, prints.get(index - 1) == prints[index])
+        index: numbered.Number(name in repeated, prints.get(index - 1) == prints[index])
         for index, name in names.items()
     }
-    return laid_beside(places, numbers, is_whole)
+    return numbered.laid_beside(places, numbers, is_whole)
 
 
 def _repeated(names: list[str], state: FxState, beside: Collection[str] = ()) -> set[str]:
@@ -508,8 +502,8 @@ def _aligned(
     prints = [state.fingerprint(name) for name in theirs]
     new, repeated = _first_calls(sites), _repeated(theirs, state)
 
-    def place(site: _ObserverCall, as_before: bool) -> QuantizedValue[Node]:
-        return QuantizedValue(site.node, is_new=site.node in new, as_before=as_before)
+    def place(site: _ObserverCall, as_before: bool) -> numbered.QuantizedValue[Node]:
+        return numbered.QuantizedValue(site.node, is_new=site.node in new, as_before=as_before)
 
     laid = _laid(sites, place, dict(enumerate(theirs)), repeated, state, is_whole=True)
     if laid is None:

@@ -12,13 +12,8 @@ from torch.utils.data import DataLoader
 from torchq_compat.errors import ArgumentError, InputError
 from torchq_compat.read.custom_configs import PREPARE_KEYS
 from torchq_compat.read.old_forms import MISSING
+from torchq_compat.support import torch_ao
 from torchq_compat.support.argument_checks import shown
-from torchq_compat.support.torch_ao import (
-    ConvertCustomConfig,
-    FuseCustomConfig,
-    PrepareCustomConfig,
-    QConfigMapping,
-)
 from torchq_compat.support.upstream import pytree
 from torchq_compat.support.user_warnings import warn_user
 
@@ -30,7 +25,8 @@ OLD_CONFIG_KEYS = {
     "additional_fuser_method_mapping",
     "additional_qat_module_mapping",
 }
-CONFIGS = (PrepareCustomConfig, ConvertCustomConfig, FuseCustomConfig, QConfigMapping)
+_CUSTOM = (torch_ao.PrepareCustomConfig, torch_ao.ConvertCustomConfig, torch_ao.FuseCustomConfig)
+CONFIGS = (*_CUSTOM, torch_ao.QConfigMapping)
 #: Types that no model takes as its only argument, and that are given here by mistake.
 NO_ARGUMENT = (str, bytes, int, float, complex, set, frozenset, Iterator, nn.Module, DataLoader)
 BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

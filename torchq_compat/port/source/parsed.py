@@ -7,17 +7,7 @@ from functools import cache, cached_property
 from typing import Any, TypeVar, cast
 
 import libcst as cst
-from libcst.metadata import (
-    Assignment,
-    BaseAssignment,
-    ByteSpanPositionProvider,
-    GlobalScope,
-    ImportAssignment,
-    MetadataWrapper,
-    QualifiedNameSource,
-    Scope,
-    ScopeProvider,
-)
+from libcst import metadata
 from libcst.metadata.scope_provider import ScopeVisitor
 
 ImportStatement = cst.Import | cst.ImportFrom
@@ -33,7 +23,7 @@ ImportStatement = cst.Import | cst.ImportFrom
 TYPING_CALLS = ("NewType", "TypeVar", "cast")
 
 
-class ScopesWithoutUses(ScopeProvider):
+class ScopesWithoutUses(metadata.ScopeProvider):
     """A ``ScopeProvider`` whose ``accesses`` and ``referents`` stay empty."""
 
     def visit_Module(self, node: cst.Module) -> bool | None:  # noqa: N802
@@ -122,8 +112,8 @@ class ParsedSource:
         self.taken_by_others = taken_by_others
         self.follow = cache(follow or (lambda name: name))
         self.module = cst.parse_module(text)
-        wrapper = MetadataWrapper(self.module, unsafe_skip_copy=True)
-        self._spans = wrapper.resolve(ByteSpanPositionProvider)
+        wrapper = metadata.MetadataWrapper(self.module, unsafe_skip_copy=True)
+        self._spans = wrapper.resolve(metadata.ByteSpanPositionProvider)
         self._scopes = wrapper.resolve(ScopesWithoutUses)
         self._parents = _parents(self.module)
         self._by_class: dict[type[cst.CSTNode], list[cst.CSTNode]] = {}
@@ -207,11 +197,11 @@ class ParsedSource:
                 matches.setdefault(node.value, []).append(node)
         return matches
 
-    def scope(self, node: cst.CSTNode) -> Scope | None:
+    def scope(self, node: cst.CSTNode) -> metadata.Scope | None:
         return self._scopes.get(node)
 
     @property
-    def global_scope(self) -> GlobalScope | None:
+    def global_scope(self) -> metadata.GlobalScope | None:
         scope = self._scopes.get(self.module.body[0]) if self.module.body else None
         return scope.globals if scope is not None else None
 
@@ -235,7 +225,7 @@ class ParsedSource:
         matches: dict[str, list[cst.CSTNode]] = {}
         for scope in {scope for scope in self._scopes.values() if scope is not None}:
             for assignment in scope.assignments:
-                if isinstance(assignment, Assignment):
+                if isinstance(assignment, metadata.Assignment):
                     matches.setdefault(assignment.name, []).append(assignment.node)
         return matches
 
@@ -271,9 +261,9 @@ class ParsedSource:
             if node is not binding and scope is not None and binding in self._binding_nodes(scope, name)
         ]
 
-    def _nodes_that_bind(self, scope: Scope, name: str) -> frozenset[cst.CSTNode]:
+    def _nodes_that_bind(self, scope: metadata.Scope, name: str) -> frozenset[cst.CSTNode]:
         found = self.bindings(scope, name)
-        return frozenset(binding.node for binding in found if isinstance(binding, Assignment))
+        return frozenset(binding.node for binding in found if isinstance(binding, metadata.Assignment))
 
     # --- the meaning of names ---
 
@@ -299,22 +289,24 @@ class ParsedSource:
             return set()
         return self._names_in(scope, base.value, remaining, budget)
 
-    def _names_in_scope(self, scope: Scope, name: str, remaining: str, budget: int) -> set[str]:
+    def _names_in_scope(self, scope: metadata.Scope, name: str, remaining: str, budget: int) -> set[str]:
         full: set[str] = set()
         for assignment in self.bindings(scope, name):
             full |= self._names_of(assignment, name, remaining, budget)
         return full or {f"{star}.{name}{remaining}" for star in self.star_modules}
 
-    def bindings(self, scope: Scope, name: str) -> frozenset[BaseAssignment]:
+    def bindings(self, scope: metadata.Scope, name: str) -> frozenset[metadata.BaseAssignment]:
         """Return the assignments that bind ``name`` for the code in ``scope``."""
         return frozenset(scope[name]) if name in scope else frozenset()
 
-    def _names_of(self, assignment: BaseAssignment, name: str, remaining: str, budget: int) -> set[str]:
-        if isinstance(assignment, ImportAssignment):
+    def _names_of(
+        self, assignment: metadata.BaseAssignment, name: str, remaining: str, budget: int
+    ) -> set[str]:
+        if isinstance(assignment, metadata.ImportAssignment):
             return {
                 qualified.name
                 for qualified in assignment.get_qualified_names_for(name + remaining)
-                if qualified.source is QualifiedNameSource.IMPORT
+                if qualified.source is metadata.QualifiedNameSource.IMPORT
             }
         value = self.assigned_value(assignment)
         if budget and isinstance(value, (cst.Name, cst.Attribute)):
@@ -322,9 +314,9 @@ class ParsedSource:
         # Unknown code binds the name: mark it, so that a caller can tell if an import is the only origin.
         return {f"<local>.{name}{remaining}"}
 
-    def assigned_value(self, assignment: BaseAssignment) -> cst.BaseExpression | None:
+    def assigned_value(self, assignment: metadata.BaseAssignment) -> cst.BaseExpression | None:
         """Return ``value`` of a plain ``name = value``; None for every other way to bind a name."""
-        if not isinstance(assignment, Assignment):
+        if not isinstance(assignment, metadata.Assignment):
             return None
         statement = self.parent(assignment.node) if isinstance(assignment.node, cst.Name) else None
         if isinstance(statement, cst.AssignTarget):
