@@ -73,10 +73,14 @@ def call_on(owner: Owner, graph: Graph) -> Function:
     inputs. The function is not bound to ``owner``, so that a copy of ``owner`` can use it too."""
     called = Graph()
     called.output(called.graph_copy(graph, {}))
-    for node in filter(qdq.dequantizes_constant, called.nodes):
-        node.target, node.args = qdq.called_in_blocks, (node.target, *node.args)
+    _dequantize_in_blocks(called)
     forward: Function = type(GraphModule(owner, called)).forward
     return forward
+
+
+def _dequantize_in_blocks(graph: Graph) -> None:
+    for node in filter(qdq.dequantizes_constant, graph.nodes):
+        node.target, node.args = qdq.called_in_blocks, (node.target, *node.args)
 
 
 @dataclass(frozen=True)
@@ -86,27 +90,29 @@ class CellFunctions:
     Attributes:
         graphs: the projection and the step.
         project: (owner, x) -> projected.
-        constants: (owner) -> the values that the step computes only from weights.
-        step_of_constants: (owner, *constants, *projected, *states) -> the new states.
         weights: (owner) -> the weights of the step, as they are stored.
-        step_of_weights: (owner, *weights, *projected, *states) -> the new states.
+        constants: (owner, *weights) -> the values that the step computes only from weights.
+        step: (owner, *constants, *projected, *states) -> the new states.
     """
 
     graphs: SplitGraph
     project: Function
-    constants: Function
-    step_of_constants: Function
     weights: Function
-    step_of_weights: Function
+    constants: Function
+    step: Function
 
     @classmethod
     def of(cls, owner: Owner, cell: Graph) -> Self:
         """Return the functions of ``cell``, whose attributes are those of ``owner``."""
         graphs = split_off_projection(cell)
-        stored = {node for node in graphs.outside.nodes if node.op == "get_attr"}
-        splits = split_off_constants(graphs.outside), _split(graphs.outside, stored, set())
-        steps = (call_on(owner, graph) for split in splits for graph in split)
-        return cls(graphs, call_on(owner, graphs.first), *steps)
+        constants, step = split_off_constants(graphs.outside)
+        _dequantize_in_blocks(constants)
+        of_weights = _split(constants, {node for node in constants.nodes if node.op == "get_attr"}, set())
+        return cls(graphs, *(call_on(owner, graph) for graph in (graphs.first, *of_weights, step)))
+
+    def step_of_weights(self, owner: Owner, weights: int, *flat: Tensor) -> tuple[Tensor, ...]:
+        """Return the new states of ``flat``: that many ``weights``, what is projected, and the states."""
+        return self.step(owner, *self.constants(owner, *flat[:weights]), *flat[weights:])
 
 
 def _constants(graph: Graph) -> set[Node]:
@@ -239,7 +245,7 @@ class ConvertedCellGraphModule(parts.ConvertedPartGraphModule, CellGraphModule):
         copied._made = self._made
         return copied
 
-    # Not in recompile, which copies and passes call again and again: five functions are compiled. Not a
+    # Not in recompile, which copies and passes call again and again: four functions are compiled. Not a
     # cached property, whose lock Dynamo does not enter.
     @property
     def _functions(self) -> CellFunctions:
@@ -280,14 +286,16 @@ class ConvertedCellGraphModule(parts.ConvertedPartGraphModule, CellGraphModule):
     def repeated_step(self) -> Callable[..., tuple[Tensor, ...]]:
         """Return (*projected, *states) -> the new states, (B, width) each, for many steps in a row: weights
         are dequantized once, in this call. ``projected`` are results of ``project`` for one step."""
+        functions = self._functions
         return qdq.weight_by_weight(self, self.step_graph()) or partial(
-            self._functions.step_of_constants, self, *self._functions.constants(self)
+            functions.step, self, *functions.constants(self, *functions.weights(self))
         )
 
     def step_of_weights(self) -> tuple[Callable[..., tuple[Tensor, ...]], tuple[Tensor, ...]]:
         """Return a step as a function of (*weights, *projected, *states), and the stored, quantized
         weights."""
-        return partial(self._functions.step_of_weights, self), self._functions.weights(self)
+        weights = self._functions.weights(self)
+        return partial(self._functions.step_of_weights, self, len(weights)), weights
 
 
 def reference_cell(prepared: GraphModule) -> ConvertedCellGraphModule:
