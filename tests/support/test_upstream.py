@@ -8,6 +8,7 @@ import linecache
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -266,6 +267,13 @@ def test_default_store(tmp_path: Path) -> None:
             upstream.default_store().wait(["b"], timedelta(seconds=0.1))
     finally:
         dist.destroy_process_group()
+
+
+def test_composite_operators_are_looked_up_for_each_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_up = Mock(wraps=getattr(*upstream.COMPOSITES_LOOKED_UP))
+    monkeypatch.setattr(*upstream.COMPOSITES_LOOKED_UP, looked_up)
+    torch.export.export(nn.Linear(2, 2), (torch.randn(1, 2),)).run_decompositions()
+    assert looked_up.call_count > 10
 
 
 def test_what_a_trace_sets_for_all_threads_is_known() -> None:

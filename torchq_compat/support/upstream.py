@@ -71,6 +71,12 @@ DEVICE_CACHES = (
     (torchao.utils, "_assert_and_get_unique_device"),
     *([(fx_utils, "assert_and_get_unique_device")] if fx_utils else []),
 )
+#: (owner, attribute) of the function that looks every composite operator up: at each decomposition of an
+#: exported program once for each namespace of operators, though one time in a process would do.
+COMPOSITES_LOOKED_UP: tuple[Any, str] = (
+    importlib.import_module("torch._export.utils"),
+    "_materialize_cpp_cia_ops",
+)
 #: The tracer of FX, which torch.export traces with.
 fx_tracing: Any = importlib.import_module("torch.fx._symbolic_trace")
 #: (owner, attribute) of the class whose instances replace methods of ``nn.Module`` in a trace, and of the

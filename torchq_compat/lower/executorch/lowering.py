@@ -25,9 +25,9 @@ from torchq_compat.read.old_forms import takes_old_keywords
 from torchq_compat.support.argument_checks import PATH, checked_arguments, optional
 from torchq_compat.support.atomic_files import whole_file
 from torchq_compat.support.dtypes import dtype_name
-from torchq_compat.support.process_state import alone
+from torchq_compat.support.process_state import alone, once, own_attribute
 from torchq_compat.support.report import slow_stages
-from torchq_compat.support.upstream import pytree
+from torchq_compat.support.upstream import COMPOSITES_LOOKED_UP, pytree
 from torchq_compat.support.user_warnings import warn_user
 
 # The inputs of an ExecuTorch program, with their largest sizes, for which it plans its memory.
@@ -394,8 +394,9 @@ def to_executorch(
         begin("lower")
         structure = exported.call_spec.out_spec
         try:
+            looked_up = own_attribute(*COMPOSITES_LOOKED_UP, once(getattr(*COMPOSITES_LOOKED_UP)))
             # With gradients enabled, every pass over the graph would also trace the backward of its loops.
-            with alone(), torch.no_grad():
+            with alone(), torch.no_grad(), looked_up:
                 pte, report = _lower(exported, backend)
         except ExportError:
             raise
