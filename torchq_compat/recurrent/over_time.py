@@ -18,7 +18,7 @@ from torchq_compat.recurrent.kernel.bound_module import BoundDirection, OwnedPro
 from torchq_compat.recurrent.kernel.cell_reader import program_or_problem
 from torchq_compat.recurrent.kernel.program import CellProgram, ColumnQParams
 from torchq_compat.support.graph_nodes import copied_model
-from torchq_compat.support.process_state import held
+from torchq_compat.support.process_state import held, without_code
 from torchq_compat.support.upstream import scan
 
 # One direction over time: a loop in Python, a ``scan``, or rows packed by time step.
@@ -246,8 +246,8 @@ class RecurrentDirection(nn.Module):
         """Return a converted copy with integer weights folded."""
         projection = self.input_projection
         if projection is not None:
-            projection = ConvertedPartGraphModule.wrap(convert_parts(copied_model(projection)))
-        return RecurrentDirection(reference_cell(copied_model(self.cell)), projection)
+            projection = ConvertedPartGraphModule.wrap(convert_parts(_copy_to_convert(projection)))
+        return RecurrentDirection(reference_cell(_copy_to_convert(self.cell)), projection)
 
     def program(self) -> OwnedProgram | None:
         """Return the program that the cell loop runs for this direction; None if it cannot run it."""
@@ -285,6 +285,12 @@ class RecurrentDirection(nn.Module):
             if self.input_projection is None or not isinstance(self.cell, ConvertedCellGraphModule)
             else program_or_problem(("input_projection", self.input_projection), ("cell", self.cell))
         )
+
+
+def _copy_to_convert(prepared: GraphModule) -> GraphModule:
+    """Return a copy of ``prepared`` that is not run before it is converted."""
+    with without_code(prepared._graph):
+        return copied_model(prepared)
 
 
 def _read_program_again(direction: RecurrentDirection, _incompatible_keys: object) -> None:
