@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.ao.quantization import FixedQParamsObserver
+from torch.overrides import BaseTorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -169,6 +170,11 @@ def test_sizes_of_values_are_free_unless_computed() -> None:
 
     torch.export.export(Cut(), (torch.ones(7), torch.tensor(3)))
     assert free == [(True, False, False)]
+
+
+def test_modes_are_listed_the_innermost_last() -> None:
+    with BaseTorchFunctionMode() as outer, BaseTorchFunctionMode() as inner:
+        assert upstream.function_modes()[-2:] == [outer, inner]
 
 
 def test_caches_of_devices_can_be_cleared() -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from torchq_compat.capture.inlined_blocks import Block, inline_blocks
+from torchq_compat.capture.inlined_blocks import Block, detach_writes
 from torchq_compat.capture.packed_sequences import PackingMode
 from torchq_compat.capture.row_order import check_row_order
 from torchq_compat.capture.sizes.find_sizes import (
@@ -144,9 +144,10 @@ def attempt(case: CaptureCase, reads: SizeReads | None) -> Attempt:
         Exception: whatever torch.export or the model raises.
     """
     shapes = EVERY_SIZE if case.dynamic_shapes is None else case.dynamic_shapes
-    with case.runs.stubs.capturing(case.model), marked_functions(), case.packing.during(case.model):
-        graph_module, conditions = capture(case.model, case.args, shapes if reads is None else None, reads)
-        blocks = inline_blocks(graph_module)
+    with case.runs.stubs.capturing(case.model), marked_functions():
+        given = shapes if reads is None else None
+        graph_module, conditions = capture(case.model, case.args, given, reads, case.packing)
+    detach_writes(graph_module)
     follows = reads is not None and reads.follow
     if reads is not None:
         reads.write_results(graph_module)
@@ -159,7 +160,7 @@ def attempt(case: CaptureCase, reads: SizeReads | None) -> Attempt:
         sizes = sizes_of_symbols(graph_module, case.inputs, case.read, conditions)
     clean_captured(graph_module)
     make_out_of_place(graph_module)
-    result = Attempt(graph_module, sizes, blocks, None)
+    result = Attempt(graph_module, sizes, tuple(case.packing.blocks.found), None)
     result.problem = _compare(case, result, case.example)
     if result.problem is None and case.packing.packs:
         check_row_order(graph_module, case.runs, case.args)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
+from torchq_compat.capture.inlined_blocks import Blocks
 from torchq_compat.capture.replaced_calls import ReplacedCalls, called_without_out
 from torchq_compat.errors import InputError
 from torchq_compat.support import upstream
@@ -196,12 +197,14 @@ class PackingMode(ReplacedCalls):
 
     Attributes:
         packs: whether the model has used a packed sequence.
+        blocks: the blocks under ``torch.no_grad()`` or autocast in the model.
     """
 
     def __init__(self, *, whole: bool) -> None:
         super().__init__()
         self.whole = whole
         self.packs = False
+        self.blocks = Blocks()
         self._batches: list[tuple[Tensor, Any]] = []
 
     @contextmanager
@@ -209,7 +212,7 @@ class PackingMode(ReplacedCalls):
         # torch.export's own modes decompose ``tolist``.
         for leaf in upstream.pytree.tree_leaves((args, kwargs)):
             _keep_whole(leaf)
-        with self, held(_MODE, self):
+        with self.blocks.inlined(), self, held(_MODE, self):
             yield
 
     def __torch_function__(

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from torchq_compat.capture.inlined_blocks import is_block
 from torchq_compat.capture.origins import OPERATOR_OF_METHOD, find_origin, innermost_call, is_fx_leaf_class
-from torchq_compat.capture.packed_sequences import ListOfTensor
+from torchq_compat.capture.packed_sequences import ListOfTensor, PackingMode
 from torchq_compat.capture.sizes.numbers import is_of_libraries
 from torchq_compat.capture.sizes.size_reads import SizeReads
 from torchq_compat.capture.unseen_python import SeenFunctions, seen_python
@@ -101,14 +100,18 @@ OF_INFERENCE = "Inference tensors"
 
 
 def capture(
-    model: nn.Module, args: tuple[Any, ...], dynamic_shapes: Any = None, reads: SizeReads | None = None
+    model: nn.Module,
+    args: tuple[Any, ...],
+    dynamic_shapes: Any = None,
+    reads: SizeReads | None = None,
+    packing: PackingMode | None = None,
 ) -> tuple[GraphModule, tuple[str, ...]]:
     """Return ``model`` as an aten graph that keeps its input and output structure, dead code included.
 
     Args:
         model: the model, captured as it is, including its training flags.
         args: example positional arguments.
-        dynamic_shapes, reads: see ``export_with``.
+        dynamic_shapes, reads, packing: see ``export_with``.
 
     Returns:
         The graph, and what torch.export assumes of the sizes that ``dynamic_shapes`` names, as Python code.
@@ -116,7 +119,7 @@ def capture(
     Raises:
         Exception: whatever torch.export or the model raises; see ``explain_failure``.
     """
-    program = export_with(model, args, dynamic_shapes, reads)
+    program = export_with(model, args, dynamic_shapes, reads, packing)
     with without_code(program.graph):
         exported = program.module(check_guards=False)
     assert isinstance(exported, GraphModule)
@@ -130,12 +133,16 @@ def capture(
 
 def clean_captured(graph_module: GraphModule) -> None:
     """Remove what a captured graph computes and does not use."""
-    graph_module.graph.eliminate_dead_code(lambda node: is_block(node) or node.is_impure())
+    graph_module.graph.eliminate_dead_code()
     _drop_full_slices(graph_module)
 
 
 def export_with(
-    model: nn.Module, args: tuple[Any, ...], dynamic_shapes: Any, reads: SizeReads | None = None
+    model: nn.Module,
+    args: tuple[Any, ...],
+    dynamic_shapes: Any,
+    reads: SizeReads | None = None,
+    packing: PackingMode | None = None,
 ) -> torch.export.ExportedProgram:
     """Return the result of ``torch.export.export``.
 
@@ -146,6 +153,7 @@ def export_with(
     Args:
         dynamic_shapes: as in torch.export, where None is static; or ``EVERY_SIZE`` or ``NO_SIZE``.
         reads: answers what the model's Python reads.
+        packing: replaces calls that torch.export cannot trace, or would trace otherwise.
 
     Raises:
         Exception: whatever the first export raises.
@@ -169,10 +177,12 @@ def export_with(
                 or (as_python and not functions.were_called)
             ):
                 continue
+            replaced = nullcontext() if packing is None else packing.during(model)
             answered = nullcontext() if reads is None else reads.during(model, with_values=with_values)
             gradients = torch.no_grad() if no_grad else nullcontext()
             try:
-                with gradients, answered, seen_python(model, {} if as_python else functions.replaced()):
+                python = seen_python(model, {} if as_python else functions.replaced())
+                with gradients, replaced, answered, python:
                     return torch.export.export(model, args, strict=False, dynamic_shapes=dynamic_shapes)
             except Exception as cause:
                 first = first or cause
@@ -188,19 +198,25 @@ def _is_of_computed_weight(text: str) -> bool:
     return assigned is not None
 
 
-def capture_freely(model: nn.Module, args: tuple[Any, ...], reads: SizeReads | None = None) -> GraphModule:
+def capture_freely(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    reads: SizeReads | None = None,
+    packing: PackingMode | None = None,
+) -> GraphModule:
     """Return ``model`` as an aten graph, with the sizes free that its Python reads; see ``SizeReads``.
 
     Args:
         model: the model.
         args: example positional arguments.
         reads: what answers the reads, and keeps what was decided.
+        packing: see ``export_with``.
 
     Raises:
         Exception: whatever torch.export or the model raises.
     """
     reads = reads or SizeReads()
-    captured, _ = capture(model, args, reads=reads)
+    captured, _ = capture(model, args, reads=reads, packing=packing)
     reads.write_results(captured)
     clean_captured(captured)
     return captured

@@ -124,6 +124,8 @@ SIZES_ASKED: MetaKey[int] = MetaKey("torchq_compat_sizes_asked", "node", "captur
 VALUES_DECIDED: MetaKey[tuple[tuple[str, Any], ...]] = MetaKey(
     "torchq_compat_values_decided", "graph", "capture.sizes.size_reads", "capture.checked, capture.loops.roll"
 )
+#: Whether the model ran a node without gradients; inside torch.export's own key "custom".
+WITHOUT_GRADIENT: MetaKey[bool] = MetaKey("torchq_compat_without_gradient", "node", "capture.inlined_blocks")
 #: (function, index of the call) of a function under torch.fx.wrap; inside torch.export's own key "custom".
 WRAPPED_CALL: MetaKey[tuple[str, int]] = MetaKey(
     "torchq_compat_wrapped_call", "node", "capture.unseen_python", "capture.origins"

@@ -82,6 +82,8 @@ COMPOSITES_LOOKED_UP: tuple[Any, str] = (
     importlib.import_module("torch._export.utils"),
     "_materialize_cpp_cia_ops",
 )
+#: The modes that see calls of torch's functions, the innermost last.
+function_modes: Any = torch.overrides._get_current_function_mode_stack
 #: The tracer of FX, which torch.export traces with.
 fx_tracing: Any = importlib.import_module("torch.fx._symbolic_trace")
 #: (owner, attribute) of the class whose instances replace methods of ``nn.Module`` in a trace, and of the

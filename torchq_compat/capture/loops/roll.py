@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
-from torchq_compat.capture.inlined_blocks import inline_blocks
+from torchq_compat.capture.inlined_blocks import detach_writes
 from torchq_compat.capture.loops.length_guards import KeptGuards, Length, keep_guards
 from torchq_compat.capture.loops.loop_module import LONGER, GraphModel, Loop, LoopedSizes
 from torchq_compat.capture.loops.roll_graph import RolledGraph, roll_graph
@@ -267,9 +267,9 @@ def _capture_rolled(
     modules = put_stubs(model, stubs)
     show_identities(model)
     try:
-        with stubs.capturing(model), marked_functions(), PackingMode(whole=False).during(model):
-            graph_module = capture_freely(model, args, reads)
-            inline_blocks(graph_module)
+        with stubs.capturing(model), marked_functions():
+            graph_module = capture_freely(model, args, reads, PackingMode(whole=False))
+            detach_writes(graph_module)
             make_out_of_place(graph_module, keep_writes_into_views=True)
     except Exception as cause:
         raise NotALoopError(f"torch.export cannot capture it unrolled: {cause}") from cause
