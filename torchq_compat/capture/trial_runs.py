@@ -7,9 +7,10 @@ import math
 import random
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -308,18 +309,19 @@ def trial_copy(model: nn.Module) -> nn.Module:
 
 def run_prepared(prepared: nn.Module, args: tuple[Any, ...]) -> Any:
     """Run a prepared model with its observers and fake-quantizes off."""
-    with observers_off(prepared), alone_and_seeded(), kept_buffers(prepared), without_packing(prepared):
+    packing = without_packing(prepared)
+    with observers_off(prepared) as off, kept_buffers(prepared, apart=off), alone_and_seeded(), packing:
         return prepared(*copied_inputs(args))
 
 
 @contextmanager
-def observers_off(prepared: nn.Module) -> Iterator[None]:
-    """Let observers and fake-quantizes return their inputs while the context is active."""
-    off = [module for module in prepared.modules() if is_activation_post_process(module)]
+def observers_off(prepared: nn.Module) -> Iterator[set[nn.Module]]:
+    """Let observers and fake-quantizes, which the context gives, return their inputs while it is active."""
+    off = {module for module in prepared.modules() if is_activation_post_process(module)}
     try:
         for module in off:
             vars(module)["forward"] = _hand_on
-        yield
+        yield off
     finally:
         for module in off:
             vars(module).pop("forward", None)
@@ -338,6 +340,9 @@ class GraphRunner(Interpreter):
         """Run ``n``, and let torch note nowhere that it does: that takes longer than most operators."""
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         return getattr(self, n.op)(n.target, args, kwargs)
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return attrgetter(target)(self.module)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is not OPAQUE_OP:
@@ -408,12 +413,16 @@ FOLDED_WEIGHT = re.compile(r"(^|\.)(_frozen_param\d+|\w+_quantized(_\d+)?)$")
 
 
 @contextmanager
-def kept_buffers(module: nn.Module, *, but: torch.dtype | None = None) -> Iterator[None]:
+def kept_buffers(
+    module: nn.Module, *, but: torch.dtype | None = None, apart: Collection[nn.Module] = ()
+) -> Iterator[None]:
     """Restore the values of the buffers of ``module`` afterwards, ``but`` those of a dtype that only weights
-    have."""
+    have, and ``apart`` from those of modules that write to none."""
     before = [
         (buffer, copied_values(buffer))
-        for name, buffer in module.named_buffers()
+        for item in module.modules()
+        if item not in apart
+        for name, buffer in item.named_buffers(recurse=False)
         if buffer.dtype is not but and not FOLDED_WEIGHT.search(name)
     ]
     try:

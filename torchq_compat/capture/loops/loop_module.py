@@ -193,9 +193,9 @@ class Loop(nn.Module):
 
 
 Place = tuple[str, int]
-#: A call in the model's code: the innermost frame's code and instruction, the same of the user's innermost
-#: frame, and the path of the innermost module.
-Site = tuple[Any, int, Any, int, str]
+#: A call in the model's code: the code and the instruction of the user's innermost frame, and the path of the
+#: innermost module.
+Site = tuple[Any, int, str]
 
 
 @dataclass(frozen=True)
@@ -286,7 +286,8 @@ def _count_calls(runs: Runs, args: tuple[Any, ...]) -> tuple[_CallSites, FloatRu
 
 
 class _CallSites(TorchFunctionMode):
-    """Counts the calls of torch's functions at each place of the model's Python.
+    """Counts the calls at each place of the model's Python that reach a function of torch: of several that
+    one reaches, the first, as torch's own code has loops over weights.
 
     Attributes:
         repeated: a call that ran more than once -> the line of the loop around it; empty if none is seen.
@@ -296,6 +297,7 @@ class _CallSites(TorchFunctionMode):
         super().__init__()
         self.counts: Counter[Site] = Counter()
         self.repeated: dict[Site, str] = {}
+        self._firsts: dict[Site, tuple[Any, int]] = {}
         self._paths: dict[int, str] = {}
 
     def of(self, model: nn.Module) -> _CallSites:
@@ -321,10 +323,11 @@ class _CallSites(TorchFunctionMode):
             if path is None and code.co_argcount:
                 path = self._paths.get(id(frame.f_locals.get(code.co_varnames[0])))
             if path is not None and is_users(code.co_filename):
-                site = (inner.f_code, inner.f_lasti, code, frame.f_lasti, path)
-                self.counts[site] += 1
-                if self.counts[site] == 2:
-                    self.repeated[site] = _line_of_loop(frame)
+                site, called = (code, frame.f_lasti, path), (inner.f_code, inner.f_lasti)
+                if self._firsts.setdefault(site, called) == called:
+                    self.counts[site] += 1
+                    if self.counts[site] == 2:
+                        self.repeated[site] = _line_of_loop(frame)
                 return
 
 
