@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from tests.helpers import once
-from tests.helpers.once import SEED
+from tests.helpers.once import SEED, seed_torch
 from torchq_compat.codes import CODES
 from torchq_compat.errors import QuantizationWarning, TorchQCompatError
 from torchq_compat.support.decisions import Decision
@@ -80,7 +80,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
 
 
 def seed(node: pytest.Item | pytest.Collector) -> None:
-    torch.manual_seed(SEED + zlib.crc32(node.nodeid.encode()))
+    seed_torch(SEED + zlib.crc32(node.nodeid.encode()))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -12,12 +12,17 @@ from typing import Generic, ParamSpec, TypeVar
 
 import torch
 
-__all__ = ["SEED", "made_once"]
+__all__ = ["SEED", "made_once", "seed_torch"]
 
 #: `TORCHQ_SEED=2 pytest` draws different numbers for all tests.
 SEED = int(os.environ.get("TORCHQ_SEED", "0"))
 #: `TORCHQ_SHARE=0 pytest` makes everything anew for each test, with the same numbers.
 SHARED = os.environ.get("TORCHQ_SHARE", "1") != "0"
+
+#: ``torch.manual_seed`` also queues a call, with the text of its stack, for devices that are not there.
+seed_torch: Callable[[int], object] = (
+    torch.manual_seed if torch.backends.cuda.is_built() else torch.default_generator.manual_seed
+)
 
 P = ParamSpec("P")
 Made = TypeVar("Made")
@@ -46,7 +51,7 @@ class MadeOnce(Generic[P, Made]):
         if key not in self._results or not SHARED:
             make = self.__wrapped__
             with torch.random.fork_rng(devices=()):
-                torch.manual_seed(SEED + zlib.crc32(f"{make.__module__}.{make.__qualname__}{key}".encode()))
+                seed_torch(SEED + zlib.crc32(f"{make.__module__}.{make.__qualname__}{key}".encode()))
                 self._results[key] = make(*args, **kwargs)
         return self._results[key]
 
