@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -421,12 +422,13 @@ def _lower(exported: ExportedProgram, backend: str) -> tuple[bytes, DelegationRe
         passes.shift_to_int8(exported)
         passes.dequantize_per_reader(exported)
         partitioners.append(passes.xnnpack_partitioner(refused))
-    edge = exir.to_edge_transform_and_lower(
-        exported,
-        partitioner=partitioners,
-        # Quantize, dequantize and scan are not in core ATen.
-        compile_config=exir.EdgeCompileConfig(_check_ir_validity=False),
-    )
+    with passes.patterns_exported_for(exported) if partitioners else nullcontext():
+        edge = exir.to_edge_transform_and_lower(
+            exported,
+            partitioner=partitioners,
+            # Quantize, dequantize and scan are not in core ATen.
+            compile_config=exir.EdgeCompileConfig(_check_ir_validity=False),
+        )
     report = read_delegation(edge.exported_program().graph_module, backend, refused)
     manager = edge.transform((passes.restore_linears, passes.move_loop_invariants)).to_executorch()
     _check_kernels(manager.executorch_program)
