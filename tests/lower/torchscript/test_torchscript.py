@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.ao.quantization import get_default_qat_qconfig_mapping, get_default_qconfig_mapping
+from torch.fx import GraphModule
 
 import torchq_compat as tc
 from tests.helpers.once import made_once
@@ -248,13 +249,17 @@ class Attends(nn.Module):
         return torch.stack(states, 1)
 
 
-@pytest.mark.parametrize("how", [script, trace])
-def test_a_loop_whose_step_reads_sizes(how: Callable[..., Any]) -> None:
-    torch.manual_seed(0)
+@made_once
+def attending() -> tuple[GraphModule, tuple[Tensor, Tensor]]:
     example = (torch.randn(2, 5, 6), torch.randn(2, 7, 4))
     prepared = tc.prepare_fx(Attends().eval(), MAPPING, example, tc.get_default_prepare_custom_config())
     prepared(*example)
-    quantized = tc.convert_fx(prepared)
+    return tc.convert_fx(prepared), example
+
+
+@pytest.mark.parametrize("how", [script, trace])
+def test_a_loop_whose_step_reads_sizes(how: Callable[..., Any]) -> None:
+    quantized, example = attending()
     again = loaded_again(how(quantized, example))
     for batch, steps, places in ((2, 5, 7), (3, 4, 9), (1, 1, 1)):
         call = (torch.randn(batch, steps, 6), torch.randn(batch, places, 4))
