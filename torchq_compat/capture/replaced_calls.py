@@ -53,9 +53,11 @@ class ReplacedCalls(TorchFunctionMode):
 def called_without_out(function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
     """Call ``function``, and copy its results into the ``out`` that it is given: torch has no derivatives of
     functions that write into it."""
-    named, mode = dict(kwargs), get_proxy_mode()
+    named = dict(kwargs)
     out = named.pop("out", None)
-    if out is None or mode is None:
+    # Dynamo, which runs the body of a scan, cannot trace what asks for the mode.
+    mode = None if out is None else get_proxy_mode()
+    if mode is None:
         return function(*args, **kwargs)
     last = next(reversed(mode.tracer.graph.nodes))
     result = function(*args, **named)
