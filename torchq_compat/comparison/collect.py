@@ -176,14 +176,8 @@ def output_series(
 
     index = torch.unravel_index(torch.tensor(worst), [s for i, s in enumerate(exact.shape) if i != axis])
     where = ", ".join(str(int(number)) for number in index)
-    return Series(
-        name,
-        "time",
-        f"At [{where}] of the other dimensions" if where else "",
-        along(exact),
-        along(ours),
-        None if fx is None else along(fx),
-    )
+    place = f"At [{where}] of the other dimensions" if where else ""
+    return Series(name, "time", place, along(exact), along(ours), None if fx is None else along(fx))
 
 
 # ``torchq_compat.compare``: FX and this package on the same weights and calibration data.

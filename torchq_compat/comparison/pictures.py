@@ -28,6 +28,8 @@ DTYPE_COLOURS = {
     "int32": "#f7cfc2",
 }
 OTHER_COLOUR, FLOAT_COLOUR = "#e2d4ef", "#eeeeee"
+ARROW: Any = {"arrowstyle": "-|>", "mutation_scale": 9, "linewidth": 0.9, "color": "#7f8b97"}
+BOX: Any = {"boxstyle": "round,pad=0,rounding_size=0.08", "edgecolor": "#444444", "linewidth": 0.9}
 
 Places = dict[str, tuple[float, float]]
 
@@ -103,17 +105,8 @@ def _bend(start: tuple[float, float], end: tuple[float, float]) -> float:
 
 
 def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float]) -> None:
-    axes.add_patch(
-        FancyArrowPatch(
-            (start[0] + WIDTH / 2, start[1]),
-            (end[0] - WIDTH / 2, end[1]),
-            arrowstyle="-|>",
-            mutation_scale=9,
-            linewidth=0.9,
-            color="#7f8b97",
-            connectionstyle=f"arc3,rad={-_bend(start, end)}",
-        )
-    )
+    ends = (start[0] + WIDTH / 2, start[1]), (end[0] - WIDTH / 2, end[1])
+    axes.add_patch(FancyArrowPatch(*ends, connectionstyle=f"arc3,rad={-_bend(start, end)}", **ARROW))
 
 
 def _box(
@@ -122,30 +115,13 @@ def _box(
     x, y = centre
     qparams = point.ours.qparams if point else None
     colour = FLOAT_COLOUR if qparams is None else DTYPE_COLOURS.get(qparams.dtype, OTHER_COLOUR)
-    axes.add_patch(
-        FancyBboxPatch(
-            (x - WIDTH / 2, y - HEIGHT / 2),
-            WIDTH,
-            HEIGHT,
-            boxstyle="round,pad=0,rounding_size=0.08",
-            facecolor=colour,
-            edgecolor="#444444",
-            linewidth=0.9,
-        )
-    )
+    corner = (x - WIDTH / 2, y - HEIGHT / 2)
+    axes.add_patch(FancyBboxPatch(corner, WIDTH, HEIGHT, facecolor=colour, **BOX))
     lines = [(node.name, "bold", "#111111"), *((text, "normal", c) for text, c in _details(node, point))]
     for index, (text, weight, text_colour) in enumerate(lines):
         row = y + HEIGHT * (0.30 - 0.6 * index / max(1, len(lines) - 1)) if len(lines) > 1 else y
-        axes.text(
-            x,
-            row,
-            text,
-            ha="center",
-            va="center",
-            fontsize=min(FONT, WIDE / len(text)),
-            fontweight=weight,
-            color=text_colour,
-        )
+        style: Any = {"fontsize": min(FONT, WIDE / len(text)), "fontweight": weight, "color": text_colour}
+        axes.text(x, row, text, ha="center", va="center", **style)
 
 
 def _details(node: results.CellNode, point: results.Point | None) -> list[tuple[str, str]]:

@@ -4,7 +4,7 @@ Legacy: ``torch.ao.quantization.prepare`` and ``prepare_qat``. The names of the 
 keys of the state_dict, are theirs: ``conv.activation_post_process.min_val``.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,7 +129,7 @@ def _observe(module: nn.Module, path: str, settings: ObserveSettings, device: to
             continue
         if issubclass(kind, (torch_ao.FloatFunctional, torch_ao.QFunctional)):
             if qconfig is not None:
-                setattr(child, OBSERVER, _observer(qconfig.activation, device))
+                setattr(child, OBSERVER, qconfig.activation().to(device=device))
         elif isinstance(child, torch_ao.fused_module) or kind in settings.observed_whole:
             _insert(child, device)
         elif child.training and kind in torch_ao.DEFAULT_MODULE_TO_ACT_POST_PROCESS:
@@ -166,23 +166,14 @@ def _insert(module: nn.Module, device: torch.device | None, constructor: Any = N
     if qconfig is None or isinstance(module, torch_ao.DeQuantStub):
         return
     forget_observers(module)
-    module.add_module(OBSERVER, _observer(constructor or qconfig.activation, device))
-    if _chooses_at_run_time(getattr(module, OBSERVER)):
+    observer = (constructor or qconfig.activation)().to(device=device)
+    module.add_module(OBSERVER, observer)
+    inner = getattr(observer, OBSERVER, observer)
+    # Qparams that follow each input are those of the input, not of the result.
+    if getattr(inner, "is_dynamic", False) or getattr(inner, "averaging_constant", None) == 1:
         module.register_forward_pre_hook(torch_ao.observe_input, prepend=True)
     else:
         module.register_forward_hook(torch_ao.observe_result, prepend=True)
-
-
-def _observer(constructor: Callable[[], nn.Module], device: torch.device | None) -> nn.Module:
-    result = constructor()
-    return result if device is None else result.to(device)
-
-
-def _chooses_at_run_time(observer: Any) -> bool:
-    """Return whether qparams follow each input: they are those of the input, not of the result."""
-    inner = getattr(observer, OBSERVER, observer)
-    is_dynamic = getattr(inner, "is_dynamic", False)
-    return bool(is_dynamic) or getattr(inner, "averaging_constant", None) == 1
 
 
 def _observed_custom(

@@ -398,14 +398,9 @@ class EmbeddingBag(IntegerWeight):
     ) -> Tensor:
         """Return the bags of ``indices``."""
         settings: Any = self
-        return F.embedding_bag(
-            indices,
-            self.float_weight(),
-            offsets,
-            mode=settings.mode,
-            per_sample_weights=per_sample_weights,
-            include_last_offset=settings.include_last_offset,
-        )
+        how = {"mode": settings.mode, "include_last_offset": settings.include_last_offset}
+        weight, weights = self.float_weight(), per_sample_weights
+        return F.embedding_bag(indices, weight, offsets, per_sample_weights=weights, **how)
 
 
 class _FloatFunction(OnGrid):

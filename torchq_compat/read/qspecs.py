@@ -40,21 +40,15 @@ def check_settings(settings: ObserverSettings, setting: str) -> None:
         low, high = 0, 15 if "4x2" in str(settings.declared_dtype) else 3
     given_low = low if settings.quant_min is None else settings.quant_min
     given_high = high if settings.quant_max is None else settings.quant_max
+    given = given_low, given_high
     if not low <= given_low < given_high <= high:
-        raise ConfigError.of(
-            "TQ910.range_beyond_dtype",
-            setting=setting,
-            given=(given_low, given_high),
-            dtype=dtype,
-            held=(low, high),
-        )
+        held = low, high
+        raise ConfigError.of("TQ910.range_beyond_dtype", setting=setting, given=given, dtype=dtype, held=held)
     scale, zero_point = settings.limits.fixed_scale, settings.limits.fixed_zero_point
     if scale is not None and not (math.isfinite(scale) and scale > 0):
         raise ConfigError.of("TQ910.fixed_scale", setting=setting, scale=scale)
     if zero_point is not None and not given_low <= zero_point <= given_high:
-        raise ConfigError.of(
-            "TQ910.fixed_zero_point", setting=setting, zero_point=zero_point, held=(given_low, given_high)
-        )
+        raise ConfigError.of("TQ910.fixed_zero_point", setting=setting, zero_point=zero_point, held=given)
 
 
 def check_axis(settings: ObserverSettings, dimensions: int, place: str) -> None:
