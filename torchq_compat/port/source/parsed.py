@@ -8,6 +8,7 @@ from typing import Any, TypeVar, cast
 
 import libcst as cst
 from libcst import metadata
+from libcst.metadata import MetadataWrapper
 from libcst.metadata.scope_provider import ScopeVisitor
 
 ImportStatement = cst.Import | cst.ImportFrom
@@ -112,7 +113,7 @@ class ParsedSource:
         self.taken_by_others = taken_by_others
         self.follow = cache(follow or (lambda name: name))
         self.module = cst.parse_module(text)
-        wrapper = metadata.MetadataWrapper(self.module, unsafe_skip_copy=True)
+        wrapper = MetadataWrapper(self.module, unsafe_skip_copy=True)
         self._spans = wrapper.resolve(metadata.ByteSpanPositionProvider)
         self._scopes = wrapper.resolve(ScopesWithoutUses)
         self._parents = _parents(self.module)
