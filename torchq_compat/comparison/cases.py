@@ -251,12 +251,9 @@ class ScriptRecorder:
         return redirected
 
     def _prepare_fx(self, call: Function, arguments: dict[str, Any], *, is_qat: bool = False) -> Any:
-        recording = Recording(
-            copy.deepcopy(arguments["model"]),
-            {name: copy.deepcopy(value) for name, value in arguments.items() if name != "model"},
-            is_qat,
-            deque(maxlen=LAST_BATCHES if is_qat else None),
-        )
+        settings = {name: copy.deepcopy(value) for name, value in arguments.items() if name != "model"}
+        batches = deque[tuple[Any, ...]](maxlen=LAST_BATCHES if is_qat else None)
+        recording = Recording(copy.deepcopy(arguments["model"]), settings, is_qat, batches)
         prepared = call()
         metadata.RECORDING.write(prepared, recording)
         self._recordings.append(recording)

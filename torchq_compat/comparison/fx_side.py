@@ -255,14 +255,10 @@ def quantize_by_fx(case: Case, places: Mapping[sides.Key, KeyFacts]) -> sides.Qu
     fx = torch_ao.fx_engine()
     observed, quantized = _custom_configs(case)
     with calling_fx(), warnings.catch_warnings(action="ignore"):
-        is_qat = case.is_qat
-        prepared = (fx.prepare_qat_fx if is_qat else fx.prepare_fx)(
-            case.as_trained() if is_qat else copy.deepcopy(case.model).eval(),
-            copy.deepcopy(case.qconfig_mapping),
-            case.example_inputs,
-            observed,
-            backend_config=case.backend_config,
-        ).eval()
+        prepare = fx.prepare_qat_fx if case.is_qat else fx.prepare_fx
+        model = case.as_trained() if case.is_qat else copy.deepcopy(case.model).eval()
+        settings = copy.deepcopy(case.qconfig_mapping), case.example_inputs, observed
+        prepared = prepare(model, *settings, backend_config=case.backend_config).eval()
         if case.fx_state is not None:
             prepared.load_state_dict(case.fx_state)
         case.calibrate(prepared)

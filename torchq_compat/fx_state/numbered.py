@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 # Assign FX's numbered scales to the places of a graph.
 #
@@ -251,27 +251,16 @@ class Required:
     def below(self, path: str) -> Self:
         """Return the same with our names below ``path``; FX's names are complete already."""
 
-        def at(name: str) -> str:
-            return f"{path}.{name}" if path else name
+        def at(name: Any) -> Any:
+            return f"{path}.{name}" if path and name is not None else name
 
-        return replace(
-            self,
-            tensors=tuple(
-                replace(
-                    tensor,
-                    name=at(tensor.name),
-                    observers=tuple(map(at, tensor.observers)),
-                    packed_with=None if tensor.packed_with is None else at(tensor.packed_with),
-                )
-                for tensor in self.tensors
-            ),
-            observers=tuple(replace(item, path=at(item.path)) for item in self.observers),
-            folded=tuple(
-                replace(
-                    entry,
-                    names={role: at(name) for role, name in entry.names.items()},
-                    own_bias=None if entry.own_bias is None else at(entry.own_bias),
-                )
-                for entry in self.folded
-            ),
+        tensors = tuple(
+            replace(t, name=at(t.name), observers=tuple(map(at, t.observers)), packed_with=at(t.packed_with))
+            for t in self.tensors
         )
+        observers = tuple(replace(observer, path=at(observer.path)) for observer in self.observers)
+        folded = tuple(
+            replace(norm, names={k: at(v) for k, v in norm.names.items()}, own_bias=at(norm.own_bias))
+            for norm in self.folded
+        )
+        return replace(self, tensors=tensors, observers=observers, folded=folded)

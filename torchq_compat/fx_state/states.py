@@ -105,9 +105,7 @@ PACKED_NAME = re.compile(r"_packed_weight_\d+$")
 CONV_BN_V1 = {
     "gamma": "bn.weight",
     "beta": "bn.bias",
-    "running_mean": "bn.running_mean",
-    "running_var": "bn.running_var",
-    "num_batches_tracked": "bn.num_batches_tracked",
+    **{name: f"bn.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")},
 }
 
 

@@ -474,14 +474,6 @@ def _appended(module: nn.MultiheadAttention) -> int:
     return int(module.bias_k is not None) + int(module.add_zero_attn)
 
 
-register(
-    AttentionHandler(
-        parts_handler.ModuleFamily(
-            nn.MultiheadAttention,
-            ObservedMultiheadAttention,
-            ConvertedMultiheadAttention,
-            quantizable.MultiheadAttention,
-            quantized.MultiheadAttention,
-        )
-    )
-)
+OURS = ObservedMultiheadAttention, ConvertedMultiheadAttention
+LEGACY = quantizable.MultiheadAttention, quantized.MultiheadAttention
+register(AttentionHandler(parts_handler.ModuleFamily(nn.MultiheadAttention, *OURS, *LEGACY)))

@@ -253,13 +253,9 @@ def check_part_dtypes(parts: Sequence[Part], specs: PartSpecs, backend: BackendT
         }
         dtype = specs.output_constructor(part).settings.dtype
         if is_integer(dtype) and dtype not in allowed:
-            raise ConfigError.of(
-                "TQ911.part_dtype",
-                part=part.name,
-                dtype=dtype_name(dtype),
-                pattern=pattern.__name__,
-                allowed=", ".join(sorted(map(dtype_name, allowed))) or "nothing",
-            )
+            named, names = dtype_name(dtype), ", ".join(sorted(map(dtype_name, allowed))) or "nothing"
+            what = {"part": part.name, "pattern": pattern.__name__}
+            raise ConfigError.of("TQ911.part_dtype", **what, dtype=named, allowed=names)
 
 
 # A graph of parts: a module exported once, with nodes named after the parts, which prepare finds by name.

@@ -137,12 +137,8 @@ class OpaqueUserModule(OpaqueModule):
         if self.opaque_takes_floats:
             return super().opaque_receive(q, qparams)
         if qparams.dtype not in LEGACY_DTYPES:
-            raise CustomModuleError.of(
-                "TQ942.input_dtype",
-                kind=self.opaque_users_class.__qualname__,
-                path=self.opaque_path,
-                dtype=dtype_name(qparams.dtype),
-            )
+            kind, dtype = self.opaque_users_class.__qualname__, dtype_name(qparams.dtype)
+            raise CustomModuleError.of("TQ942.input_dtype", kind=kind, path=self.opaque_path, dtype=dtype)
         # The torch.ao quantized tensor with the integers ``q``, which classes of legacy scripts accept.
         # Values with several qparams (directions of a recurrent module) are quantized again with qparams that
         # cover all, because hardly any quantized operator accepts per-channel activations.
@@ -315,22 +311,15 @@ def call_class_method(owner: type[nn.Module], method: str, module: nn.Module, pa
     Raises:
         CustomModuleError: if the method raises, or does not return a module.
     """
+    where = {"owner": owner.__qualname__, "method": method, "path": path}
     try:
         result = getattr(owner, method)(module)
     except TorchQCompatError:
         raise
     except Exception as cause:
-        raise CustomModuleError.of(
-            "TQ942.method_raised",
-            owner=owner.__qualname__,
-            method=method,
-            path=path,
-            cause=cause,
-        ) from cause
+        raise CustomModuleError.of("TQ942.method_raised", **where, cause=cause) from cause
     if not isinstance(result, nn.Module):
-        raise CustomModuleError.of(
-            "TQ942.result_type", owner=owner.__qualname__, method=method, path=path, result=result
-        )
+        raise CustomModuleError.of("TQ942.result_type", **where, result=result)
     return result
 
 

@@ -113,12 +113,8 @@ def _by_names(value: Mapping[str, Any], model: nn.Module) -> tuple[Any, ...] | N
         if name not in value and default is inspect.Parameter.empty:
             raise InputError.of("TQ902.missing_name", name=name, forward=forward, taken=", ".join(taken))
         args.append(value.get(name, default))
-    warn_user(
-        "TQ303",
-        kind="a dict",
-        meaning="keyword arguments",
-        form=f"a tuple of ({', '.join(used)}) in this order",
-    )
+    form = f"a tuple of ({', '.join(used)}) in this order"
+    warn_user("TQ303", kind="a dict", meaning="keyword arguments", form=form)
     return tuple(args)
 
 

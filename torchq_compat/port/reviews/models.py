@@ -1,18 +1,20 @@
 """Find models of FX that are prepared without inputs, equalized, pickled whole, or exported to ONNX through
-TorchScript; and code that inspects a converted model, uses the classes of FX's converted models, or edits a
-prepared one."""
+TorchScript; code that inspects a converted model, uses the classes of FX's converted models, or edits a
+prepared one; names that no rewrite carries over, of FX's engine, the Numeric Suite, and quantized modules and
+kernels that a script calls by hand; and legacy names in string literals."""
 
 import re
 from collections.abc import Iterator
+from functools import partial
 
 import libcst as cst
 
+from torchq_compat.port import names as legacy
 from torchq_compat.port.constructs import Site
 from torchq_compat.port.finders import Finder
-from torchq_compat.port.names import CONVERTING, PREPARING
 from torchq_compat.port.rewrites.config_dicts import PREPARE
 from torchq_compat.port.source.fx_calls import fx_call, fx_calls, last_value, sure_value, uses_pt2e
-from torchq_compat.port.source.parsed import ParsedSource
+from torchq_compat.port.source.parsed import ParsedSource, names_in_import
 
 OLD_EXPORTER = "torch.onnx.utils.export"
 EXPORTERS = {"torch.onnx.export", OLD_EXPORTER}
@@ -76,7 +78,7 @@ def _is_result(source: ParsedSource, model: cst.BaseExpression, at: cst.CSTNode)
 def find_without_inputs(source: ParsedSource) -> Iterator[Site]:
     """Yield calls that prepare without ``example_inputs``, or with some that no model runs on."""
     for call in fx_calls(source):
-        if call.function not in PREPARING or call.has_stars:
+        if call.function not in legacy.PREPARING or call.has_stars:
             continue
         arg = call.arg("example_inputs")
         refusal = MISSING if arg is None else _refusal(source, _value(source, arg.value, call.node))
@@ -160,13 +162,9 @@ share_memory state_dict to to_empty to_folder train training type xpu zero_grad
 """
 #: Attributes of every module or GraphModule, with the same meaning here as in FX.
 OF_EVERY_MODULE = frozenset(MODULE_NAMES.split())
+CALLED_BY_HAND = ("torch.ao.nn.quantized.", "torch.nn.quantized.", "torch.ao.nn.intrinsic.quantized.")
 #: The modules of the classes in FX's converted models; FloatFunctional is a class of float models.
-QUANTIZED_CLASSES = (
-    "torch.ao.nn.quantized.",
-    "torch.ao.nn.intrinsic.quantized.",
-    "torch.nn.quantized.",
-    "torch.nn.intrinsic.quantized.",
-)
+QUANTIZED_CLASSES = (*CALLED_BY_HAND, "torch.nn.intrinsic.quantized.")
 #: A key of the qparams in the state of FX's converted model, or a pattern of such keys.
 KEY_OF_FX = re.compile(r"\S*_(scale|zero_point)_\d+")
 OF_FLOAT_MODELS = ("FloatFunctional", "FXFloatFunctional", "QFunctional")
@@ -186,9 +184,9 @@ def find_reading_inside(source: ParsedSource) -> Iterator[Site]:
     """Yield attributes that only FX's converted model has in this form, keys of its state, and checks of its
     class; and the graphs and observers of prepared models."""
     functions = {call.function for call in fx_calls(source)}
-    if not functions.isdisjoint(PREPARING):
+    if not functions.isdisjoint(legacy.PREPARING):
         yield from _in_prepared(source)
-    if functions.isdisjoint(CONVERTING):
+    if functions.isdisjoint(legacy.CONVERTING):
         return
     for attribute in source.nodes(cst.Attribute):
         if _reads_inside(source, attribute):
@@ -217,7 +215,7 @@ def find_reading_inside(source: ParsedSource) -> Iterator[Site]:
 def _in_prepared(source: ParsedSource) -> Iterator[Site]:
     for attribute in source.nodes(cst.Attribute):
         graph_of = _graph_of(attribute)
-        if graph_of is not None and _is_result_of(source, graph_of, PREPARING):
+        if graph_of is not None and _is_result_of(source, graph_of, legacy.PREPARING):
             yield Site(INSIDE_CODE, source.start(attribute), source.code(attribute), refusal=LAYERS)
         elif OBSERVER.fullmatch(attribute.attr.value) and not uses_pt2e(source):
             yield Site(INSIDE_CODE, source.start(attribute), source.code(attribute), refusal=OBSERVERS)
@@ -244,7 +242,7 @@ def _reads_inside(source: ParsedSource, attribute: cst.Attribute) -> bool:
 
 def _is_converted(source: ParsedSource, node: cst.BaseExpression) -> bool:
     """Return whether ``node`` is a variable that holds a converted model at this point."""
-    return _is_result_of(source, node, CONVERTING)
+    return _is_result_of(source, node, legacy.CONVERTING)
 
 
 def _is_result_of(source: ParsedSource, node: cst.BaseExpression, functions: tuple[str, ...]) -> bool:
@@ -265,3 +263,72 @@ def _is_quantized_class(source: ParsedSource, node: cst.BaseExpression) -> bool:
 
 
 READING_INSIDE = Finder(INSIDE_CODE, find_reading_inside)
+
+
+#: Functions of two tensors in the Numeric Suite, which any code may call.
+METRICS = (
+    "compute_cosine_similarity",
+    "compute_error",
+    "compute_normalized_l2_error",
+    "compute_sqnr",
+)
+#: Code -> the modules and functions that it is about, and why they are left.
+LEFT = {
+    "TQ203": (legacy.ENGINE_INTERNALS, "it is part of FX's own engine"),
+    "TQ206": (
+        legacy.NUMERIC_SUITE,
+        "it finds nothing in a captured graph; torchq_compat.compare and suggest measure every place",
+    ),
+}
+KERNELS = "torch.ops.quantized."
+#: Names of these modules that compute on floats, or carry a custom config.
+OTHERS = ("FloatFunctional", "FXFloatFunctional", "QFunctional", "dynamic", "reference", "modules")
+
+
+def find_uses(code: str, source: ParsedSource) -> Iterator[Site]:
+    """Yield imports and dotted uses; uses of an imported name are not listed again."""
+    prefixes, refusal = LEFT[code]
+
+    def is_left(name: str) -> bool:
+        is_metric = code == "TQ206" and name.rpartition(".")[2] in METRICS
+        return not is_metric and any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)
+
+    def names_left(names: frozenset[str]) -> bool:
+        return bool(names) and all(map(is_left, names))
+
+    for node in source.imports():
+        for name in names_in_import(node):
+            if is_left(source.follow(name)):
+                yield Site(code, source.start(node), name, refusal=refusal)
+    for attribute in source.nodes(cst.Attribute):
+        if names_left(source.names(attribute)) and not names_left(source.names(attribute.value)):
+            yield Site(code, source.start(attribute), source.code(attribute), refusal=refusal)
+
+
+def find_in_strings(source: ParsedSource) -> Iterator[Site]:
+    for string in source.nodes(cst.SimpleString):
+        if string.raw_value in legacy.LEGACY_NAMES | legacy.LEGACY_MODULES:
+            refusal = "a name in a text: only its user knows what it is for"
+            yield Site("TQ204", source.start(string), source.code(string), refusal=refusal)
+
+
+def find_by_hand(source: ParsedSource) -> Iterator[Site]:
+    """Yield calls such as ``nnq.Conv2d(...)``, ``nnq.Linear.from_float(m)``, ``torch.ops.quantized.add``."""
+    for call in source.nodes(cst.Call):
+        names = source.names(call.func)
+        if names and all(map(_is_by_hand, names)):
+            refusal = "it works on quantized tensors, which torch removes; leave it to convert"
+            yield Site("TQ209", source.start(call), source.code(call.func), refusal=refusal)
+
+
+def _is_by_hand(name: str) -> bool:
+    if name.startswith(KERNELS):
+        return True
+    prefix = next((module for module in CALLED_BY_HAND if name.startswith(module)), None)
+    return prefix is not None and name.removeprefix(prefix).split(".")[0] not in OTHERS
+
+
+ENGINE = Finder("TQ203", partial(find_uses, "TQ203"))
+SUITE = Finder("TQ206", partial(find_uses, "TQ206"))
+IN_STRINGS = Finder("TQ204", find_in_strings)
+BY_HAND = Finder("TQ209", find_by_hand, ("quantized",))
