@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType, MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,20 @@ def refuse_eager_engine(module: nn.Module, frame: FrameType) -> None:
         isinstance(item, OpaqueModule) and "qconfig" in vars(item) for item in module.modules()
     ):
         raise ConvertError.of("TQ950.other_engine", stage="prepared")
+
+
+class BoundCall(NamedTuple):
+    """A call of the bound operator of recurrent modules.
+
+    Attributes:
+        rank: the number of dimensions of x.
+        places: the indices of x and the states among the arguments of the graph's call.
+        batch_first: whether x is (B, T, I).
+    """
+
+    rank: int
+    places: tuple[int, ...]
+    batch_first: bool
 
 
 class OpaqueModule(nn.Module):
@@ -92,6 +106,19 @@ class OpaqueModule(nn.Module):
     ) -> Any:
         """Return the result of ``opaque_call`` for a call of the graph, whose qparams are in ``layout``."""
         return self.opaque_call(*args, **kwargs)
+
+    def opaque_bound(self, index: int, quantized: tuple[int, ...]) -> BoundCall | None:
+        """Return how the bound operator makes call ``index`` of the graph, with the results ``quantized`` as
+        integers; None if it cannot."""
+        return None
+
+    def opaque_ticket(self, index: int, quantized: tuple[int, ...]) -> int:
+        """Return the ticket with which the bound operator makes that call.
+
+        Raises:
+            RuntimeError: it cannot make it as the module is now.
+        """
+        raise RuntimeError("the module has no bound operator")
 
     def opaque_receive(self, q: Tensor, qparams: QParams) -> Tensor:
         """Return the argument of ``opaque_call`` for the integers ``q`` with ``qparams``."""

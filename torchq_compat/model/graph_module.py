@@ -189,7 +189,7 @@ class QuantizationGraphModule(GraphModule):
         if is_traced and torch.onnx.is_in_onnx_export():
             raise errors.ExportError.of("TQ933.old_exporter", stage=record.stage.value)
         bound = args
-        if is_compiled or is_traced or not record.signature.knows(args, kwargs):
+        if is_compiled or is_traced or kwargs or not record.signature.knows(args):
             bound = record.signature.bind(args, kwargs)
             if not is_compiled and any(isinstance(arg, Proxy) for arg in bound):
                 other_tools.leaves_for_tracers(self)

@@ -62,10 +62,10 @@ class CallSignature:
             self.sizes.check(self.labelled(bound))
         return bound
 
-    def knows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def knows(self, args: tuple[Any, ...]) -> bool:
         """Return whether a call with the same shapes and dtypes was accepted before: no check is needed.
         Do not call this while tracing."""
-        if kwargs or (self.names is not None and len(args) != len(self.names)):
+        if self.names is not None and len(args) != len(self.names):
             return False
         forms = _forms(args)
         return forms is not None and forms in self.sizes.accepted

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from torchq_compat.capture.call_layouts import CallLayout
+from torchq_compat.capture.opaque_calls import BoundCall
 from torchq_compat.errors import ConfigError, CustomModuleError
 from torchq_compat.model.other_tools import OBSERVED_KEY
 from torchq_compat.modules.parts import (
@@ -193,24 +194,44 @@ class RecurrentModule(PartOwner):
     ) -> Any:
         """Run a call as one call of the operator; None if it needs more than the bound arguments, such as
         dropout or a kept state."""
+        call = self._direct_call(opaque_layout, leaf_quantized)
+        bound = self._bound_for(call, opaque_layout)
+        tensors = None if bound is None else call.tensors(args)
+        if bound is None or tensors is None or not (len(tensors) > 1 or bound.starts_at_zero()):
+            return None
+        return call.run(bound, tensors)
+
+    def _direct_call(self, opaque_layout: int | None, leaf_quantized: tuple[int, ...]) -> DirectCall:
         key = (opaque_layout, leaf_quantized)
         call = self._direct.get(key)
         layout = None if opaque_layout is None else self.opaque_layouts[opaque_layout]
         if call is None or call.layout is not layout:
-            call = direct_call(self.contract, layout, leaf_quantized)
-            self._direct[key] = call
+            call = self._direct[key] = direct_call(self.contract, layout, leaf_quantized)
+        return call
+
+    def _bound_for(self, call: DirectCall, opaque_layout: int | None) -> BoundModule | None:
         if not call.is_possible or (self.training and self.contract.has_dropout):
             return None
         streams = active_streams()
         if streams is not None and (self.module_path, opaque_layout) in streams.kept:
             return None
-        bound = self.bound()
-        if bound is None:
-            return None
-        tensors = call.tensors(args)
-        if tensors is None or not (len(tensors) > 1 or all(cell.starts_at_zero() for cell in bound.cells)):
-            return None
-        return call.run(bound, tensors)
+        return self.bound()
+
+    def opaque_bound(self, index: int, quantized: tuple[int, ...]) -> BoundCall | None:
+        """See ``OpaqueModule``."""
+        call = self._direct_call(index, quantized)
+        is_possible = self.is_lowered and call.is_possible
+        return BoundCall(call.rank, call.places, call.batch_first) if is_possible else None
+
+    def opaque_ticket(self, index: int, quantized: tuple[int, ...]) -> int:
+        """See ``OpaqueModule``."""
+        call = self._direct_call(index, quantized)
+        bound = self._bound_for(call, index)
+        if bound is not None and (len(call.places) > 1 or bound.starts_at_zero()):
+            call.bind(bound)
+            if call.bound_to is not None:
+                return call.ticket
+        return super().opaque_ticket(index, quantized)
 
     def opaque_call(self, *args: Any, **kwargs: Any) -> Any:
         """Run a call of the float module: ``rnn(x)``, ``rnn(x, state)``, ``rnn(x, hx=state)``. If x is a

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from torchq_compat.capture.opaque_calls import BoundCall, OpaqueModule
 from torchq_compat.recurrent.kernel.build import OF_LIBRARY
-from torchq_compat.recurrent.kernel.op import NAMESPACE, OPS, WITHOUT_GRADIENTS
+from torchq_compat.recurrent.kernel.op import NAMESPACE, OPS, WITHOUT_GRADIENTS, WORK_PER_THREAD
 from torchq_compat.support.process_state import once
 from torchq_compat.support.upstream import OpOverload, are_operators_watched
 
@@ -26,6 +27,8 @@ OWN = frozenset(
 )
 #: The fewest operators that are worth a chain, and the most arguments of one.
 LEAST, MOST_ARGUMENTS = 3, 16
+#: Marks a call of a module that is to return a ticket, see ``OpaqueModule.opaque_ticket``.
+TICKET = "ticket"
 #: Type in a schema of torch -> its kind in the text of a chain.
 KINDS = {"Tensor": "T", "int": "I", "SymInt": "I", "float": "F", "bool": "B"}
 KINDS |= {"List[int]": "S", "List[SymInt]": "S", "List[Tensor]": "L"}
@@ -55,8 +58,6 @@ class PlainForward:
                 self._is_first = False
                 return self._direct(model, *args)
             self._chained = self._with_chains(model)
-        if self._chained is self._direct:
-            return self._direct(model, *args)
         try:
             return self._chained(model, *args)
         except (RuntimeError, IndexError):
@@ -65,11 +66,12 @@ class PlainForward:
             return result
 
     def _with_chains(self, model: Any) -> Callable[..., Any]:
-        graph, numbers = with_chains(self._graph)
-        if not numbers:
+        try:
+            graph, numbers = with_chains(self._graph)
+            weakref.finalize(self, _forget, numbers).atexit = False
+            return self._compiled(graph, model)
+        except Exception:  # A form that is faster is optional.
             return self._direct
-        weakref.finalize(self, _forget, numbers).atexit = False
-        return self._compiled(graph, model)
 
 
 def _forget(numbers: Sequence[int]) -> None:
@@ -89,26 +91,52 @@ def with_chains(graph: Graph) -> tuple[Graph, list[int]]:
     written.set_codegen(graph._codegen)
     copies: dict[Node, Node] = {}
     numbers: list[int] = []
-    for nodes in _runs(graph):
-        if len(nodes) < LEAST:
+    calls = dict(_bound_calls(graph))
+    for nodes in _runs(graph, calls):
+        if sum(node.target is not operator.getitem for node in nodes) < LEAST:
             for node in nodes:
                 copies[node] = written.node_copy(node, copies.__getitem__)
             continue
-        text, tensors, sizes, results = _chain_of(nodes)
-        numbers.append(OPS.bind_chain.default(text))
-        given = [[copies[node] for node in part] for part in (tensors, sizes)]
-        call = written.call_function(_operator(), (*given, numbers[-1]))
-        for position, node in enumerate(results):
+        chain = _Chain(nodes, calls)
+        numbers.append(OPS.bind_chain.default(chain.text()))
+        tickets = [
+            written.call_module(str(node.target), _call_of(node), {TICKET: True})
+            for node in nodes
+            if node in calls
+        ]
+        tensors, sizes = ([copies[node] for node in part] for part in (chain.tensors, chain.sizes))
+        call = written.call_function(_operator(), (tensors, [*sizes, *tickets], numbers[-1]))
+        for position, node in enumerate(chain.results):
             copies[node] = written.call_function(operator.getitem, (call, position))
     return written, numbers
 
 
-def _runs(graph: Graph) -> Iterator[list[Node]]:
+def _bound_calls(graph: Graph) -> Iterator[tuple[Node, BoundCall]]:
+    """Yield the calls of modules that are calls of the bound operator."""
+    assert graph.owning_module is not None
+    for node in graph.find_nodes(op="call_module"):
+        module = graph.owning_module.get_submodule(str(node.target))
+        if not isinstance(module, OpaqueModule) or any(
+            user.target is not operator.getitem for user in node.users
+        ):
+            continue
+        call = module.opaque_bound(*_call_of(node))
+        if call is not None:
+            yield node, call
+
+
+def _call_of(node: Node) -> tuple[Any, Any]:
+    """Return which call of a module ``node`` is, and which results it takes as integers."""
+    return node.kwargs["opaque_layout"], node.kwargs.get("leaf_quantized", ())
+
+
+def _runs(graph: Graph, calls: Mapping[Node, BoundCall]) -> Iterator[list[Node]]:
     """Yield the nodes in their order: alone, or as many as one chain can have. What only reads of nodes that
     are before a chain is put before it."""
     run: dict[Node, None] = {}
     for node in graph.nodes:
-        if _fits(node):
+        is_of_run = node.target is operator.getitem and node.args[0] in run
+        if is_of_run or node in calls or _fits(node):
             run[node] = None
             continue
         only_reads = (
@@ -155,25 +183,84 @@ def _kind(argument: Any, value: Any) -> str | None:
     return f"{kind}?" if is_optional else kind
 
 
-def _chain_of(nodes: Sequence[Node]) -> tuple[str, list[Node], list[Node], list[Node]]:
-    """Return a chain of ``nodes``: its text, which ``Chain`` in ``operator_chains.h`` reads, the nodes whose
-    tensors and sizes it is given, and those of its results."""
-    members = set(nodes)
-    last_reader = {source: node for node in nodes for source in node.all_input_nodes}
-    given = [source for source in last_reader if source not in members]
-    sizes = [source for source in given if _is_size(source)]
-    tensors = [source for source in given if not _is_size(source)]
-    results = [node for node in nodes if not members.issuperset(node.users)]
-    places = {node: f"s{place}" for place, node in enumerate(sizes)}
-    places |= {node: f"t{place}" for place, node in enumerate([*tensors, *nodes])}
-    unread: dict[Node, list[str]] = {node: [] for node in nodes}
-    for source in last_reader.keys() - {*sizes, *results}:
-        unread[last_reader[source]].append(places[source][1:])
-    words: list[Any] = [len(tensors), len(tensors) + len(nodes), len(sizes)]
-    for node in nodes:
-        words += [*_words_of(node, places), len(unread[node]), *unread[node]]
-    words += ["end", *(places[node][1:] for node in results)]
-    return " ".join(map(str, words)), tensors, sizes, results
+class _Chain:
+    """A chain of ``nodes``, some of which are ``calls`` of modules and the items of their results.
+
+    Attributes:
+        tensors, sizes: the nodes whose values it is given; after them, the tickets of its calls.
+        results: the nodes of its results.
+    """
+
+    def __init__(self, nodes: Sequence[Node], calls: Mapping[Node, BoundCall]) -> None:
+        self._calls = calls
+        self._steps = [node for node in nodes if node.target is not operator.getitem]
+        values, members = [node for node in nodes if node not in calls], set(nodes)
+        self._last_reader = {source: node for node in self._steps for source in self._sources(node)}
+        given = [source for source in self._last_reader if source not in members]
+        self.sizes = [source for source in given if _is_size(source)]
+        self.tensors = [source for source in given if not _is_size(source)]
+        self.results = [node for node in values if not members.issuperset(node.users)]
+        tickets = [node for node in nodes if node in calls]
+        self._places = {node: f"s{place}" for place, node in enumerate([*self.sizes, *tickets])}
+        self._places |= {node: f"t{place}" for place, node in enumerate([*self.tensors, *values])}
+
+    def _sources(self, node: Node) -> list[Node]:
+        call: Any = self._calls.get(node)
+        sources: Any = node.all_input_nodes if call is None else [node.args[place] for place in call.places]
+        return list(sources)
+
+    def text(self) -> str:
+        """Return the chain as ``Chain`` in ``operator_chains.h`` reads it."""
+        unread: dict[Node, list[str]] = {node: [] for node in self._steps}
+        for source in self._last_reader.keys() - {*self.sizes, *self.results}:
+            unread[self._last_reader[source]].append(self._places[source][1:])
+        tensors, sizes = (sum(place[0] == kind for place in self._places.values()) for kind in "ts")
+        words: list[Any] = [len(self.tensors), tensors, sizes]
+        for node in self._steps:
+            words += self._words_of_call(node) if node in self._calls else self._words_of(node)
+            words += [len(unread[node]), *unread[node]]
+        words += ["end", *(self._places[node][1:] for node in self.results)]
+        return " ".join(map(str, words))
+
+    def _words_of(self, node: Node) -> Iterator[Any]:
+        """Yield the operator of ``node``, the place of its result, and its arguments."""
+        target: Any = node.target
+        is_own = target.namespace == NAMESPACE
+        yield from (target._opname if is_own else target._schema.name, self._places[node][1:])
+        arguments = list(_arguments(node))
+        if not is_own:
+            yield from (target._overloadname, len(arguments))
+        for argument, value in arguments:
+            kind = _kind(argument, value)
+            if not is_own:
+                yield kind
+            if is_own or kind != "N":
+                yield from self._value(float(value) if str(argument.type) == "float" else value)
+
+    def _words_of_call(self, node: Node) -> Iterator[Any]:
+        rank, _, batch_first = self._calls[node]
+        x, *states = self._sources(node)
+        items = [user for user in node.users if user in self._places]
+        yield from ("recurrent", len(items), self._places[x], *self._value(states), self._places[node])
+        yield from (f"b{int(batch_first)}", f"i{WORK_PER_THREAD}", rank)
+        for item in items:
+            yield from (item.args[1], self._places[item][1:])
+
+    def _value(self, value: Any) -> Iterator[str]:
+        if isinstance(value, Node):
+            yield self._places[value]
+        elif isinstance(value, (list, tuple)):
+            yield f"n{len(value)}"
+            for item in value:
+                yield from self._value(item)
+        elif isinstance(value, bool):
+            yield f"b{int(value)}"
+        elif isinstance(value, int):
+            yield f"i{value}"
+        elif isinstance(value, float):
+            yield f"f{value.hex()}"
+        else:
+            yield str(value).lower()
 
 
 def _is_size(node: Node) -> bool:
@@ -197,38 +284,3 @@ IS_OF_KIND: dict[str, Callable[[Any], bool]] = {
     "S": lambda value: isinstance(value, (list, tuple)) and all(map(_is_integer, value)),
     "L": lambda value: isinstance(value, (list, tuple)) and all(map(_is_tensor, value)),
 }
-
-
-def _words_of(node: Node, places: dict[Node, str]) -> list[Any]:
-    """Return the operator of ``node``, the place of its result, and its arguments."""
-    target: Any = node.target
-    is_own = target.namespace == NAMESPACE
-    name = target._opname if is_own else target._schema.name
-    words: list[Any] = [name, places[node][1:]]
-    arguments = list(_arguments(node))
-    if not is_own:
-        words += [target._overloadname, len(arguments)]
-    for argument, value in arguments:
-        kind = _kind(argument, value)
-        if not is_own:
-            words.append(kind)
-        if is_own or kind != "N":
-            words += _value(float(value) if str(argument.type) == "float" else value, places)
-    return words
-
-
-def _value(value: Any, places: dict[Node, str]) -> Iterator[str]:
-    if isinstance(value, Node):
-        yield places[value]
-    elif isinstance(value, (list, tuple)):
-        yield f"n{len(value)}"
-        for item in value:
-            yield from _value(item, places)
-    elif isinstance(value, bool):
-        yield f"b{int(value)}"
-    elif isinstance(value, int):
-        yield f"i{value}"
-    elif isinstance(value, float):
-        yield f"f{value.hex()}"
-    else:
-        yield str(value).lower()

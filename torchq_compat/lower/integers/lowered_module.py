@@ -24,7 +24,7 @@ from torchq_compat.capture.trial_runs import kept_buffers
 from torchq_compat.codes import said
 from torchq_compat.errors import ConfigError
 from torchq_compat.lower.integers import opaque_modules, side_by_side
-from torchq_compat.lower.integers.chains import PlainForward
+from torchq_compat.lower.integers.chains import TICKET, PlainForward
 from torchq_compat.lower.integers.lowered_graph import CONSTANTS, Constants, share_state, with_modules
 from torchq_compat.lower.integers.operators import forget_weights
 from torchq_compat.lower.integers.qdq_graph import hand_on_qparams
@@ -54,13 +54,21 @@ from torchq_compat.support.process_state import Lock, is_compiling
 
 #: The prefix of names in the code.
 NAME = "_torchq_compat_home_"
+#: How ``nn.Module`` calls ``forward``, with hooks around it.
+CALL = nn.Module.__call__
 #: A line that calls an operator: what is before the call, and the operator in torch.ops.
 OPERATOR_CALL = re.compile(r"^(    \w+ = )torch\.ops\.(\w+\.\w+\.\w+)\(", re.MULTILINE)
 
 
-def direct_forward(code: PythonCode, graph: Graph, owner: nn.Module) -> Callable[..., Any]:
+def direct_forward(
+    code: PythonCode, graph: Graph, owner: nn.Module, *, calls_are_plain: bool = False
+) -> Callable[..., Any]:
     """Return ``forward`` of ``code``, which was generated for ``graph``, on the state of ``owner``, with its
-    operators looked up once."""
+    operators looked up once.
+
+    Args:
+        calls_are_plain: whether no hooks of all modules and nothing that traces are there when it is called.
+    """
     source, names, prefix = code.src, dict(code.globals), NAME
     while prefix in source:
         prefix += "_"
@@ -77,15 +85,35 @@ def direct_forward(code: PythonCode, graph: Graph, owner: nn.Module) -> Callable
         home = _home_of(owner.get_submodule(path), key)
         line = f"    {node.name} = {upstream.format_target('self', str(node.target))}"
         end = "(" if node.op == "call_module" else "\n"
-        if home is not None and line + end in source:
-            names[f"{prefix}{index}"] = home
-            source = source.replace(line + end, f"    {node.name} = {prefix}{index}[{key!r}]{end}")
+        if home is None or line + end not in source:
+            continue
+        is_plain = calls_are_plain and node.op == "call_module"
+        names[f"{prefix}{index}"] = _plain_caller(home, key, TICKET in node.kwargs) if is_plain else home
+        read = f"{prefix}{index}" if is_plain else f"{prefix}{index}[{key!r}]"
+        source = source.replace(line + end, f"    {node.name} = {read}{end}")
     forward: Callable[..., Any] = upstream.forward_from_src(source, names)
     return forward
 
 
-def _forward_of(graph: Graph, owner: nn.Module) -> Callable[..., Any]:
-    return direct_forward(graph.python_code("self"), graph, owner)
+def _plain_forward_of(graph: Graph, owner: nn.Module) -> Callable[..., Any]:
+    return direct_forward(graph.python_code("self"), graph, owner, calls_are_plain=True)
+
+
+def _plain_caller(home: dict[str, Any], key: str, asks_ticket: bool) -> Callable[..., Any]:
+    """Return what calls the module in ``home``, or asks it for a ticket: without hooks, its ``forward``."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        module = home[key]
+        is_hooked = module._forward_hooks or module._forward_pre_hooks
+        is_hooked = is_hooked or module._backward_hooks or module._backward_pre_hooks
+        is_own = type(module).__call__ is not CALL or module._compiled_call_impl is not None
+        if not asks_ticket:
+            return module(*args, **kwargs) if is_hooked or is_own else module.forward(*args, **kwargs)
+        if is_hooked or is_own or "forward" in vars(module):
+            raise RuntimeError("something is to be called around the module, or in its place")
+        return module.opaque_ticket(*args)
+
+    return call
 
 
 def _home_of(module: nn.Module, key: str) -> dict[str, Any] | None:
@@ -123,19 +151,20 @@ class StateVersions:
 
     def __init__(self, module: nn.Module, live: Collection[int]) -> None:
         homes = [home for item in module.modules() for home in (item._parameters, item._buffers)]
-        self._homes = [home for home in homes if any(id(value) not in live for value in home.values())]
-        self._all = [value for home in self._homes for value in home.values()]
-        self._tensors = [tensor for tensor in self._all if tensor is not None and id(tensor) not in live]
-        self._versions = list(map(_version, self._tensors))
+        homes = [home for home in homes if any(id(value) not in live for value in home.values())]
+        # The end stands beside a tensor where there are more or fewer now.
+        self._values: list[Any] = [*[home.values() for home in homes], [object()]]
+        self._all = list(chain.from_iterable(self._values))
+        self._tensors = [value for value in self._all[:-1] if value is not None and id(value) not in live]
         # Whether a tensor counts versions never changes.
         self._counting = [tensor for tensor in self._tensors if not tensor.is_inference()]
+        self._versions = list(map(_version, self._tensors))
         self._quick = self._read_quickly()
 
     def are_current(self) -> bool:
         """Return whether none of these tensors was replaced, moved or written."""
         # Called before every model call, so written with loops that run in C where possible.
-        tensors = chain.from_iterable([home.values() for home in self._homes])
-        if sum(map(len, self._homes)) != len(self._all) or not all(map(operator.is_, tensors, self._all)):
+        if not all(map(operator.is_, chain.from_iterable(self._values), self._all)):
             return False
         if self._quick is not None:
             return self._read_quickly() == self._quick
@@ -261,8 +290,9 @@ class LoweredGraphModule(ConvertedModel):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not is_compiling():
-            self._refresh()
-            if self._is_plain_call(args, kwargs):
+            if not self._lowering.is_current:
+                self._refresh()
+            if not kwargs and self._is_plain_call(args):
                 # The way through nn.Module takes as long as a step of a small LSTM.
                 try:
                     is_replaced = "forward" in vars(self)
@@ -278,20 +308,17 @@ class LoweredGraphModule(ConvertedModel):
             return super().__call__(*take_integers(bound, lowering.input_qparams))
         return super().__call__(*args, **kwargs)
 
-    def _is_plain_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _is_plain_call(self, args: tuple[Any, ...]) -> bool:
         """Return whether ``forward`` takes these arguments, and nothing else is to be called around it."""
-        is_watched = has_hooks(self) or HOOKED or upstream.has_global_hooks()
-        if is_watched or self._backward_hooks or self._backward_pre_hooks:
+        if has_hooks(self) or HOOKED or upstream.has_global_hooks():
             return False
-        if self._compiled_call_impl is not None or torch._C._is_tracing():
+        if self._backward_hooks or self._backward_pre_hooks or self._compiled_call_impl is not None:
             return False
         record = self.record
-        return not record.interface.inputs and record.signature.knows(args, kwargs)
+        return not (torch._C._is_tracing() or record.interface.inputs) and record.signature.knows(args)
 
     def _refresh(self) -> None:
         """Make the graph again if the state that its constants were made of has changed."""
-        if self._lowering.is_current:
-            return
         with _LOWERING:  # Threads that call the model at once lower it once.
             if not self._lowering.is_current:
                 self._lower_again()
@@ -388,7 +415,11 @@ class LoweredGraphModule(ConvertedModel):
             return plain(self, *args) if is_compiling() else direct(self, *args)
 
         type(self).forward = forward
-        type(self)._plain_forward = PlainForward(self._graph, direct, _forward_of)
+        if "__call__" in vars(type(self)):
+            del type(
+                self
+            ).__call__  # It calls this class's, in two steps, and prints what failed_calls tells.
+        type(self)._plain_forward = PlainForward(self._graph, direct, _plain_forward_of)
         return code
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

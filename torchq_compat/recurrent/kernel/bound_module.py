@@ -3,7 +3,7 @@
 import itertools
 import operator
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -108,6 +108,10 @@ class BoundModule:
             return False
         return all(map(operator.is_, [current() for current in self.current], self.programs))
 
+    def starts_at_zero(self) -> bool:
+        """Return whether all cells begin with zeros where no state is given."""
+        return all(cell.starts_at_zero() for cell in self.cells)
+
     def weights(self) -> list[Tensor]:
         """Return the current weights."""
         if is_compiling():
@@ -117,7 +121,10 @@ class BoundModule:
 
     def weights_now(self) -> list[Tensor]:
         """Return the current weights, outside of tracing."""
-        return [home[name] for home, name in self.places]
+        return list(self.each_weight())
+
+    def each_weight(self) -> Iterator[Tensor]:
+        return (home[name] for home, name in self.places)
 
     def run(
         self,

@@ -77,11 +77,7 @@ class DirectCall:
         """Return the results in the form the caller expects; None if the operator refuses the call, which the
         ordinary way then repeats with a clear error."""
         try:
-            # A lowered graph checks its state before a call, and makes new modules when the state changed.
-            if are_large_read_one_by_one(bound.weights_now()):
-                self.bound_to = None
-            elif self.layout is None or self.bound_to is None or not bound.are_in_state:
-                self._bind_to(bound)
+            self.bind(bound)
             if self.bound_to is None:
                 # The operator has to check the weights itself.
                 results = op.recurrent(
@@ -106,6 +102,19 @@ class DirectCall:
         last = results if self.rank == 2 else results[1:]
         state = tuple(last) if self.states > 1 else last[0]
         return state if self.rank == 2 else (results[0], state)
+
+    def bind(self, bound: BoundModule) -> None:
+        """Bind the call to the weights of ``bound`` as they are now, which ``ticket`` is then for; if that is
+        impossible, ``bound_to`` is None.
+
+        Raises:
+            RuntimeError: the operator refuses the weights.
+        """
+        # A lowered graph checks its state before a call, and makes new modules when the state changed.
+        if are_large_read_one_by_one(bound.each_weight()):
+            self.bound_to = None
+        elif self.layout is None or self.bound_to is None or not bound.are_in_state:
+            self._bind_to(bound)
 
     def _bind_to(self, bound: BoundModule) -> None:
         """Bind the call to the current weights if they have changed; not if they are inference tensors, which

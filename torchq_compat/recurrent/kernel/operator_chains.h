@@ -17,6 +17,10 @@
 
 #include "stable_tensors.h"
 
+// In recurrent_operator.cpp.
+std::vector<Tensor> recurrent_bound(const Tensor& x, const std::vector<Tensor>& states, int64_t ticket, bool batch_first,
+                                    int64_t work_per_thread);
+
 namespace chains {
 
 using Sizes = std::vector<int64_t>;
@@ -181,21 +185,47 @@ Step step_of_torch(const std::string& name, Text& text, size_t target) {
   };
 }
 
+// A call of a recurrent module, whose ticket is one of the sizes; the results that are read have places.
+Step step_of_recurrent(Text& text, size_t result_count) {
+  const Argument<Tensor> x(text);
+  const Argument<Sizes> states(text);
+  const Argument<int64_t> ticket(text);
+  const Argument<bool> batch_first(text);
+  const Argument<int64_t> work_per_thread(text);
+  const int64_t rank = text.integer();
+  std::vector<std::pair<size_t, size_t>> taken;
+  for (size_t i = 0; i < result_count; ++i) {
+    const auto position = static_cast<size_t>(text.integer());
+    taken.emplace_back(position, text.integer());
+  }
+  return [=](Values& values) {
+    const Tensor& given = x.in(values);
+    check(given.dim() == rank && given.numel() > 0, "a recurrent module is called with other dimensions, or none");
+    Tensors at_start;
+    for (const int64_t place : states.in(values)) at_start.push_back(*values.tensors[place]);
+    Tensors results =
+        recurrent_bound(given, at_start, ticket.in(values), batch_first.in(values), work_per_thread.in(values));
+    for (const auto& [position, place] : taken) values.tensors[place] = std::move(results.at(position));
+  };
+}
+
 // Makes the step of an own operator, if there is one of this name.
 using OwnSteps = std::unordered_map<std::string, Step (*)(Text&, size_t)>;
 
 class Chain {
  public:
   // The text: how many tensors it is given, how many it has, and how many sizes it is given; for each operator its
-  // name, the place of its result and its arguments, and the places of tensors that nothing reads later; "end", and
-  // the places of the results.
+  // name, the place of its result (of a recurrent module, how many it has) and its arguments, and the places of
+  // tensors that nothing reads later; "end", and the places of the results.
   Chain(const std::string& given, const OwnSteps& own) {
     Text text(given);
     given_ = text.integer(), places_ = text.integer(), sizes_ = text.integer();
     for (std::string name = text.word(); name != "end"; name = text.word()) {
       const auto target = static_cast<size_t>(text.integer());
       const auto found = own.find(name);
-      steps_.push_back(found != own.end() ? found->second(text, target) : step_of_torch(name, text, target));
+      steps_.push_back(name == "recurrent"  ? step_of_recurrent(text, target)
+                       : found != own.end() ? found->second(text, target)
+                                            : step_of_torch(name, text, target));
       std::vector<size_t> unread;
       for (int64_t count = text.integer(); count > 0; --count) unread.push_back(text.integer());
       unread_.push_back(std::move(unread));

@@ -650,12 +650,6 @@ int64_t bind_call(const Tensors& weights, const Tensor& program, const std::vect
   return cache().bind(owner, weights, program, boundary, version);
 }
 
-Tensors recurrent_bound(const Tensor& x, const Tensors& states, int64_t ticket, bool batch_first,
-                        int64_t work_per_thread) {
-  const std::shared_ptr<const Module> module = cache().bound(ticket);
-  return run(*module, x, states, {}, batch_first, work_per_thread);
-}
-
 void forget(int64_t owner) { cache().forget(owner); }
 int64_t kept() { return cache().size(); }
 
@@ -677,6 +671,13 @@ TorchLibraryHandle define_the_operator() {
 [[maybe_unused]] const TorchLibraryHandle kDefinition = define_the_operator();
 
 }  // namespace
+
+// Chains of operators call it, too.
+Tensors recurrent_bound(const Tensor& x, const Tensors& states, int64_t ticket, bool batch_first,
+                        int64_t work_per_thread) {
+  const std::shared_ptr<const Module> module = cache().bound(ticket);
+  return run(*module, x, states, {}, batch_first, work_per_thread);
+}
 
 STABLE_TORCH_LIBRARY_FRAGMENT(torchq_compat_native, library) {
   // For repeated calls of `recurrent` with the same weights: bind_call binds the other arguments.
