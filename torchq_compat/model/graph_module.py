@@ -6,7 +6,7 @@ import re
 import sys
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -20,6 +20,7 @@ from torch.fx.graph import PythonCode
 
 from torchq_compat import errors
 from torchq_compat.annotate.observed_graph import ObservedPlace, observer_label, observer_nodes
+from torchq_compat.capture.loops.loop_module import LoopForm
 from torchq_compat.capture.training import freeze_batch_norm, set_training
 from torchq_compat.model import failed_calls, other_tools, quantized_interface, views
 from torchq_compat.model import state as states
@@ -170,6 +171,16 @@ class QuantizationGraphModule(GraphModule):
     def record(self) -> ModelRecord:
         record: ModelRecord = metadata.RECORD.required(self)
         return record
+
+    def call_again(self, *args: Tensor) -> Any:
+        """Call the model with other values for arguments with which it was just called."""
+        return self.forward(*args)
+
+    def steps_at_once(
+        self, form: LoopForm, states: Sequence[Tensor], wholes: Sequence[Tensor], same: Sequence[Tensor]
+    ) -> tuple[Tensor, ...] | None:
+        """Return what ``run_steps`` does with this model as the step; None if it cannot be one call."""
+        return None
 
     def recompile(self) -> PythonCode:
         """See ``torch.fx.GraphModule``; in the class of ``fully_shard`` its call would call itself."""

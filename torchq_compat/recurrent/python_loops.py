@@ -74,7 +74,8 @@ class OpaqueLoop(OpaqueModule):
         """Run all steps, see ``run_steps``; as a ``scan`` in an exported program, unless it is unrolled."""
         if is_exporting() and shape_in_export() is not LoopShape.UNROLLED:
             return _scan(self.form, self.step, states, wholes, same)
-        return run_steps(self.form, self._calls_of_step(), states, wholes, same)
+        at_once = self.step.steps_at_once(self.form, states, wholes, same)
+        return at_once or run_steps(self.form, self._calls_of_step(), states, wholes, same)
 
     def _calls_of_step(self) -> Callable[..., Any]:
         """Return the function for the steps: only its first call checks the arguments and that packed weights
@@ -86,7 +87,7 @@ class OpaqueLoop(OpaqueModule):
         def call(*args: Tensor) -> Any:
             nonlocal called
             if called:
-                return step.forward(*args)
+                return step.call_again(*args)
             called = True
             return step(*args)
 

@@ -6,19 +6,22 @@ code and what other tools see stay as they are: chains are how plain calls on th
 
 from __future__ import annotations
 
+import itertools
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from torchq_compat.capture.loops.loop_module import LoopForm
 from torchq_compat.capture.opaque_calls import BoundCall, OpaqueModule
 from torchq_compat.recurrent.kernel.build import OF_LIBRARY
 from torchq_compat.recurrent.kernel.op import NAMESPACE, OPS, WITHOUT_GRADIENTS, WORK_PER_THREAD
-from torchq_compat.support.process_state import once
 from torchq_compat.support.upstream import OpOverload, are_operators_watched
 
 #: The own operators that a chain can have.
@@ -27,11 +30,16 @@ OWN = frozenset(
 )
 #: The fewest operators that are worth a chain, and the most arguments of one.
 LEAST, MOST_ARGUMENTS = 3, 16
+#: How many calls may fail with chains and not without, until there are none.
+MOST_FAILURES = 16
 #: Marks a call of a module that is to return a ticket, see ``OpaqueModule.opaque_ticket``.
 TICKET = "ticket"
 #: Type in a schema of torch -> its kind in the text of a chain.
 KINDS = {"Tensor": "T", "int": "I", "SymInt": "I", "float": "F", "bool": "B"}
 KINDS |= {"List[int]": "S", "List[SymInt]": "S", "List[Tensor]": "L"}
+
+
+Forward = Callable[..., Any]
 
 
 class PlainForward:
@@ -43,12 +51,11 @@ class PlainForward:
         compiled: makes ``forward`` of another graph, on the state of a model.
     """
 
-    def __init__(
-        self, graph: Graph, direct: Callable[..., Any], compiled: Callable[[Graph, Any], Callable[..., Any]]
-    ) -> None:
+    def __init__(self, graph: Graph, direct: Forward, compiled: Callable[[Graph, Any], Forward]) -> None:
         self._graph, self._direct, self._compiled = graph, direct, compiled
-        self._chained: Callable[..., Any] | None = None
-        self._is_first = True
+        self._chained: Forward | None = None
+        self._loop: ChainedLoop | None = None
+        self._is_first, self._failures = True, 0
 
     def __call__(self, model: Any, args: tuple[Any, ...]) -> Any:
         if are_operators_watched():
@@ -57,21 +64,96 @@ class PlainForward:
             if self._is_first or not hasattr(OPS, OF_LIBRARY):
                 self._is_first = False
                 return self._direct(model, *args)
-            self._chained = self._with_chains(model)
+            self._chained = self._optional(self._with_chains, model) or self._direct
         try:
             return self._chained(model, *args)
         except (RuntimeError, IndexError):
             result = self._direct(model, *args)  # It fails too, and says where.
-            self._chained = self._direct
+            self._failures += 1
+            if self._failures > MOST_FAILURES:
+                self._chained = self._direct
             return result
 
-    def _with_chains(self, model: Any) -> Callable[..., Any]:
+    def loop(self, model: Any, form: LoopForm, args: tuple[Tensor, ...], wholes: Sequence[Tensor]) -> Any:
+        """Run the model as the step of a loop of ``form``, in one call; None if it is not one chain.
+
+        Args:
+            args: of the first step.
+            wholes: see ``run_steps``.
+        """
+        if are_operators_watched() or not hasattr(OPS, OF_LIBRARY):
+            return None
+        if self._loop is None:
+            self._loop = self._optional(self._with_loop, model, form) or ChainedLoop()
+        return self._optional(self._loop.run, model, form, args, wholes)
+
+    def _with_chains(self, model: Any) -> Forward:
+        graph, numbers = with_chains(self._graph)
+        weakref.finalize(self, _forget, numbers).atexit = False
+        return self._compiled(graph, model)
+
+    def _with_loop(self, model: Any, form: LoopForm) -> ChainedLoop:
+        graph, numbers = with_chains(self._graph, least=1)
+        weakref.finalize(self, _forget, numbers).atexit = False
+        return ChainedLoop.of(graph, form, lambda given: self._compiled(given, model))
+
+    @staticmethod
+    def _optional(function: Callable[..., Any], *args: Any) -> Any:
+        """Return a result, or None for an error: what only takes less time is no reason for one."""
         try:
-            graph, numbers = with_chains(self._graph)
-            weakref.finalize(self, _forget, numbers).atexit = False
-            return self._compiled(graph, model)
-        except Exception:  # A form that is faster is optional.
-            return self._direct
+            return function(*args)
+        except Exception:
+            return None
+
+
+@dataclass(frozen=True)
+class ChainedLoop:
+    """A loop whose step is one chain.
+
+    Attributes:
+        given: returns the tensors and sizes that the chain is given, for the arguments of a step; None: the
+            step is not one chain.
+        chain: its number.
+        roles, outputs: see ``Loop`` in ``operator_chains.h``.
+    """
+
+    given: Forward | None = None
+    chain: int = 0
+    roles: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, graph: Graph, form: LoopForm, compiled: Callable[[Graph], Forward]) -> ChainedLoop:
+        """Return the loop of ``form`` whose step is ``graph``, which has chains."""
+        others = [node for node in graph.nodes if node.op in ("call_function", "call_module")]
+        chains = [node for node in others if node.target is _operator()]
+        others = [node for node in others if node not in chains and TICKET not in node.kwargs]
+        if len(chains) != 1 or any(not _only_reads(node) for node in others):
+            return cls()
+        (chain,) = chains
+        tensors, sizes, number = chain.args
+        read = len(form.parts) - form.counted
+        roles = [1 + place for place in range(form.states)] + [-1 - place for place in range(read)]
+        role_of = dict(zip(graph.find_nodes(op="placeholder"), roles, strict=False))
+        results: Any = graph.output_node().args[0]
+        outputs = [
+            item.args[1] if item.args[:1] == (chain,) else -1 - tensors.index(item) for item in results
+        ]
+        given, copies = Graph(graph.owning_module), dict[Node, Node]()
+        for node in itertools.takewhile(lambda node: node is not chain, graph.nodes):
+            copies[node] = given.node_copy(node, copies.__getitem__)
+        given.output(tuple([copies[node] for node in part] for part in (tensors, sizes)))
+        return cls(compiled(given), number, tuple(role_of.get(node, 0) for node in tensors), tuple(outputs))
+
+    def run(self, model: Any, form: LoopForm, args: tuple[Tensor, ...], wholes: Sequence[Tensor]) -> Any:
+        """Run all steps, see ``PlainForward.loop``."""
+        if self.given is None:
+            return None
+        dims = [-1 - part.dim if part.backward else part.dim for part in form.parts]
+        steps, read = wholes[0].shape[form.parts[0].dim], len(wholes) - form.counted
+        described = (self.roles, self.outputs, dims[:read], form.stacked)
+        given = self.given(model, *args)
+        return tuple(_operator("run_loop")(*given, self.chain, wholes[:read], steps, *described))
 
 
 def _forget(numbers: Sequence[int]) -> None:
@@ -79,21 +161,25 @@ def _forget(numbers: Sequence[int]) -> None:
         OPS.forget_chain.default(number)
 
 
-@once
-def _operator() -> Any:
-    WITHOUT_GRADIENTS.impl("run_chain", torch.library.fallthrough_kernel, "Autograd")  # type: ignore[no-untyped-call]
-    return OPS.run_chain.default
+@cache
+def _operator(name: str = "run_chain") -> Any:
+    WITHOUT_GRADIENTS.impl(name, torch.library.fallthrough_kernel, "Autograd")  # type: ignore[no-untyped-call]
+    return getattr(OPS, name).default
 
 
-def with_chains(graph: Graph) -> tuple[Graph, list[int]]:
-    """Return ``graph`` with chains in place of the operators between others, and their numbers."""
+def with_chains(graph: Graph, least: int = LEAST) -> tuple[Graph, list[int]]:
+    """Return ``graph`` with chains in place of the operators between others, and their numbers.
+
+    Args:
+        least: the fewest operators of a chain.
+    """
     written = Graph(graph.owning_module)
     written.set_codegen(graph._codegen)
     copies: dict[Node, Node] = {}
     numbers: list[int] = []
     calls = dict(_bound_calls(graph))
-    for nodes in _runs(graph, calls):
-        if sum(node.target is not operator.getitem for node in nodes) < LEAST:
+    for nodes, can_chain in _runs(graph, calls):
+        if not can_chain or sum(node.target is not operator.getitem for node in nodes) < least:
             for node in nodes:
                 copies[node] = written.node_copy(node, copies.__getitem__)
             continue
@@ -130,9 +216,9 @@ def _call_of(node: Node) -> tuple[Any, Any]:
     return node.kwargs["opaque_layout"], node.kwargs.get("leaf_quantized", ())
 
 
-def _runs(graph: Graph, calls: Mapping[Node, BoundCall]) -> Iterator[list[Node]]:
-    """Yield the nodes in their order: alone, or as many as one chain can have. What only reads of nodes that
-    are before a chain is put before it."""
+def _runs(graph: Graph, calls: Mapping[Node, BoundCall]) -> Iterator[tuple[list[Node], bool]]:
+    """Yield the nodes in their order, as many as a chain can have or one alone, and whether it can. What
+    only reads of nodes that are before a chain is put before it."""
     run: dict[Node, None] = {}
     for node in graph.nodes:
         is_of_run = node.target is operator.getitem and node.args[0] in run
@@ -143,9 +229,13 @@ def _runs(graph: Graph, calls: Mapping[Node, BoundCall]) -> Iterator[list[Node]]
             node.op in ("placeholder", "get_attr") or node.target is operator.getitem or _is_size(node)
         )
         if not only_reads or not run.keys().isdisjoint(node.all_input_nodes):
-            yield list(run)
+            yield list(run), True
             run = {}
-        yield [node]
+        yield [node], False
+
+
+def _only_reads(node: Node) -> bool:
+    return node.op in ("placeholder", "get_attr") or node.target is operator.getitem or _is_size(node)
 
 
 def _fits(node: Node) -> bool:
@@ -157,10 +247,21 @@ def _fits(node: Node) -> bool:
     schema = node.target._schema
     if node.target.namespace != "aten" or schema.is_mutable or len(schema.arguments) > MOST_ARGUMENTS:
         return False
-    is_random = torch.Tag.nondeterministic_seeded in node.target.tags
-    if is_random or [str(result.type) for result in schema.returns] != ["Tensor"]:
+    returned = [str(result.type) for result in schema.returns]
+    if torch.Tag.nondeterministic_seeded in node.target.tags or len(returned) > MOST_ARGUMENTS:
+        return False
+    if returned != ["List[Tensor]"] and set(returned) != {"Tensor"}:
+        return False
+    if _has_items(node) and any(user.target is not operator.getitem for user in node.users):
         return False
     return all(_kind(argument, value) for argument, value in _arguments(node))
+
+
+def _has_items(node: Node) -> bool:
+    """Return whether the results of ``node`` are several tensors, not one."""
+    if not isinstance(node.target, OpOverload):
+        return node.op == "call_module"
+    return [str(result.type) for result in node.target._schema.returns] != ["Tensor"]
 
 
 def _arguments(node: Node) -> Iterator[tuple[Any, Any]]:
@@ -194,7 +295,7 @@ class _Chain:
     def __init__(self, nodes: Sequence[Node], calls: Mapping[Node, BoundCall]) -> None:
         self._calls = calls
         self._steps = [node for node in nodes if node.target is not operator.getitem]
-        values, members = [node for node in nodes if node not in calls], set(nodes)
+        values, members = [node for node in nodes if not _has_items(node)], set(nodes)
         self._last_reader = {source: node for node in self._steps for source in self._sources(node)}
         given = [source for source in self._last_reader if source not in members]
         self.sizes = [source for source in given if _is_size(source)]
@@ -211,6 +312,7 @@ class _Chain:
 
     def text(self) -> str:
         """Return the chain as ``Chain`` in ``operator_chains.h`` reads it."""
+        values = self._places.keys() - {*self._calls, *self.sizes}
         unread: dict[Node, list[str]] = {node: [] for node in self._steps}
         for source in self._last_reader.keys() - {*self.sizes, *self.results}:
             unread[self._last_reader[source]].append(self._places[source][1:])
@@ -218,15 +320,17 @@ class _Chain:
         words: list[Any] = [len(self.tensors), tensors, sizes]
         for node in self._steps:
             words += self._words_of_call(node) if node in self._calls else self._words_of(node)
+            items = [(0, node)] if node in values else [(user.args[1], user) for user in node.users]
+            words += [len(items), *itertools.chain(*((at, self._places[item][1:]) for at, item in items))]
             words += [len(unread[node]), *unread[node]]
         words += ["end", *(self._places[node][1:] for node in self.results)]
         return " ".join(map(str, words))
 
     def _words_of(self, node: Node) -> Iterator[Any]:
-        """Yield the operator of ``node``, the place of its result, and its arguments."""
+        """Yield the operator of ``node`` and its arguments; of torch's, how many tensors it returns."""
         target: Any = node.target
         is_own = target.namespace == NAMESPACE
-        yield from (target._opname if is_own else target._schema.name, self._places[node][1:])
+        yield target._opname if is_own else target._schema.name
         arguments = list(_arguments(node))
         if not is_own:
             yield from (target._overloadname, len(arguments))
@@ -236,15 +340,15 @@ class _Chain:
                 yield kind
             if is_own or kind != "N":
                 yield from self._value(float(value) if str(argument.type) == "float" else value)
+        if not is_own:
+            returns = target._schema.returns
+            yield 0 if str(returns[0].type) == "List[Tensor]" else len(returns)
 
     def _words_of_call(self, node: Node) -> Iterator[Any]:
         rank, _, batch_first = self._calls[node]
         x, *states = self._sources(node)
-        items = [user for user in node.users if user in self._places]
-        yield from ("recurrent", len(items), self._places[x], *self._value(states), self._places[node])
+        yield from ("recurrent", self._places[x], *self._value(states), self._places[node])
         yield from (f"b{int(batch_first)}", f"i{WORK_PER_THREAD}", rank)
-        for item in items:
-            yield from (item.args[1], self._places[item][1:])
 
     def _value(self, value: Any) -> Iterator[str]:
         if isinstance(value, Node):

@@ -7,7 +7,7 @@ import operator
 import re
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from itertools import chain
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 from torch.fx.graph import PythonCode
 
+from torchq_compat.capture.loops.loop_module import LoopForm
 from torchq_compat.capture.opaque_calls import OpaqueModule
 from torchq_compat.capture.trial_runs import kept_buffers
 from torchq_compat.codes import said
@@ -307,6 +308,24 @@ class LoweredGraphModule(ConvertedModel):
             bound = self.record.signature.bind(args, kwargs)
             return super().__call__(*take_integers(bound, lowering.input_qparams))
         return super().__call__(*args, **kwargs)
+
+    def call_again(self, *args: Tensor) -> Any:
+        """See ``QuantizationGraphModule``."""
+        return self.forward(*args) if "forward" in vars(self) else self._plain_forward(self, args)
+
+    def steps_at_once(
+        self, form: LoopForm, states: Sequence[Tensor], wholes: Sequence[Tensor], same: Sequence[Tensor]
+    ) -> tuple[Tensor, ...] | None:
+        """See ``QuantizationGraphModule``."""
+        if is_compiling() or "forward" in vars(self) or not (self._lowering.is_current and wholes[0].numel()):
+            return None
+        pairs = zip(form.parts, wholes[: len(wholes) - form.counted], strict=False)
+        parts = [whole.select(part.dim, -1 if part.backward else 0) for part, whole in pairs]
+        args = (*states, *parts, *same)
+        if not self._is_plain_call(args):
+            return None
+        results: tuple[Tensor, ...] | None = self._plain_forward.loop(self, form, args, wholes)
+        return results
 
     def _is_plain_call(self, args: tuple[Any, ...]) -> bool:
         """Return whether ``forward`` takes these arguments, and nothing else is to be called around it."""

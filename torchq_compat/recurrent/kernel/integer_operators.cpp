@@ -1129,8 +1129,8 @@ void forget_weights(const Sizes& addresses) {
 int64_t kept_weights() { return packed_weights().size(); }
 
 template <auto kOperator>
-chains::Step own_step(chains::Text& text, size_t target) {
-  return chains::step_of(kOperator, text, target);
+chains::Step own_step(chains::Text& text) {
+  return chains::step_of(kOperator, text);
 }
 
 const chains::OwnSteps& own_steps() {
@@ -1151,6 +1151,11 @@ int64_t bind_chain(const std::string& text) { return all_chains().add(text, own_
 void forget_chain(int64_t chain) { all_chains().forget(chain); }
 std::vector<Tensor> run_chain(const std::vector<Tensor>& tensors, const Sizes& sizes, int64_t chain) {
   return all_chains().at(chain)->run(tensors, sizes);
+}
+std::vector<Tensor> run_loop(const std::vector<Tensor>& tensors, const Sizes& sizes, int64_t chain,
+                             const std::vector<Tensor>& wholes, int64_t steps, const Sizes& roles,
+                             const Sizes& outputs, const Sizes& dims, const Sizes& stacked) {
+  return chains::run_loop(*all_chains().at(chain), tensors, sizes, wholes, steps, {roles, outputs, dims, stacked});
 }
 
 #define TORCHQ_QPARAMS "float scale, int zero_point, int low, int high"
@@ -1192,6 +1197,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(torchq_compat_native, library) {
   library.def("bind_chain(str text) -> int");
   library.def("forget_chain(int chain) -> ()");
   library.def("run_chain(Tensor[] tensors, int[] sizes, int chain) -> Tensor[]");
+  library.def(
+      "run_loop(Tensor[] tensors, int[] sizes, int chain, Tensor[] wholes, int steps, int[] roles, int[] outputs, "
+      "int[] dims, int[] stacked) -> Tensor[]");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(torchq_compat_native, CPU, library) {
@@ -1205,6 +1213,7 @@ STABLE_TORCH_LIBRARY_IMPL(torchq_compat_native, CPU, library) {
   library.impl("convolution", TORCH_BOX(&convolution));
   library.impl("linear", TORCH_BOX(&linear));
   library.impl("run_chain", TORCH_BOX(&run_chain));
+  library.impl("run_loop", TORCH_BOX(&run_loop));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(torchq_compat_native, CompositeExplicitAutograd, library) {

@@ -4,6 +4,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -129,13 +130,25 @@ struct Argument<Sizes> {
   std::vector<Integer> values;
 };
 
+// Which results of an operator have places: (position, place).
+using Taken = std::vector<std::pair<size_t, size_t>>;
+
+Taken taken_of(Text& text) {
+  Taken taken;
+  for (int64_t count = text.integer(); count > 0; --count) {
+    const auto position = static_cast<size_t>(text.integer());
+    taken.emplace_back(position, text.integer());
+  }
+  return taken;
+}
+
 // The step that calls `f`, one of the own operators.
 template <typename... Arguments>
-Step step_of(Tensor (*f)(Arguments...), Text& text, size_t target) {
+Step step_of(Tensor (*f)(Arguments...), Text& text) {
   std::tuple<Argument<std::decay_t<Arguments>>...> arguments{Argument<std::decay_t<Arguments>>(text)...};
-  return [f, target, arguments = std::move(arguments)](Values& values) {
-    values.tensors[target] =
-        std::apply([&](const auto&... each) { return f(each.in(values)...); }, arguments);
+  const size_t place = taken_of(text).at(0).second;
+  return [f, place, arguments = std::move(arguments)](Values& values) {
+    values.tensors[place] = std::apply([&](const auto&... each) { return f(each.in(values)...); }, arguments);
   };
 }
 
@@ -172,60 +185,59 @@ Value value_for_torch(Text& text) {
   }
 }
 
-Step step_of_torch(const std::string& name, Text& text, size_t target) {
+Step step_of_torch(const std::string& name, Text& text) {
   const std::string overload = text.word();
   std::vector<Value> arguments;
   for (int64_t count = text.integer(); count > 0; --count) arguments.push_back(value_for_torch(text));
-  check(arguments.size() <= kMostArguments, "an operator in a chain has too many arguments");
-  return [=, overload = overload == "default" ? "" : overload](Values& values) {
+  const auto tensors = static_cast<size_t>(text.integer());  // that it returns; 0: a list
+  check(std::max(arguments.size(), tensors) <= kMostArguments, "an operator in a chain has too many arguments");
+  return [=, taken = taken_of(text), overload = overload == "default" ? "" : overload](Values& values) {
     std::array<StableIValue, kMostArguments> stack;
     for (size_t i = 0; i < arguments.size(); ++i) stack[i] = arguments[i](values);
     check_call_of_torch(torch_call_dispatcher(name.c_str(), overload.c_str(), stack.data(), TORCH_ABI_VERSION));
-    values.tensors[target] = torch::stable::detail::to<Tensor>(stack[0]);
+    using torch::stable::detail::to;
+    Tensors results;
+    if (tensors == 0) results = to<Tensors>(stack[0]);
+    for (size_t i = 0; i < tensors; ++i) results.push_back(to<Tensor>(stack[i]));
+    for (const auto& [position, place] : taken) values.tensors[place] = results.at(position);
   };
 }
 
-// A call of a recurrent module, whose ticket is one of the sizes; the results that are read have places.
-Step step_of_recurrent(Text& text, size_t result_count) {
+// A call of a recurrent module, whose ticket is one of the sizes.
+Step step_of_recurrent(Text& text) {
   const Argument<Tensor> x(text);
   const Argument<Sizes> states(text);
   const Argument<int64_t> ticket(text);
   const Argument<bool> batch_first(text);
   const Argument<int64_t> work_per_thread(text);
   const int64_t rank = text.integer();
-  std::vector<std::pair<size_t, size_t>> taken;
-  for (size_t i = 0; i < result_count; ++i) {
-    const auto position = static_cast<size_t>(text.integer());
-    taken.emplace_back(position, text.integer());
-  }
-  return [=](Values& values) {
+  return [=, taken = taken_of(text)](Values& values) {
     const Tensor& given = x.in(values);
     check(given.dim() == rank && given.numel() > 0, "a recurrent module is called with other dimensions, or none");
     Tensors at_start;
     for (const int64_t place : states.in(values)) at_start.push_back(*values.tensors[place]);
-    Tensors results =
+    const Tensors results =
         recurrent_bound(given, at_start, ticket.in(values), batch_first.in(values), work_per_thread.in(values));
-    for (const auto& [position, place] : taken) values.tensors[place] = std::move(results.at(position));
+    for (const auto& [position, place] : taken) values.tensors[place] = results.at(position);
   };
 }
 
 // Makes the step of an own operator, if there is one of this name.
-using OwnSteps = std::unordered_map<std::string, Step (*)(Text&, size_t)>;
+using OwnSteps = std::unordered_map<std::string, Step (*)(Text&)>;
 
 class Chain {
  public:
   // The text: how many tensors it is given, how many it has, and how many sizes it is given; for each operator its
-  // name, the place of its result (of a recurrent module, how many it has) and its arguments, and the places of
-  // tensors that nothing reads later; "end", and the places of the results.
+  // name, its arguments, which of its results have places, and the places of tensors that nothing reads later; "end",
+  // and the places of the chain's results.
   Chain(const std::string& given, const OwnSteps& own) {
     Text text(given);
     given_ = text.integer(), places_ = text.integer(), sizes_ = text.integer();
     for (std::string name = text.word(); name != "end"; name = text.word()) {
-      const auto target = static_cast<size_t>(text.integer());
       const auto found = own.find(name);
-      steps_.push_back(name == "recurrent"  ? step_of_recurrent(text, target)
-                       : found != own.end() ? found->second(text, target)
-                                            : step_of_torch(name, text, target));
+      steps_.push_back(name == "recurrent"  ? step_of_recurrent(text)
+                       : found != own.end() ? found->second(text)
+                                            : step_of_torch(name, text));
       std::vector<size_t> unread;
       for (int64_t count = text.integer(); count > 0; --count) unread.push_back(text.integer());
       unread_.push_back(std::move(unread));
@@ -280,5 +292,59 @@ class Chains {
   int64_t last_ = 0;
   std::unordered_map<int64_t, std::shared_ptr<const Chain>> all_;
 };
+
+// A loop over time whose step is a chain: which of the chain's tensors are states, and which are parts of wholes.
+struct Loop {
+  const Sizes& roles;    // for each given tensor: 0, 1 + the number of a state, or -1 - the number of a whole
+  const Sizes& outputs;  // for each new state, then each value of a step: a result, or -1 - a given tensor
+  const Sizes& dims;     // for each whole the dimension of the steps; below 0: -1 - it, from the last to the first
+  const Sizes& stacked;  // for each value the dimension along which those of all steps are stacked
+};
+
+Tensor part_of(const Tensor& whole, int64_t dim, int64_t step) {
+  const bool is_backward = dim < 0;
+  dim = is_backward ? -1 - dim : dim;
+  using torch::stable::detail::from;
+  std::array<StableIValue, 3> stack{from(whole), from(dim), from(is_backward ? whole.size(dim) - 1 - step : step)};
+  check_call_of_torch(torch_call_dispatcher("aten::select", "int", stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+Tensor stack_of(const Tensors& tensors, int64_t dim) {
+  std::array<StableIValue, 2> stack{torch::stable::detail::from(tensors), torch::stable::detail::from(dim)};
+  check_call_of_torch(torch_call_dispatcher("aten::stack", "", stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+// Runs a step for each part of the wholes; returns the last states, and the stacked values.
+Tensors run_loop(const Chain& step, const Tensors& tensors, const Sizes& sizes, const Tensors& wholes,
+                 int64_t steps, const Loop& loop) {
+  check(loop.roles.size() == tensors.size() && loop.dims.size() == wholes.size(), "a loop has other tensors");
+  Tensors given = tensors;
+  const size_t states = loop.outputs.size() - loop.stacked.size();
+  std::vector<Tensors> values(loop.stacked.size());
+  Tensors now;
+  for (int64_t t = 0; t < steps; ++t) {
+    for (size_t i = 0; i < given.size(); ++i) {
+      if (loop.roles[i] < 0) given[i] = part_of(wholes[-1 - loop.roles[i]], loop.dims[-1 - loop.roles[i]], t);
+      if (loop.roles[i] > 0 && t > 0) given[i] = now[loop.roles[i] - 1];
+    }
+    const Tensors results = step.run(given, sizes);
+    Tensors next;
+    for (size_t i = 0; i < loop.outputs.size(); ++i) {
+      const Tensor& output = loop.outputs[i] < 0 ? given[-1 - loop.outputs[i]] : results[loop.outputs[i]];
+      if (i >= states) {
+        values[i - states].push_back(output);
+        continue;
+      }
+      // The sizes that the chain is given are those of the first step.
+      check(t == 0 || std::ranges::equal(output.sizes(), now[i].sizes()), "a state of a loop changes its shape");
+      next.push_back(output);
+    }
+    now = std::move(next);
+  }
+  for (size_t v = 0; v < values.size(); ++v) now.push_back(stack_of(values[v], loop.stacked[v]));
+  return now;
+}
 
 }  // namespace chains
