@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import operator
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,9 +17,14 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchq_compat as tc
+from tests.helpers.loop_models import LOOPS
 from tests.helpers.once import made_once
+from tests.helpers.oracle import leaves
+from tests.helpers.public_loops import PUBLIC_LOOPS
 from torchq_compat.lower.integers import chains
 from torchq_compat.recurrent.kernel.op import OPS
+from torchq_compat.recurrent.python_loops import OpaqueLoop
+from torchq_compat.recurrent.recurrent_module import RecurrentModule
 
 MAPPING = get_default_qconfig_mapping("x86")
 RUN_CHAIN = "torchq_compat_native.run_chain.default"
@@ -117,7 +123,7 @@ def converted(name: str) -> Any:
 
 
 def chained_code(model: Any) -> str:
-    graph, numbers = chains.with_chains(model._graph)
+    graph, numbers = chains.with_chains(model._graph, sums=False)
     for number in numbers:
         OPS.forget_chain.default(number)
     return str(graph.python_code("self").src)
@@ -136,7 +142,7 @@ def test_later_calls_have_the_bits_of_the_graph(name: str) -> None:
         for _ in range(3):
             with torch.no_grad():
                 assert are_equal(model(*args), expected)
-    assert model._plain_forward._chained is not model._plain_forward._direct
+    assert model._plain_forward._direct not in model._plain_forward._chained.values()
 
 
 def test_what_has_no_other_operators_between_is_one_chain() -> None:
@@ -149,7 +155,7 @@ def test_what_has_no_other_operators_between_is_one_chain() -> None:
 
 def test_what_a_chain_cannot_have_is_called_between() -> None:
     code = chained_code(converted("floats"))
-    for name in ("softmax.int", "add.Tensor", "rand_like", "contiguous"):
+    for name in ("add.Tensor", "rand_like", "contiguous"):
         assert f"torch.ops.aten.{name}" in code
     assert RUN_CHAIN in code
 
@@ -248,7 +254,9 @@ def test_chains_are_forgotten_with_their_model() -> None:
     model, args = copy.deepcopy(converted("residual")), images()
     model(*args), model(*args)
     (number,) = [
-        node.args[2] for node in chains.with_chains(model._graph)[0].nodes if node.name == "run_chain_default"
+        node.args[2]
+        for node in chains.with_chains(model._graph, sums=False)[0].nodes
+        if node.name == "run_chain_default"
     ]
     OPS.forget_chain.default(number)
     before = number - 1  # That of the model.
@@ -258,3 +266,94 @@ def test_chains_are_forgotten_with_their_model() -> None:
     gc.collect()
     with pytest.raises(RuntimeError, match="no such chain"):
         OPS.run_chain.default([torch.ones(1)], [], before)
+
+
+@made_once
+def converted_loop(name: str) -> Any:
+    case = {**PUBLIC_LOOPS, **LOOPS}[name]
+    settings = tc.get_default_prepare_custom_config()
+    prepared = tc.prepare_fx(case.model(), MAPPING, case.inputs(6), prepare_custom_config=settings)
+    for seed in range(2):
+        prepared(*case.inputs(9, 4, seed=seed))
+    return tc.convert_fx(prepared)
+
+
+def loops_of(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, OpaqueLoop)]
+
+
+@pytest.mark.parametrize("name", ["backward", "teacher_forcing", "two_passes", "phased_lstm"])
+def test_a_loop_whose_step_is_a_chain_is_one_call(name: str) -> None:
+    model, case = converted_loop(name), {**PUBLIC_LOOPS, **LOOPS}[name]
+    for sizes in ((6, 2), (1, 3), (13, 1)):
+        args, results = case.inputs(*sizes, seed=1), []
+        for has_gradients in (True, True, False, True):
+            with torch.set_grad_enabled(has_gradients):
+                results.append(leaves(model(*args)))
+        # The first call of a size goes step by step.
+        assert all(are_equal(result, results[0]) for result in results[1:])
+    chained = [loop.step._plain_forward._loop for loop in loops_of(model)]
+    assert len(chained) == (2 if name == "two_passes" else 1)
+    assert all(loop.given is not None for loop in chained)
+
+
+def test_a_loop_goes_step_by_step_where_somebody_watches() -> None:
+    model, case, seen = copy.deepcopy(converted_loop("backward")), LOOPS["backward"], []
+    args = case.inputs(5)
+    expected = [model(*args) for _ in range(3)][-1]
+    (loop,) = loops_of(model)
+    cell = next(module for module in loop.step.modules() if isinstance(module, RecurrentModule))
+    handle = cell.register_forward_hook(lambda *_: seen.append("hook"))
+    assert are_equal(model(*args), expected)
+    assert seen == ["hook"] * 5
+    handle.remove()
+    assert are_equal(model(*args), expected)
+    assert len(seen) == 5
+
+
+def test_a_state_that_changes_its_shape_is_refused() -> None:
+    (number,) = chains.with_chains(converted("residual")._graph, sums=False)[1]
+    with pytest.raises(RuntimeError, match="other tensors"):
+        OPS.run_loop.default([torch.ones(2)], [], number, [], 2, [], [0], [], [])
+    OPS.forget_chain.default(number)
+    number = OPS.bind_chain.default("1 2 0 aten::cat default 2 L n2 t0 t0 I i0 1 1 0 1 0 end 1")
+    with pytest.raises(RuntimeError, match="changes its shape"):
+        OPS.run_loop.default([torch.ones(2)], [], number, [], 2, [1], [0], [], [])
+    OPS.forget_chain.default(number)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "1", "1 2 0 quantize t0", "1 2 0 aten::relu default 1 Q t0 1 1 0 1 0 end 1"]
+)
+def test_a_text_that_is_no_chain_is_refused(text: str) -> None:
+    with pytest.raises((RuntimeError, ValueError)):
+        OPS.bind_chain.default(text)
+
+
+def test_sums_of_floats_are_in_a_chain_where_nothing_has_gradients() -> None:
+    class Sums(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            z = torch.rsub(torch.sub(self.fc(x), torch.sin(y), alpha=3), 1.5)
+            return torch.add(z, 2.25).masked_fill(y > 0.5, 7.0) * 0.1
+
+    args = (torch.randn(3, 4), torch.randn(3, 4))
+    mapping = get_default_qconfig_mapping("x86")
+    for function in (torch.add, torch.sub, torch.rsub, torch.mul, operator.mul):
+        mapping.set_object_type(function, None)
+    prepared = tc.prepare_fx(Sums().eval(), mapping, args)
+    prepared(*args)
+    model = tc.convert_fx(prepared)
+    expected = torch.fx.Interpreter(model).run(*args)
+    for has_gradients in (False, False, True, True):
+        with torch.set_grad_enabled(has_gradients):
+            assert torch.equal(model(*args), expected)
+    y = args[1].clone().requires_grad_()
+    model(args[0], y).sum().backward()
+    assert y.grad.abs().max() > 0
+    graph, numbers = chains.with_chains(model._graph, sums=True)
+    assert str(graph.python_code("self").src).count("torch.ops") == len(numbers) == 1
+    OPS.forget_chain.default(numbers[0])

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,10 +20,12 @@ from torch.fx import Graph, Node
 
 from torchq_compat.capture.loops.loop_module import LoopForm
 from torchq_compat.capture.opaque_calls import BoundCall, OpaqueModule
+from torchq_compat.lower.integers.operators import DEQUANTIZE
 from torchq_compat.recurrent.kernel.build import OF_LIBRARY
 from torchq_compat.recurrent.kernel.op import NAMESPACE, OPS, WITHOUT_GRADIENTS, WORK_PER_THREAD
 from torchq_compat.support.upstream import OpOverload, are_operators_watched
 
+ATEN = torch.ops.aten
 #: The own operators that a chain can have.
 OWN = frozenset(
     ("quantize", "dequantize", "lookup", "arithmetic", "affine", "mean", "max_pool", "convolution", "linear")
@@ -36,7 +38,25 @@ MOST_FAILURES = 16
 TICKET = "ticket"
 #: Type in a schema of torch -> its kind in the text of a chain.
 KINDS = {"Tensor": "T", "int": "I", "SymInt": "I", "float": "F", "bool": "B"}
-KINDS |= {"List[int]": "S", "List[SymInt]": "S", "List[Tensor]": "L"}
+KINDS |= {"List[int]": "S", "List[SymInt]": "S", "List[Tensor]": "L", "ScalarType": "D", "str": "W"}
+DTYPES = (torch.float32, torch.float64, torch.int64, torch.int32, torch.bool)
+#: Operator of a number, for which a chain has no type -> the same of a tensor.
+OF_TENSORS = {
+    ATEN.masked_fill.Scalar: ATEN.masked_fill.Tensor,
+    **{
+        getattr(ATEN, name).Scalar: getattr(ATEN, name).Tensor
+        for name in ("eq", "ne", "lt", "le", "gt", "ge", "mul", "div")
+    },
+}
+#: Sum -> the sign of its second operand, and whether that is the first in the schema.
+SUMS: dict[Any, tuple[int, bool]] = {
+    ATEN.add.Tensor: (1, False),
+    ATEN.add.Scalar: (1, False),
+    ATEN.sub.Tensor: (-1, False),
+    ATEN.sub.Scalar: (-1, False),
+    ATEN.rsub.Scalar: (-1, True),
+    ATEN.rsub.Tensor: (-1, True),
+}
 
 
 Forward = Callable[..., Any]
@@ -53,25 +73,29 @@ class PlainForward:
 
     def __init__(self, graph: Graph, direct: Forward, compiled: Callable[[Graph, Any], Forward]) -> None:
         self._graph, self._direct, self._compiled = graph, direct, compiled
-        self._chained: Forward | None = None
+        #: Whether there may be gradients -> ``forward`` with chains.
+        self._chained: dict[bool, Forward] = {}
         self._loop: ChainedLoop | None = None
         self._is_first, self._failures = True, 0
 
     def __call__(self, model: Any, args: tuple[Any, ...]) -> Any:
         if are_operators_watched():
             return self._direct(model, *args)
-        if self._chained is None:
+        has_gradients = torch.is_grad_enabled()
+        chained = self._chained.get(has_gradients)
+        if chained is None:
             if self._is_first or not hasattr(OPS, OF_LIBRARY):
                 self._is_first = False
                 return self._direct(model, *args)
-            self._chained = self._optional(self._with_chains, model) or self._direct
+            chained = self._optional(self._with_chains, model, not has_gradients) or self._direct
+            self._chained[has_gradients] = chained
         try:
-            return self._chained(model, *args)
+            return chained(model, *args)
         except (RuntimeError, IndexError):
             result = self._direct(model, *args)  # It fails too, and says where.
             self._failures += 1
             if self._failures > MOST_FAILURES:
-                self._chained = self._direct
+                self._chained = dict.fromkeys((False, True), self._direct)
             return result
 
     def loop(self, model: Any, form: LoopForm, args: tuple[Tensor, ...], wholes: Sequence[Tensor]) -> Any:
@@ -87,13 +111,13 @@ class PlainForward:
             self._loop = self._optional(self._with_loop, model, form) or ChainedLoop()
         return self._optional(self._loop.run, model, form, args, wholes)
 
-    def _with_chains(self, model: Any) -> Forward:
-        graph, numbers = with_chains(self._graph)
+    def _with_chains(self, model: Any, sums: bool) -> Forward:
+        graph, numbers = with_chains(self._graph, sums=sums)
         weakref.finalize(self, _forget, numbers).atexit = False
         return self._compiled(graph, model)
 
     def _with_loop(self, model: Any, form: LoopForm) -> ChainedLoop:
-        graph, numbers = with_chains(self._graph, least=1)
+        graph, numbers = with_chains(self._graph, sums=True, least=1)
         weakref.finalize(self, _forget, numbers).atexit = False
         return ChainedLoop.of(graph, form, lambda given: self._compiled(given, model))
 
@@ -153,6 +177,8 @@ class ChainedLoop:
         steps, read = wholes[0].shape[form.parts[0].dim], len(wholes) - form.counted
         described = (self.roles, self.outputs, dims[:read], form.stacked)
         given = self.given(model, *args)
+        if torch.is_grad_enabled() and any(item.requires_grad for item in (*given[0], *wholes)):
+            return None
         return tuple(_operator("run_loop")(*given, self.chain, wholes[:read], steps, *described))
 
 
@@ -167,10 +193,11 @@ def _operator(name: str = "run_chain") -> Any:
     return getattr(OPS, name).default
 
 
-def with_chains(graph: Graph, least: int = LEAST) -> tuple[Graph, list[int]]:
+def with_chains(graph: Graph, *, sums: bool, least: int = LEAST) -> tuple[Graph, list[int]]:
     """Return ``graph`` with chains in place of the operators between others, and their numbers.
 
     Args:
+        sums: whether chains have sums of floats, which then have no gradients.
         least: the fewest operators of a chain.
     """
     written = Graph(graph.owning_module)
@@ -178,7 +205,7 @@ def with_chains(graph: Graph, least: int = LEAST) -> tuple[Graph, list[int]]:
     copies: dict[Node, Node] = {}
     numbers: list[int] = []
     calls = dict(_bound_calls(graph))
-    for nodes, can_chain in _runs(graph, calls):
+    for nodes, can_chain in _runs(graph, calls, sums=sums):
         if not can_chain or sum(node.target is not operator.getitem for node in nodes) < least:
             for node in nodes:
                 copies[node] = written.node_copy(node, copies.__getitem__)
@@ -216,15 +243,17 @@ def _call_of(node: Node) -> tuple[Any, Any]:
     return node.kwargs["opaque_layout"], node.kwargs.get("leaf_quantized", ())
 
 
-def _runs(graph: Graph, calls: Mapping[Node, BoundCall]) -> Iterator[tuple[list[Node], bool]]:
+def _runs(graph: Graph, calls: Mapping[Node, BoundCall], *, sums: bool) -> Iterator[tuple[list[Node], bool]]:
     """Yield the nodes in their order, as many as a chain can have or one alone, and whether it can. What
     only reads of nodes that are before a chain is put before it."""
     run: dict[Node, None] = {}
     for node in graph.nodes:
         is_of_run = node.target is operator.getitem and node.args[0] in run
-        if is_of_run or node in calls or _fits(node):
+        if is_of_run or node in calls or _operator_of(node, sums=sums) is not None:
             run[node] = None
             continue
+        if node.target is ATEN._assert_tensor_metadata.default:
+            continue  # What the capture was sure of: a plain call has the dtypes that it had.
         only_reads = (
             node.op in ("placeholder", "get_attr") or node.target is operator.getitem or _is_size(node)
         )
@@ -238,23 +267,64 @@ def _only_reads(node: Node) -> bool:
     return node.op in ("placeholder", "get_attr") or node.target is operator.getitem or _is_size(node)
 
 
-def _fits(node: Node) -> bool:
-    """Return whether a chain can have the operator of ``node``."""
+class _Operator(NamedTuple):
+    """An operator as a chain has it, with a kind for each argument; ``overload`` is None if it is own."""
+
+    name: str
+    overload: str | None
+    arguments: list[tuple[str, Any]]
+    returns: int = 1
+
+
+def _operator_of(node: Node, *, sums: bool) -> _Operator | None:
+    """Return the operator of ``node`` as a chain has it; None if it cannot have it. See ``with_chains``."""
     if not isinstance(node.target, OpOverload):
-        return False
+        return None
     if node.target.namespace == NAMESPACE:
-        return node.target._opname in OWN
-    schema = node.target._schema
-    if node.target.namespace != "aten" or schema.is_mutable or len(schema.arguments) > MOST_ARGUMENTS:
-        return False
-    returned = [str(result.type) for result in schema.returns]
-    if torch.Tag.nondeterministic_seeded in node.target.tags or len(returned) > MOST_ARGUMENTS:
-        return False
-    if returned != ["List[Tensor]"] and set(returned) != {"Tensor"}:
-        return False
+        arguments = [(KINDS.get(str(item.type), ""), value) for item, value in _arguments(node)]
+        name = node.target._opname
+        return _Operator(name, None, arguments) if name in OWN else None
+    if node.target in SUMS:
+        return _sum(node) if sums else None
+    target = OF_TENSORS.get(node.target, node.target)
+    returned = [str(result.type) for result in target._schema.returns]
+    if target.namespace != "aten" or target._schema.is_mutable or len(returned) > MOST_ARGUMENTS:
+        return None
+    if torch.Tag.nondeterministic_seeded in target.tags or (
+        returned != ["List[Tensor]"] and set(returned) != {"Tensor"}
+    ):
+        return None
     if _has_items(node) and any(user.target is not operator.getitem for user in node.users):
-        return False
-    return all(_kind(argument, value) for argument, value in _arguments(node))
+        return None
+    values = [value for _, value in _arguments(node)]
+    kinds = [_kind(argument, value) for argument, value in zip(target._schema.arguments, values, strict=True)]
+    is_known = all(kinds) and len(kinds) <= MOST_ARGUMENTS and _is_of_floats_or_integers(values)
+    returns = 0 if returned == ["List[Tensor]"] else len(returned)
+    arguments = list(zip(map(str, kinds), values, strict=True))
+    return _Operator(target._schema.name, target._overloadname, arguments, returns) if is_known else None
+
+
+def _sum(node: Node) -> _Operator | None:
+    """Return a sum of floats, for whose factor a chain has no type, as an own operator."""
+    x, y, factor = (value for _, value in _arguments(node))
+    sign, is_reversed = SUMS[node.target]
+    operands = [y, x] if is_reversed else [x, y]
+    are_floats = all(type(item) in (int, float) or _dtype(item) is torch.float32 for item in operands)
+    if not are_floats or type(factor) not in (int, float):
+        return None
+    return _Operator("plus", None, [("T", operands[0]), ("T", operands[1]), ("F", sign * factor)])
+
+
+def _dtype(value: Any) -> torch.dtype | None:
+    if getattr(value, "target", None) is DEQUANTIZE:
+        return torch.float32
+    return getattr(value.meta.get("val"), "dtype", None) if isinstance(value, Node) else None
+
+
+def _is_of_floats_or_integers(values: Sequence[Any]) -> bool:
+    """Return whether numbers among operands do not change the dtype of the result, as tensors either."""
+    dtypes = [dtype for value in values if (dtype := _dtype(value)) is not None]
+    return bool(dtypes and dtypes[0].is_floating_point) or not any(type(value) is float for value in values)
 
 
 def _has_items(node: Node) -> bool:
@@ -328,21 +398,19 @@ class _Chain:
 
     def _words_of(self, node: Node) -> Iterator[Any]:
         """Yield the operator of ``node`` and its arguments; of torch's, how many tensors it returns."""
-        target: Any = node.target
-        is_own = target.namespace == NAMESPACE
-        yield target._opname if is_own else target._schema.name
-        arguments = list(_arguments(node))
+        written = _operator_of(node, sums=True)
+        assert written is not None
+        is_own = written.overload is None
+        yield written.name
         if not is_own:
-            yield from (target._overloadname, len(arguments))
-        for argument, value in arguments:
-            kind = _kind(argument, value)
+            yield from (written.overload, len(written.arguments))
+        for kind, value in written.arguments:
             if not is_own:
                 yield kind
             if is_own or kind != "N":
-                yield from self._value(float(value) if str(argument.type) == "float" else value)
+                yield from self._value(float(value) if kind.startswith("F") and type(value) is int else value)
         if not is_own:
-            returns = target._schema.returns
-            yield 0 if str(returns[0].type) == "List[Tensor]" else len(returns)
+            yield written.returns
 
     def _words_of_call(self, node: Node) -> Iterator[Any]:
         rank, _, batch_first = self._calls[node]
@@ -364,7 +432,7 @@ class _Chain:
         elif isinstance(value, float):
             yield f"f{value.hex()}"
         else:
-            yield str(value).lower()
+            yield str(value).lower().removeprefix("torch.").replace(" ", "")
 
 
 def _is_size(node: Node) -> bool:
@@ -381,7 +449,9 @@ def _is_integer(value: Any) -> bool:
 
 #: Kind -> whether a chain can write a value.
 IS_OF_KIND: dict[str, Callable[[Any], bool]] = {
-    "T": _is_tensor,
+    "T": lambda value: _is_tensor(value) or type(value) in (int, float),
+    "D": lambda value: value in DTYPES,
+    "W": lambda value: isinstance(value, str),
     "I": _is_integer,
     "F": lambda value: type(value) in (int, float),
     "B": lambda value: type(value) is bool,

@@ -36,6 +36,8 @@ TORCHQ_WEAK AOTITorchError aoti_torch_cpu__qconv_pointwise_tensor(
     const int64_t* dilation, int64_t dilation_count, int64_t groups, double output_scale,
     int64_t output_zero_point, const int32_t* output_dtype, const char* after, const double** numbers,
     int64_t number_count, const char** algorithm, AtenTensorHandle* result);
+TORCHQ_WEAK AOTITorchError aoti_torch_cpu_add_Tensor(AtenTensorHandle x, AtenTensorHandle y, double alpha,
+                                                   AtenTensorHandle* result);
 TORCHQ_WEAK AOTITorchError aoti_torch_cpu__qlinear_pointwise_tensor(
     AtenTensorHandle x, AtenTensorHandle scale, AtenTensorHandle zero_point, AtenTensorHandle weight,
     AtenTensorHandle weight_scales, AtenTensorHandle weight_zero_points, AtenTensorHandle* bias,
@@ -1128,6 +1130,14 @@ void forget_weights(const Sizes& addresses) {
 
 int64_t kept_weights() { return packed_weights().size(); }
 
+// Of floats, x + alpha * y without gradients: torch's dispatcher cannot be asked for it, for want of a type for alpha.
+Tensor plus(const Tensor& x, const Tensor& y, double alpha) {
+  AtenTensorHandle made = nullptr;
+  check(aoti_torch_cpu_add_Tensor != nullptr, "this torch has no sums");
+  check_call_of_torch(aoti_torch_cpu_add_Tensor(x.get(), y.get(), alpha, &made));
+  return Tensor(made);
+}
+
 template <auto kOperator>
 chains::Step own_step(chains::Text& text) {
   return chains::step_of(kOperator, text);
@@ -1137,7 +1147,8 @@ const chains::OwnSteps& own_steps() {
   static const chains::OwnSteps kSteps{
       {"quantize", own_step<&quantize>}, {"dequantize", own_step<&dequantize>}, {"lookup", own_step<&lookup>},
       {"arithmetic", own_step<&arithmetic>}, {"affine", own_step<&affine>}, {"mean", own_step<&mean>},
-      {"max_pool", own_step<&max_pool>}, {"convolution", own_step<&convolution>}, {"linear", own_step<&linear>}};
+      {"max_pool", own_step<&max_pool>}, {"convolution", own_step<&convolution>}, {"linear", own_step<&linear>},
+      {"plus", own_step<&plus>}};
   return kSteps;
 }
 

@@ -67,11 +67,29 @@ class Integer {
 template <typename T>
 struct Argument;
 
+// The place of a tensor; or a number, which becomes a tensor without dimensions.
 template <>
 struct Argument<Tensor> {
-  explicit Argument(Text& text) : place(std::stoll(text.word().substr(1))) {}
-  const Tensor& in(const Values& values) const { return *values.tensors[place]; }
-  size_t place;
+  explicit Argument(Text& text) {
+    const std::string word = text.word();
+    if (word[0] == 't') {
+      place = std::stoll(word.substr(1));
+    } else {
+      number = word[0] == 'f' ? number_of(std::strtod(word.c_str() + 1, nullptr), aoti_torch_dtype_float64())
+                              : number_of(std::stoll(word.substr(1)), aoti_torch_dtype_int64());
+    }
+  }
+  template <typename T>
+  static Tensor number_of(T value, int32_t dtype) {
+    AtenTensorHandle made = nullptr;
+    check_call_of_torch(aoti_torch_empty_strided(0, nullptr, nullptr, dtype, aoti_torch_device_type_cpu(), 0, &made));
+    const Tensor number(made);
+    *static_cast<T*>(number.mutable_data_ptr()) = value;
+    return number;
+  }
+  const Tensor& in(const Values& values) const { return number ? *number : *values.tensors[place]; }
+  size_t place = 0;
+  std::optional<Tensor> number;
 };
 
 template <>
@@ -113,6 +131,18 @@ struct Argument<std::string> {
   explicit Argument(Text& text) : value(text.word()) {}
   const std::string& in(const Values&) const { return value; }
   std::string value;
+};
+
+template <>
+struct Argument<ScalarType> {
+  explicit Argument(Text& text) {
+    static const std::unordered_map<std::string, ScalarType> kNames{
+        {"float32", ScalarType::Float}, {"float64", ScalarType::Double}, {"int64", ScalarType::Long},
+        {"int32", ScalarType::Int},     {"bool", ScalarType::Bool}};
+    value = kNames.at(text.word());
+  }
+  ScalarType in(const Values&) const { return value; }
+  ScalarType value;
 };
 
 template <>
@@ -173,6 +203,8 @@ Value value_for_torch(Text& text) {
     case 'F': return value_of<double>(text, is_optional);
     case 'B': return value_of<bool>(text, is_optional);
     case 'S': return value_of<Sizes>(text, is_optional);
+    case 'D': return value_of<ScalarType>(text, is_optional);
+    case 'W': return value_of<std::string>(text, is_optional);
     case 'L': {
       const Argument<Sizes> places(text);
       return [=](const Values& values) {
