@@ -49,12 +49,10 @@ class BoundCall(NamedTuple):
     """A call of the bound operator of recurrent modules.
 
     Attributes:
-        rank: the number of dimensions of x.
         places: the indices of x and the states among the arguments of the graph's call.
         batch_first: whether x is (B, T, I).
     """
 
-    rank: int
     places: tuple[int, ...]
     batch_first: bool
 

@@ -221,7 +221,7 @@ class RecurrentModule(PartOwner):
         """See ``OpaqueModule``."""
         call = self._direct_call(index, quantized)
         is_possible = self.is_lowered and call.is_possible
-        return BoundCall(call.rank, call.places, call.batch_first) if is_possible else None
+        return BoundCall(call.places, call.batch_first) if is_possible else None
 
     def opaque_ticket(self, index: int, quantized: tuple[int, ...]) -> int:
         """See ``OpaqueModule``."""

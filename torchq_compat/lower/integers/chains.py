@@ -23,6 +23,7 @@ from torchq_compat.capture.opaque_calls import BoundCall, OpaqueModule
 from torchq_compat.lower.integers.operators import DEQUANTIZE
 from torchq_compat.recurrent.kernel.build import OF_LIBRARY
 from torchq_compat.recurrent.kernel.op import NAMESPACE, OPS, WITHOUT_GRADIENTS, WORK_PER_THREAD
+from torchq_compat.support.dtypes import dtype_name
 from torchq_compat.support.upstream import OpOverload, are_operators_watched
 
 ATEN = torch.ops.aten
@@ -208,20 +209,30 @@ def with_chains(graph: Graph, *, sums: bool, least: int = LEAST) -> tuple[Graph,
     for nodes, can_chain in _runs(graph, calls, sums=sums):
         if not can_chain or sum(node.target is not operator.getitem for node in nodes) < least:
             for node in nodes:
-                copies[node] = written.node_copy(node, copies.__getitem__)
+                if node in calls:
+                    copies[node] = _written_call(written, node, calls[node], copies)
+                else:
+                    copies[node] = written.node_copy(node, copies.__getitem__)
             continue
         chain = _Chain(nodes, calls)
         numbers.append(OPS.bind_chain.default(chain.text()))
-        tickets = [
-            written.call_module(str(node.target), _call_of(node), {TICKET: True})
-            for node in nodes
-            if node in calls
-        ]
+        tickets = [_ticket(written, node) for node in nodes if node in calls]
         tensors, sizes = ([copies[node] for node in part] for part in (chain.tensors, chain.sizes))
         call = written.call_function(_operator(), (tensors, [*sizes, *tickets], numbers[-1]))
         for position, node in enumerate(chain.results):
             copies[node] = written.call_function(operator.getitem, (call, position))
     return written, numbers
+
+
+def _ticket(written: Graph, call: Node) -> Node:
+    return written.call_module(str(call.target), _call_of(call), {TICKET: True})
+
+
+def _written_call(written: Graph, node: Node, call: BoundCall, copies: Mapping[Node, Node]) -> Node:
+    """Write a call of a module that is in no chain, as one of the bound operator."""
+    x, *states = (copies[node.args[place]] for place in call.places)  # type: ignore[index]
+    arguments = (x, states, _ticket(written, node), call.batch_first, WORK_PER_THREAD)
+    return written.call_function(_operator("recurrent_bound"), arguments)
 
 
 def _bound_calls(graph: Graph) -> Iterator[tuple[Node, BoundCall]]:
@@ -413,10 +424,9 @@ class _Chain:
             yield written.returns
 
     def _words_of_call(self, node: Node) -> Iterator[Any]:
-        rank, _, batch_first = self._calls[node]
         x, *states = self._sources(node)
         yield from ("recurrent", self._places[x], *self._value(states), self._places[node])
-        yield from (f"b{int(batch_first)}", f"i{WORK_PER_THREAD}", rank)
+        yield from (f"b{int(self._calls[node].batch_first)}", f"i{WORK_PER_THREAD}")
 
     def _value(self, value: Any) -> Iterator[str]:
         if isinstance(value, Node):
@@ -431,8 +441,10 @@ class _Chain:
             yield f"i{value}"
         elif isinstance(value, float):
             yield f"f{value.hex()}"
+        elif isinstance(value, torch.dtype):
+            yield dtype_name(value)
         else:
-            yield str(value).lower().removeprefix("torch.").replace(" ", "")
+            yield str(value).lower().replace(" ", "")
 
 
 def _is_size(node: Node) -> bool:

@@ -242,14 +242,11 @@ Step step_of_recurrent(Text& text) {
   const Argument<int64_t> ticket(text);
   const Argument<bool> batch_first(text);
   const Argument<int64_t> work_per_thread(text);
-  const int64_t rank = text.integer();
   return [=, taken = taken_of(text)](Values& values) {
-    const Tensor& given = x.in(values);
-    check(given.dim() == rank && given.numel() > 0, "a recurrent module is called with other dimensions, or none");
     Tensors at_start;
     for (const int64_t place : states.in(values)) at_start.push_back(*values.tensors[place]);
-    const Tensors results =
-        recurrent_bound(given, at_start, ticket.in(values), batch_first.in(values), work_per_thread.in(values));
+    const Tensors results = recurrent_bound(x.in(values), at_start, ticket.in(values), batch_first.in(values),
+                                            work_per_thread.in(values));
     for (const auto& [position, place] : taken) values.tensors[place] = results.at(position);
   };
 }

@@ -675,6 +675,7 @@ TorchLibraryHandle define_the_operator() {
 // Chains of operators call it, too.
 Tensors recurrent_bound(const Tensor& x, const Tensors& states, int64_t ticket, bool batch_first,
                         int64_t work_per_thread) {
+  check(x.numel() > 0, "a bound call has at least one step and row");
   const std::shared_ptr<const Module> module = cache().bound(ticket);
   return run(*module, x, states, {}, batch_first, work_per_thread);
 }
