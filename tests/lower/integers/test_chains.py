@@ -22,7 +22,7 @@ from tests.helpers.once import made_once
 from tests.helpers.oracle import leaves
 from tests.helpers.public_loops import PUBLIC_LOOPS
 from torchq_compat.lower.integers import chains
-from torchq_compat.recurrent.kernel.op import OPS
+from torchq_compat.recurrent.kernel.op import OPS, drop_forgotten
 from torchq_compat.recurrent.python_loops import OpaqueLoop
 from torchq_compat.recurrent.recurrent_module import RecurrentModule
 
@@ -264,6 +264,7 @@ def test_chains_are_forgotten_with_their_model() -> None:
         OPS.run_chain.default([torch.ones(1)], [], before)
     del model
     gc.collect()
+    drop_forgotten()
     with pytest.raises(RuntimeError, match="no such chain"):
         OPS.run_chain.default([torch.ones(1)], [], before)
 

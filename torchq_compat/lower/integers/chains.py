@@ -22,7 +22,14 @@ from torchq_compat.capture.loops.loop_module import LoopForm
 from torchq_compat.capture.opaque_calls import BoundCall, OpaqueModule
 from torchq_compat.lower.integers.operators import DEQUANTIZE
 from torchq_compat.recurrent.kernel.build import OF_LIBRARY
-from torchq_compat.recurrent.kernel.op import NAMESPACE, OPS, WITHOUT_GRADIENTS, WORK_PER_THREAD
+from torchq_compat.recurrent.kernel.op import (
+    NAMESPACE,
+    OPS,
+    WITHOUT_GRADIENTS,
+    WORK_PER_THREAD,
+    drop_forgotten,
+    forget,
+)
 from torchq_compat.support.dtypes import dtype_name
 from torchq_compat.support.upstream import OpOverload, are_operators_watched
 
@@ -113,14 +120,18 @@ class PlainForward:
         return self._optional(self._loop.run, model, form, args, wholes)
 
     def _with_chains(self, model: Any, sums: bool) -> Forward:
-        graph, numbers = with_chains(self._graph, sums=sums)
-        weakref.finalize(self, _forget, numbers).atexit = False
-        return self._compiled(graph, model)
+        return self._compiled(self._own(*with_chains(self._graph, sums=sums)), model)
 
     def _with_loop(self, model: Any, form: LoopForm) -> ChainedLoop:
-        graph, numbers = with_chains(self._graph, sums=True, least=1)
-        weakref.finalize(self, _forget, numbers).atexit = False
+        graph = self._own(*with_chains(self._graph, sums=True, least=1))
         return ChainedLoop.of(graph, form, lambda given: self._compiled(given, model))
+
+    def _own(self, graph: Graph, numbers: Sequence[int]) -> Graph:
+        """Return ``graph``, whose chains are forgotten with this object."""
+        for number in numbers:
+            weakref.finalize(self, forget, number, "forget_chain").atexit = False
+        drop_forgotten()
+        return graph
 
     @staticmethod
     def _optional(function: Callable[..., Any], *args: Any) -> Any:
@@ -181,11 +192,6 @@ class ChainedLoop:
         if torch.is_grad_enabled() and any(item.requires_grad for item in (*given[0], *wholes)):
             return None
         return tuple(_operator("run_loop")(*given, self.chain, wholes[:read], steps, *described))
-
-
-def _forget(numbers: Sequence[int]) -> None:
-    for number in numbers:
-        OPS.forget_chain.default(number)
 
 
 @cache

@@ -30,8 +30,8 @@ WORK_PER_THREAD = 1 << 18
 OPS = getattr(torch.ops, NAMESPACE)
 #: Stands for an owner: the operator packs one weight after the other, for this call alone.
 OWNER_OF_ONE_CALL = -1
-#: Owners whose packed weights are no longer needed.
-FORGOTTEN: deque[int] = deque()
+#: What is no longer needed: the operator that drops it, and the number of an owner of weights, or of a chain.
+FORGOTTEN: deque[tuple[str, int]] = deque()
 #: The ``batch_sizes`` of an unpacked call in an exported program: AOTInductor cannot pass an empty list.
 NO_SIZES = (0,)
 
@@ -175,18 +175,20 @@ def bind_call(
     return ticket
 
 
-def forget(owner: int) -> None:
-    """Mark the packed weights of ``owner`` to be dropped when the next module is bound.
+def forget(number: int, operator: str = "forget") -> None:
+    """Mark the packed weights of an owner, or what another ``operator`` drops, to be dropped when the next
+    module is bound.
 
     They are not dropped at once: garbage may be collected while a graph is traced, which would record the
     call.
     """
-    FORGOTTEN.append(owner)
+    FORGOTTEN.append((operator, number))
 
 
 def drop_forgotten() -> None:
-    """Drop the packed weights of owners marked by ``forget``."""
+    """Drop what ``forget`` marked."""
     if FORGOTTEN and not is_compiling() and kernel_build().is_loaded:
         with suppress(IndexError):  # Another thread may take the last.
             while True:
-                OPS.forget.default(FORGOTTEN.popleft())
+                operator, number = FORGOTTEN.popleft()
+                getattr(OPS, operator).default(number)
