@@ -253,9 +253,9 @@ def check_part_dtypes(parts: Sequence[Part], specs: PartSpecs, backend: BackendT
         }
         dtype = specs.output_constructor(part).settings.dtype
         if is_integer(dtype) and dtype not in allowed:
-            named, names = dtype_name(dtype), ", ".join(sorted(map(dtype_name, allowed))) or "nothing"
-            what = {"part": part.name, "pattern": pattern.__name__}
-            raise ConfigError.of("TQ911.part_dtype", **what, dtype=named, allowed=names)
+            kind, named = pattern.__name__, dtype_name(dtype)
+            names = ", ".join(sorted(map(dtype_name, allowed))) or "nothing"
+            raise ConfigError.of("TQ911.part_dtype", part=part.name, dtype=named, pattern=kind, allowed=names)
 
 
 # A graph of parts: a module exported once, with nodes named after the parts, which prepare finds by name.

@@ -311,15 +311,17 @@ def call_class_method(owner: type[nn.Module], method: str, module: nn.Module, pa
     Raises:
         CustomModuleError: if the method raises, or does not return a module.
     """
-    where = {"owner": owner.__qualname__, "method": method, "path": path}
+    name = owner.__qualname__
     try:
         result = getattr(owner, method)(module)
     except TorchQCompatError:
         raise
     except Exception as cause:
-        raise CustomModuleError.of("TQ942.method_raised", **where, cause=cause) from cause
+        raise CustomModuleError.of(
+            "TQ942.method_raised", owner=name, method=method, path=path, cause=cause
+        ) from cause
     if not isinstance(result, nn.Module):
-        raise CustomModuleError.of("TQ942.result_type", **where, result=result)
+        raise CustomModuleError.of("TQ942.result_type", owner=name, method=method, path=path, result=result)
     return result
 
 
