@@ -137,7 +137,9 @@ def test_suggest_leaves_them_float(kind: type[nn.Module], places: list[str]) -> 
     model, batches = kind().eval(), [(torch.randn(2, 8, 6),) for _ in range(3)]
     with pytest.warns(QuantizationWarning) as warned:
         mapping = tc.suggest(model, MAPPING, batches[0], batches, n=1)
-    assert {item.message.code for item in warned} <= {"TQ437", "TQ504"}  # type: ignore[union-attr]
+    # torch.ao warns in the first test of a process.
+    ours = [item.message for item in warned if isinstance(item.message, QuantizationWarning)]
+    assert {message.code for message in ours} <= {"TQ437", "TQ504"}
     assert set(places) <= set(mapping.chosen)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "TQ(308|437)", QuantizationWarning)

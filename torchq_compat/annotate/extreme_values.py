@@ -77,16 +77,20 @@ def growing_values(
 ) -> dict[str, tuple[str, float]]:
     """Return name of a node -> the size that its values grow with, and by how much at twice the size.
 
-    Only graphs with a loop, or an op that goes over a dimension, are run at other sizes: at twice the size,
-    and, where values grew, at twice that, since states with bounds grow at first, too.
+    Only graphs with an op that goes over a dimension, or a loop, are run at other sizes, of all dimensions or
+    of those of the loop: at twice the size, and, where values grew, at twice that, since states with bounds
+    grow at first, too.
 
     Args:
         longer: for the step of a loop, size of the model -> arguments of the last step at longer sizes.
     """
     tried: dict[str, Iterable[tuple[Any, ...]]] = dict(longer)
-    has_loops = any(isinstance(module, Loop) for module in case.runs.modules.values())
-    if has_loops or any(map(_goes_over, result.graph_module.graph.nodes)):
-        for dimension in {group_of(item): item for item in result.sizes.free if item.example > 1}.values():
+    goes_over = any(map(_goes_over, result.graph_module.graph.nodes))
+    loops = (module for module in case.runs.modules.values() if isinstance(module, Loop))
+    looped = {name for loop in loops for name in loop.longer}
+    over = {group_of(item) for item in result.sizes.dimensions if goes_over or item.name in looped}
+    for dimension in {group_of(item): item for item in result.sizes.free if item.example > 1}.values():
+        if group_of(dimension) in over:
             tried[dimension.name] = _longer(case, result, dimension)
     before = _reached(case, result.graph_module, case.args) if tried else {}
     grown: dict[str, tuple[str, float]] = {}
