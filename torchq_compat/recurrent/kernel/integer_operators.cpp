@@ -57,6 +57,8 @@ constexpr int64_t kGrain = 1 << 16;
 constexpr size_t kKeptWeights = 4096, kKeptOfWeight = 4;
 // Among the settings of packed weights: they are for the own loops.
 constexpr double kIsExact = -1.0;
+// Linears of so many products at most take less time in the own loops than in oneDNN's.
+constexpr int64_t kMostOwnProducts = 5 << 24;
 // Linears of up to so many rows are products of each row by itself, which need no packed weights.
 constexpr int64_t kFewRows = 12;
 
@@ -1110,6 +1112,18 @@ Tensor linear(const Tensor& given, double x_scale, int64_t x_zero_point, const T
   sizes.back() = weight.size(0);
   const Tensor x = torch::stable::contiguous(given);
   const int64_t columns = weight.size(1), rows = x.numel() / std::max<int64_t>(1, columns);
+  const bool is_own = exact::is_fastest() && rows * weight.numel() <= kMostOwnProducts;
+  if (rows > kFewRows && weight.size(0) > 0 && has_exact_products() && is_own) {
+    // Rows are the pixels of a convolution of windows of one value.
+    exact::Shape shape;
+    shape.images = 1, shape.groups = 1, shape.inputs = columns, shape.outputs = weight.size(0);
+    shape.in[2] = shape.out[2] = rows;
+    const int64_t shifted = x_zero_point + of.flip;
+    const exact::Input input{bytes(x), of.flip, static_cast<uint8_t>(shifted)};
+    const Tensor out = empty_strided(sizes, strides_in(sizes, in_order(sizes.size())), ends.dtype);
+    convolve_exactly(shape, input, x_scale, shifted, weight, scales, bias, false, ends, out);
+    return out;
+  }
   if (rows > kFewRows && weight.size(0) > 0 && has_exact_products()) {
     const Tensor flat = x.dim() == 2 ? x : torch::stable::view(x, Sizes{rows, columns});
     const Tensor result = many_rows(flat, x_scale, x_zero_point, weight, scales, bias, ends);
