@@ -8,7 +8,6 @@ import linecache
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,11 +18,7 @@ from torch.overrides import BaseTorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
-from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e, prepare_qat_pt2e
-from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import (
-    X86InductorQuantizer,
-    get_default_x86_inductor_quantization_config,
-)
+from torchao.quantization.pt2e.quantize_pt2e import prepare_pt2e, prepare_qat_pt2e
 
 from tests.helpers.package_trees import PACKAGE, package_nodes, spelled
 from torchq_compat.support import upstream
@@ -277,30 +272,6 @@ def test_default_store(tmp_path: Path) -> None:
             upstream.default_store().wait(["b"], timedelta(seconds=0.1))
     finally:
         dist.destroy_process_group()
-
-
-def test_composite_operators_are_looked_up_for_each_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked_up = Mock(wraps=getattr(*upstream.COMPOSITES_LOOKED_UP))
-    monkeypatch.setattr(*upstream.COMPOSITES_LOOKED_UP, looked_up)
-    torch.export.export(nn.Linear(2, 2), (torch.randn(1, 2),)).run_decompositions()
-    assert looked_up.call_count > 10
-
-
-def test_torchaos_convert_builds_a_backend_config_which_it_leaves_as_it_is(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    build = getattr(*upstream.NATIVE_BACKEND)
-    built = build()
-    before = [{**vars(config)} for config in built.configs]
-    monkeypatch.setattr(*upstream.NATIVE_BACKEND, given := Mock(return_value=built))
-    model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(2, 2)).eval()
-    x = (torch.randn(3, 1, 1, 1),)
-    quantizer = X86InductorQuantizer().set_global(get_default_x86_inductor_quantization_config())
-    prepared = prepare_pt2e(torch.export.export(model, x).module(), quantizer)
-    prepared(*x)
-    convert_pt2e(prepared)
-    given.assert_called_once_with()
-    assert [vars(config) for config in built.configs] == before
 
 
 def test_what_a_trace_sets_for_all_threads_is_known() -> None:

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from functools import cache, partial, wraps
+from functools import partial, wraps
 from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
@@ -261,11 +261,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 # torchao's prepare and convert, without the cache that keeps every model they were given alive.
 #
 # Their function for the device of a model is a ``functools.cache`` keyed by the model (torchao 0.18), as is
-# its predecessor in torch.ao. The BackendConfig that convert reads it builds anew each time, which takes as
-# long as the convert of a cell.
-
-
-_native_backend = cache(getattr(*upstream.NATIVE_BACKEND))
+# its predecessor in torch.ao.
 
 
 def prepare_pt2e(model: GraphModule, quantizer: Quantizer) -> GraphModule:
@@ -306,7 +302,7 @@ def convert_pt2e(
     if fold is not None:
         options["fold_quantize"] = False
     info = getattr(model.graph._codegen, "pytree_info", None)
-    with alone(), _forgetting_models(), own_attribute(*upstream.NATIVE_BACKEND, _native_backend):
+    with alone(), _forgetting_models():
         if info is not None:
             _set_structure(model, info._replace(out_spec=None))
         try:

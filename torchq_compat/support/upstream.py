@@ -71,17 +71,6 @@ DEVICE_CACHES = (
     (torchao.utils, "_assert_and_get_unique_device"),
     *([(fx_utils, "assert_and_get_unique_device")] if fx_utils else []),
 )
-#: (owner, attribute) of the function that builds the BackendConfig which torchao's convert reads.
-NATIVE_BACKEND: tuple[Any, str] = (
-    importlib.import_module("torchao.quantization.pt2e.convert"),
-    "get_native_backend_config",
-)
-#: (owner, attribute) of the function that looks every composite operator up: at each decomposition of an
-#: exported program once for each namespace of operators, though one time in a process would do.
-COMPOSITES_LOOKED_UP: tuple[Any, str] = (
-    importlib.import_module("torch._export.utils"),
-    "_materialize_cpp_cia_ops",
-)
 #: The modes that see calls of torch's functions, the innermost last.
 function_modes: Any = torch.overrides._get_current_function_mode_stack
 #: The tracer of FX, which torch.export traces with.

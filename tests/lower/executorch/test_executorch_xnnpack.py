@@ -28,7 +28,7 @@ from tests.helpers.oracle import by_us, leaves, sqnr
 from torchq_compat.custom_config import PrepareCustomConfig
 from torchq_compat.errors import QuantizationWarning
 from torchq_compat.lower.executorch.lowering import to_executorch
-from torchq_compat.lower.executorch.passes import patterns_exported_for, shift_to_int8
+from torchq_compat.lower.executorch.passes import shift_to_int8
 from torchq_compat.lower.export import export
 
 QUANTIZE = torch.ops.quantized_decomposed.quantize_per_tensor.default
@@ -139,19 +139,6 @@ def test_integers_that_the_model_hands_out_stay_uint8() -> None:
     integers = program(x)
     assert integers.dtype is torch.uint8
     assert (integers.int() - model(x).int()).abs().max() <= 1
-
-
-@pytest.mark.parametrize("layer", [nn.Upsample(scale_factor=2.0, mode="bilinear"), nn.Softmax(-1), nn.ReLU()])
-def test_patterns_are_exported_for_a_program_that_may_have_them(layer: nn.Module) -> None:
-    from executorch.backends.xnnpack.partition.graphs import bilinear_2d, sdpa
-
-    patterns = bilinear_2d.get_graphs_dict, sdpa.get_graphs
-    with patterns_exported_for(torch.export.export(layer, (images(1),))):
-        kept = bilinear_2d.get_graphs_dict is patterns[0], sdpa.get_graphs is patterns[1]
-        assert kept == (isinstance(layer, nn.Upsample), isinstance(layer, nn.Softmax))
-        assert kept[0] or bilinear_2d.get_graphs_dict() == {}
-        assert kept[1] or sdpa.get_graphs() == []
-    assert (bilinear_2d.get_graphs_dict, sdpa.get_graphs) == patterns
 
 
 def linear_on_16_bits() -> GraphModule:

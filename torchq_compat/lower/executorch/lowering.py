@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -26,9 +25,9 @@ from torchq_compat.read.old_forms import takes_old_keywords
 from torchq_compat.support.argument_checks import PATH, checked_arguments, optional
 from torchq_compat.support.atomic_files import whole_file
 from torchq_compat.support.dtypes import dtype_name
-from torchq_compat.support.process_state import alone, once, own_attribute
+from torchq_compat.support.process_state import alone
 from torchq_compat.support.report import slow_stages
-from torchq_compat.support.upstream import COMPOSITES_LOOKED_UP, pytree
+from torchq_compat.support.upstream import pytree
 from torchq_compat.support.user_warnings import warn_user
 
 # The inputs of an ExecuTorch program, with their largest sizes, for which it plans its memory.
@@ -395,9 +394,8 @@ def to_executorch(
         begin("lower")
         structure = exported.call_spec.out_spec
         try:
-            looked_up = own_attribute(*COMPOSITES_LOOKED_UP, once(getattr(*COMPOSITES_LOOKED_UP)))
             # With gradients enabled, every pass over the graph would also trace the backward of its loops.
-            with alone(), torch.no_grad(), looked_up:
+            with alone(), torch.no_grad():
                 pte, report = _lower(exported, backend)
         except ExportError:
             raise
@@ -422,13 +420,12 @@ def _lower(exported: ExportedProgram, backend: str) -> tuple[bytes, DelegationRe
         passes.shift_to_int8(exported)
         passes.dequantize_per_reader(exported)
         partitioners.append(passes.xnnpack_partitioner(refused))
-    with passes.patterns_exported_for(exported) if partitioners else nullcontext():
-        edge = exir.to_edge_transform_and_lower(
-            exported,
-            partitioner=partitioners,
-            # Quantize, dequantize and scan are not in core ATen.
-            compile_config=exir.EdgeCompileConfig(_check_ir_validity=False),
-        )
+    edge = exir.to_edge_transform_and_lower(
+        exported,
+        partitioner=partitioners,
+        # Quantize, dequantize and scan are not in core ATen.
+        compile_config=exir.EdgeCompileConfig(_check_ir_validity=False),
+    )
     report = read_delegation(edge.exported_program().graph_module, backend, refused)
     manager = edge.transform((passes.restore_linears, passes.move_loop_invariants)).to_executorch()
     _check_kernels(manager.executorch_program)

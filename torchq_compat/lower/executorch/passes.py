@@ -5,7 +5,6 @@ part.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
@@ -19,7 +18,6 @@ from torchq_compat.errors import ExportError, install_extra
 from torchq_compat.read import qdq
 from torchq_compat.read.qparams import PerTensorQParams
 from torchq_compat.support.graph_nodes import replace_node
-from torchq_compat.support.process_state import own_attribute
 from torchq_compat.support.upstream import OpOverloadPacket
 from torchq_compat.support.user_warnings import silenced
 
@@ -390,24 +388,6 @@ def xnnpack_partitioner(refused: dict[str, str]) -> Any:
     partitioner = executorch_module(f"{partition}.xnnpack_partitioner").XnnpackPartitioner
     configs = [config for config in all_configs if "quantize" not in config.target_name]
     return partitioner(configs=[_held_to_int8(config, refused) for config in configs])
-
-
-@contextmanager
-def patterns_exported_for(program: ExportedProgram) -> Iterator[None]:
-    """Have XNNPACK's passes look for upsampling and attention in a ``program`` that has some: what they look
-    for is exported six times, which takes four seconds, once in a process."""
-    names = " ".join(
-        str(node.target) for module in graphs(program.graph_module) for node in module.graph.nodes
-    )
-    patterns = "backends.xnnpack.partition.graphs"
-    with ExitStack() as without:
-        if "upsample" not in names:
-            upsampling = executorch_module(f"{patterns}.bilinear_2d")
-            without.enter_context(own_attribute(upsampling, "get_graphs_dict", dict))
-        if "softmax" not in names and "attention" not in names:
-            attention = executorch_module(f"{patterns}.sdpa")
-            without.enter_context(own_attribute(attention, "get_graphs", list))
-        yield
 
 
 def _held_to_int8(config: type[Any], refused: dict[str, str]) -> type[Any]:
