@@ -212,17 +212,17 @@ def with_chains(graph: Graph, *, sums: bool, least: int = LEAST) -> tuple[Graph,
     copies: dict[Node, Node] = {}
     numbers: list[int] = []
     calls = dict(_bound_calls(graph))
-    for nodes, can_chain in _runs(graph, calls, sums=sums):
-        if not can_chain or sum(node.target is not operator.getitem for node in nodes) < least:
-            for node in nodes:
-                if node in calls:
-                    copies[node] = _written_call(written, node, calls[node], copies)
+    for nodes in _runs(graph, calls, sums=sums):
+        if sum(isinstance(item, (_Operator, BoundCall)) for item in nodes.values()) < least:
+            for node, item in nodes.items():
+                if isinstance(item, BoundCall):
+                    copies[node] = _written_call(written, node, item, copies)
                 else:
                     copies[node] = written.node_copy(node, copies.__getitem__)
             continue
-        chain = _Chain(nodes, calls)
+        chain = _Chain(nodes)
         numbers.append(OPS.bind_chain.default(chain.text()))
-        tickets = [_ticket(written, node) for node in nodes if node in calls]
+        tickets = [_ticket(written, node) for node in chain.calls]
         tensors, sizes = ([copies[node] for node in part] for part in (chain.tensors, chain.sizes))
         call = written.call_function(_operator(), (tensors, [*sizes, *tickets], numbers[-1]))
         for position, node in enumerate(chain.results):
@@ -260,30 +260,6 @@ def _call_of(node: Node) -> tuple[Any, Any]:
     return node.kwargs["opaque_layout"], node.kwargs.get("leaf_quantized", ())
 
 
-def _runs(graph: Graph, calls: Mapping[Node, BoundCall], *, sums: bool) -> Iterator[tuple[list[Node], bool]]:
-    """Yield the nodes in their order, as many as a chain can have or one alone, and whether it can. What
-    only reads of nodes that are before a chain is put before it."""
-    run: dict[Node, None] = {}
-    for node in graph.nodes:
-        is_of_run = node.target is operator.getitem and node.args[0] in run
-        if is_of_run or node in calls or _operator_of(node, sums=sums) is not None:
-            run[node] = None
-            continue
-        if node.target is ATEN._assert_tensor_metadata.default:
-            continue  # What the capture was sure of: a plain call has the dtypes that it had.
-        only_reads = (
-            node.op in ("placeholder", "get_attr") or node.target is operator.getitem or _is_size(node)
-        )
-        if not only_reads or not run.keys().isdisjoint(node.all_input_nodes):
-            yield list(run), True
-            run = {}
-        yield [node], False
-
-
-def _only_reads(node: Node) -> bool:
-    return node.op in ("placeholder", "get_attr") or node.target is operator.getitem or _is_size(node)
-
-
 class _Operator(NamedTuple):
     """An operator as a chain has it, with a kind for each argument; ``overload`` is None if it is own."""
 
@@ -291,6 +267,31 @@ class _Operator(NamedTuple):
     overload: str | None
     arguments: list[tuple[str, Any]]
     returns: int = 1
+
+
+#: The nodes of a run, and what each is in a chain: None for the items of results.
+_Run = dict[Node, "_Operator | BoundCall | None"]
+
+
+def _runs(graph: Graph, calls: Mapping[Node, BoundCall], *, sums: bool) -> Iterator[_Run]:
+    """Yield the nodes in their order, as many as a chain can have, or one alone that none can have. What only
+    reads of nodes that are before a chain is put before it."""
+    run: _Run = {}
+    for node in graph.nodes:
+        item = calls.get(node) or _operator_of(node, sums=sums)
+        if item is not None or (node.target is operator.getitem and node.args[0] in run):
+            run[node] = item
+            continue
+        if node.target is ATEN._assert_tensor_metadata.default:
+            continue  # What the capture was sure of: a plain call has the dtypes that it had.
+        if not _only_reads(node) or not run.keys().isdisjoint(node.all_input_nodes):
+            yield run
+            run = {}
+        yield {node: None}
+
+
+def _only_reads(node: Node) -> bool:
+    return node.op in ("placeholder", "get_attr") or node.target is operator.getitem or _is_size(node)
 
 
 def _operator_of(node: Node, *, sums: bool) -> _Operator | None:
@@ -372,67 +373,67 @@ def _kind(argument: Any, value: Any) -> str | None:
 
 
 class _Chain:
-    """A chain of ``nodes``, some of which are ``calls`` of modules and the items of their results.
+    """A chain of the nodes of a run.
 
     Attributes:
+        calls: those that call modules.
         tensors, sizes: the nodes whose values it is given; after them, the tickets of its calls.
         results: the nodes of its results.
     """
 
-    def __init__(self, nodes: Sequence[Node], calls: Mapping[Node, BoundCall]) -> None:
-        self._calls = calls
-        self._steps = [node for node in nodes if node.target is not operator.getitem]
-        values, members = [node for node in nodes if not _has_items(node)], set(nodes)
+    def __init__(self, run: _Run) -> None:
+        self._steps = {node: item for node, item in run.items() if item is not None}
+        self.calls = [node for node, item in run.items() if isinstance(item, BoundCall)]
+        values = [node for node in run if not _has_items(node)]
         self._last_reader = {source: node for node in self._steps for source in self._sources(node)}
-        given = [source for source in self._last_reader if source not in members]
+        given = [source for source in self._last_reader if source not in run]
         self.sizes = [source for source in given if _is_size(source)]
         self.tensors = [source for source in given if not _is_size(source)]
-        self.results = [node for node in values if not members.issuperset(node.users)]
-        tickets = [node for node in nodes if node in calls]
-        self._places = {node: f"s{place}" for place, node in enumerate([*self.sizes, *tickets])}
+        self.results = [node for node in values if not run.keys() >= node.users.keys()]
+        self._places = {node: f"s{place}" for place, node in enumerate([*self.sizes, *self.calls])}
         self._places |= {node: f"t{place}" for place, node in enumerate([*self.tensors, *values])}
 
-    def _sources(self, node: Node) -> list[Node]:
-        call: Any = self._calls.get(node)
-        sources: Any = node.all_input_nodes if call is None else [node.args[place] for place in call.places]
-        return list(sources)
+    def _sources(self, node: Node) -> list[Any]:
+        item = self._steps[node]
+        return (
+            [node.args[place] for place in item.places]
+            if isinstance(item, BoundCall)
+            else node.all_input_nodes
+        )
 
     def text(self) -> str:
         """Return the chain as ``Chain`` in ``operator_chains.h`` reads it."""
-        values = self._places.keys() - {*self._calls, *self.sizes}
         unread: dict[Node, list[str]] = {node: [] for node in self._steps}
         for source in self._last_reader.keys() - {*self.sizes, *self.results}:
             unread[self._last_reader[source]].append(self._places[source][1:])
         tensors, sizes = (sum(place[0] == kind for place in self._places.values()) for kind in "ts")
         words: list[Any] = [len(self.tensors), tensors, sizes]
-        for node in self._steps:
-            words += self._words_of_call(node) if node in self._calls else self._words_of(node)
-            items = [(0, node)] if node in values else [(user.args[1], user) for user in node.users]
-            words += [len(items), *itertools.chain(*((at, self._places[item][1:]) for at, item in items))]
+        for node, item in self._steps.items():
+            words += self._words_of_call(node, item) if isinstance(item, BoundCall) else self._words_of(item)
+            items = [(user.args[1], user) for user in node.users] if _has_items(node) else [(0, node)]
+            words += [len(items), *itertools.chain(*((at, self._places[taken][1:]) for at, taken in items))]
             words += [len(unread[node]), *unread[node]]
         words += ["end", *(self._places[node][1:] for node in self.results)]
         return " ".join(map(str, words))
 
-    def _words_of(self, node: Node) -> Iterator[Any]:
-        """Yield the operator of ``node`` and its arguments; of torch's, how many tensors it returns."""
-        written = _operator_of(node, sums=True)
-        assert written is not None
-        is_own = written.overload is None
-        yield written.name
+    def _words_of(self, item: _Operator) -> Iterator[Any]:
+        """Yield the operator and its arguments; of torch's, how many tensors it returns."""
+        is_own = item.overload is None
+        yield item.name
         if not is_own:
-            yield from (written.overload, len(written.arguments))
-        for kind, value in written.arguments:
+            yield from (item.overload, len(item.arguments))
+        for kind, value in item.arguments:
             if not is_own:
                 yield kind
             if is_own or kind != "N":
                 yield from self._value(float(value) if kind.startswith("F") and type(value) is int else value)
         if not is_own:
-            yield written.returns
+            yield item.returns
 
-    def _words_of_call(self, node: Node) -> Iterator[Any]:
+    def _words_of_call(self, node: Node, call: BoundCall) -> Iterator[Any]:
         x, *states = self._sources(node)
         yield from ("recurrent", self._places[x], *self._value(states), self._places[node])
-        yield from (f"b{int(self._calls[node].batch_first)}", f"i{WORK_PER_THREAD}")
+        yield from (f"b{int(call.batch_first)}", f"i{WORK_PER_THREAD}")
 
     def _value(self, value: Any) -> Iterator[str]:
         if isinstance(value, Node):

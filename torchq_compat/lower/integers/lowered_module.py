@@ -427,18 +427,17 @@ class LoweredGraphModule(ConvertedModel):
         torch.compile it does not, since that has to know where a tensor is from.
         """
         code = super().recompile()
-        plain, direct = type(self).forward, direct_forward(code, self._graph, self)
+        own = type(self)
+        plain, direct = own.forward, direct_forward(code, self._graph, self)
 
         @wraps(plain)
         def forward(self: LoweredGraphModule, *args: Any) -> Any:
             return plain(self, *args) if is_compiling() else direct(self, *args)
 
-        type(self).forward = forward
-        if "__call__" in vars(type(self)):
-            del type(
-                self
-            ).__call__  # It calls this class's, in two steps, and prints what failed_calls tells.
-        type(self)._plain_forward = PlainForward(self._graph, direct, _plain_forward_of)
+        own.forward = forward
+        if "__call__" in vars(own):
+            del own.__call__  # It calls this class's, in two steps, and prints what failed_calls tells.
+        own._plain_forward = PlainForward(self._graph, direct, _plain_forward_of)
         return code
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
