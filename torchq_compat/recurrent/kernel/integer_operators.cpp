@@ -134,9 +134,7 @@ Tensor like(const Tensor& x, ScalarType dtype) {
 }
 
 Tensor permuted(const Tensor& x, const Sizes& permutation) {
-  std::array<StableIValue, 2> stack{torch::stable::detail::from(x), torch::stable::detail::from(permutation)};
-  check_call_of_torch(torch_call_dispatcher("aten::permute", "", stack.data(), TORCH_ABI_VERSION));
-  return torch::stable::detail::to<Tensor>(stack[0]);
+  return call("aten::permute", "", x, permutation);
 }
 
 // Runs `f(begin, end)` over `count` values, on more threads if there are many.
@@ -728,19 +726,15 @@ struct Window {
 Packed pack_convolution(const Tensor& x, const Tensor& weight, const Tensor& scales,
                         const std::optional<Tensor>& bias, double x_scale, int64_t x_zero_point,
                         const Window& window, bool takes_out, const std::vector<double>& settings) {
-  const Tensor held = torch::stable::detail::to<Tensor>(call("aten::detach", weight));
+  const Tensor held = call("aten::detach", "", weight);
   const Tensor plain = torch::stable::contiguous(held);
   const std::optional<Sizes> shape(sizes_of(x));
   const int64_t zero_point = takes_out ? 0 : x_zero_point;
-  using torch::stable::detail::from;
-  std::array<StableIValue, 9> stack{from(plain),           from(scales),         from(x_scale),
-                                    from(zero_point),      from(window.stride),  from(window.padding),
-                                    from(window.dilation), from(window.groups),  from(shape)};
-  check_call_of_torch(torch_call_dispatcher("onednn::qconv_prepack", "", stack.data(), TORCH_ABI_VERSION));
   return {keys_of(weight, scales, bias),
           settings,
           held,
-          torch::stable::detail::to<Tensor>(stack[0]),
+          call("onednn::qconv_prepack", "", plain, scales, x_scale, zero_point, window.stride, window.padding,
+               window.dilation, window.groups, shape),
           one(static_cast<float>(x_scale), ScalarType::Float),
           one(static_cast<int32_t>(zero_point), ScalarType::Int),
           zeros(weight.size(0)),
@@ -918,7 +912,7 @@ void convolve_exactly(const exact::Shape& shape, const exact::Input& x, double x
   const std::vector<double> settings{x_scale, static_cast<double>(takes_out ? x_zero_point : 0),
                                      static_cast<double>(shape.groups), kIsExact};
   const auto packed = packed_weights().find(weight, scales, bias, settings, [&] {
-    const Tensor held = torch::stable::detail::to<Tensor>(call("aten::detach", weight));
+    const Tensor held = call("aten::detach", "", weight);
     const Tensor plain = torch::stable::contiguous(held);
     return Packed{.keys = keys_of(weight, scales, bias),
                   .settings = settings,
@@ -1070,15 +1064,12 @@ void few_rows(const Tensor& x, const Tensor& weight, Scaling of, const float* sc
 
 Packed pack_linear(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
                    double x_scale, int64_t x_zero_point, const std::vector<double>& settings) {
-  const Tensor held = torch::stable::detail::to<Tensor>(call("aten::detach", weight));
+  const Tensor held = call("aten::detach", "", weight);
   const std::optional<Sizes> shape(Sizes{x.size(0), x.size(1)});
-  using torch::stable::detail::from;
-  std::array<StableIValue, 2> stack{from(torch::stable::contiguous(held)), from(shape)};
-  check_call_of_torch(torch_call_dispatcher("onednn::qlinear_prepack", "", stack.data(), TORCH_ABI_VERSION));
   return {keys_of(weight, scales, bias),
           settings,
           held,
-          torch::stable::detail::to<Tensor>(stack[0]),
+          call("onednn::qlinear_prepack", "", torch::stable::contiguous(held), shape),
           one(static_cast<float>(x_scale), ScalarType::Float),
           one(static_cast<int32_t>(x_zero_point), ScalarType::Int),
           zeros(weight.size(0)),
@@ -1112,24 +1103,23 @@ Tensor linear(const Tensor& given, double x_scale, int64_t x_zero_point, const T
   sizes.back() = weight.size(0);
   const Tensor x = torch::stable::contiguous(given);
   const int64_t columns = weight.size(1), rows = x.numel() / std::max<int64_t>(1, columns);
+  const bool is_many = rows > kFewRows && weight.size(0) > 0 && has_exact_products();
   const bool is_own = exact::is_fastest() && rows * weight.numel() <= kMostOwnProducts;
-  if (rows > kFewRows && weight.size(0) > 0 && has_exact_products() && is_own) {
-    // Rows are the pixels of a convolution of windows of one value.
-    exact::Shape shape;
-    shape.images = 1, shape.groups = 1, shape.inputs = columns, shape.outputs = weight.size(0);
-    shape.in[2] = shape.out[2] = rows;
-    const int64_t shifted = x_zero_point + of.flip;
-    const exact::Input input{bytes(x), of.flip, static_cast<uint8_t>(shifted)};
-    const Tensor out = empty_strided(sizes, strides_in(sizes, in_order(sizes.size())), ends.dtype);
-    convolve_exactly(shape, input, x_scale, shifted, weight, scales, bias, false, ends, out);
-    return out;
-  }
-  if (rows > kFewRows && weight.size(0) > 0 && has_exact_products()) {
+  if (is_many && !is_own) {
     const Tensor flat = x.dim() == 2 ? x : torch::stable::view(x, Sizes{rows, columns});
     const Tensor result = many_rows(flat, x_scale, x_zero_point, weight, scales, bias, ends);
     return x.dim() == 2 ? result : torch::stable::view(result, sizes);
   }
   const Tensor out = empty_strided(sizes, strides_in(sizes, in_order(sizes.size())), ends.dtype);
+  if (is_many) {
+    // Rows are the pixels of a convolution of windows of one value.
+    exact::Shape shape;
+    shape.inputs = columns, shape.outputs = weight.size(0), shape.in[2] = shape.out[2] = rows;
+    const int64_t shifted = x_zero_point + of.flip;
+    const exact::Input input{bytes(x), of.flip, static_cast<uint8_t>(shifted)};
+    convolve_exactly(shape, input, x_scale, shifted, weight, scales, bias, false, ends, out);
+    return out;
+  }
   const auto* offsets = bias ? static_cast<const float*>(bias->const_data_ptr()) : nullptr;
   if (out.numel() > 0) {
     few_rows(x, torch::stable::contiguous(weight), of, static_cast<const float*>(scales.const_data_ptr()), offsets,

@@ -333,16 +333,7 @@ struct Loop {
 Tensor part_of(const Tensor& whole, int64_t dim, int64_t step) {
   const bool is_backward = dim < 0;
   dim = is_backward ? -1 - dim : dim;
-  using torch::stable::detail::from;
-  std::array<StableIValue, 3> stack{from(whole), from(dim), from(is_backward ? whole.size(dim) - 1 - step : step)};
-  check_call_of_torch(torch_call_dispatcher("aten::select", "int", stack.data(), TORCH_ABI_VERSION));
-  return torch::stable::detail::to<Tensor>(stack[0]);
-}
-
-Tensor stack_of(const Tensors& tensors, int64_t dim) {
-  std::array<StableIValue, 2> stack{torch::stable::detail::from(tensors), torch::stable::detail::from(dim)};
-  check_call_of_torch(torch_call_dispatcher("aten::stack", "", stack.data(), TORCH_ABI_VERSION));
-  return torch::stable::detail::to<Tensor>(stack[0]);
+  return call("aten::select", "int", whole, dim, is_backward ? whole.size(dim) - 1 - step : step);
 }
 
 // Runs a step for each part of the wholes; returns the last states, and the stacked values.
@@ -372,7 +363,7 @@ Tensors run_loop(const Chain& step, const Tensors& tensors, const Sizes& sizes, 
     }
     now = std::move(next);
   }
-  for (size_t v = 0; v < values.size(); ++v) now.push_back(stack_of(values[v], loop.stacked[v]));
+  for (size_t v = 0; v < values.size(); ++v) now.push_back(call("aten::stack", "", values[v], loop.stacked[v]));
   return now;
 }
 

@@ -310,7 +310,7 @@ class Reader {
   }
 
   const void* held(const Tensor& tensor, ScalarType dtype) {
-    Tensor read = torch::stable::detail::to<Tensor>(call("aten::detach", tensor));
+    Tensor read = call("aten::detach", "", tensor);
     if (read.scalar_type() != dtype) read = torch::stable::to(read, dtype);
     if (!read.is_contiguous()) read = torch::stable::contiguous(read);
     module_.held.push_back(read);
@@ -335,7 +335,7 @@ class Cache {
     // Keys are made before the tensors are read, so that a write in the meantime makes the keys outdated.
     const auto hold = [&](const Tensor& tensor) {
       module->keys.push_back(Key::of(tensor));
-      module->held.push_back(torch::stable::detail::to<Tensor>(call("aten::detach", tensor)));
+      module->held.push_back(call("aten::detach", "", tensor));
     };
     hold(program);
     for (const Tensor& tensor : weights) hold(tensor);

@@ -33,11 +33,12 @@ inline void check_call_of_torch(AOTITorchError error) {
   check(error == AOTI_TORCH_SUCCESS, "an operator of torch failed");
 }
 
-// Calls an operator of torch with one tensor.
-inline StableIValue call(const char* name, const Tensor& tensor) {
-  std::array<StableIValue, 1> stack{torch::stable::detail::from(tensor)};
-  check_call_of_torch(torch_call_dispatcher(name, "", stack.data(), TORCH_ABI_VERSION));
-  return stack[0];
+// Calls an operator of torch, and returns its one result.
+template <typename Result = Tensor, typename... Arguments>
+Result call(const char* name, const char* overload, const Arguments&... arguments) {
+  std::array<StableIValue, sizeof...(Arguments)> stack{torch::stable::detail::from(arguments)...};
+  check_call_of_torch(torch_call_dispatcher(name, overload, stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Result>(stack[0]);
 }
 
 // Makes a new tensor. torch's own operators for it are looked up by name, which takes longer.
@@ -71,12 +72,12 @@ struct Key {
   uint64_t sample;
 
   static int64_t version_of(const Tensor& tensor) {
-    return torch::stable::detail::to<int64_t>(call("aten::_version", tensor));
+    return call<int64_t>("aten::_version", "", tensor);
   }
   static Key of(const Tensor& tensor) {
     const bool is_whole = tensor.is_contiguous() && tensor.numel() * tensor.element_size() <= TORCHQ_COMPAT_WHOLE_SAMPLE;
     // Inference tensors count no versions.
-    const bool counts = !is_whole && !torch::stable::detail::to<bool>(call("aten::is_inference", tensor));
+    const bool counts = !is_whole && !call<bool>("aten::is_inference", "", tensor);
     return {tensor.const_data_ptr(), tensor.numel(), counts, counts ? version_of(tensor) : 0, sample_of(tensor)};
   }
   bool fits(const Tensor& tensor, bool asks_version) const {
