@@ -102,6 +102,8 @@ struct Excess {
   std::vector<int32_t> quads;
   std::vector<int64_t> ends;       // in quads, by row
   std::vector<char> has_too_many;  // by tile of rows
+  int64_t total = 0;               // quads
+  std::vector<uint8_t> cut;        // if there are any: rows of whole quads without what is above 128
 
   const int32_t* begin(int64_t row) const { return quads.data() + (row ? ends[row - 1] : 0); }
   int64_t count(int64_t row) const { return ends[row] - (row ? ends[row - 1] : 0); }
@@ -706,10 +708,17 @@ class Loop {
     grow(excess.quads, rows * quads);
     grow(excess.ends, rows);
     excess.has_too_many.assign((rows + kTileVectors - 1) / kTileVectors, 0);
-    for (int64_t row = 0, end = 0; row < rows; ++row) {
-      end += kernels_.find_excess(x + row * stride, width, excess.quads.data() + end);
-      excess.ends[row] = end;
+    excess.total = 0;
+    for (int64_t row = 0; row < rows; ++row) {
+      excess.total += kernels_.find_excess(x + row * stride, width, excess.quads.data() + excess.total);
+      excess.ends[row] = excess.total;
       if (excess.count(row) > quads / 4) excess.has_too_many[row / kTileVectors] = 1;
+    }
+    if (!excess.total) return;
+    grow(excess.cut, rows * 4 * quads);
+    for (int64_t row = 0; row < rows; ++row) {
+      std::transform(x + row * stride, x + row * stride + 4 * quads, excess.cut.data() + row * 4 * quads,
+                     [](uint8_t integer) { return std::min<uint8_t>(integer, 128); });
     }
   }
 
@@ -860,7 +869,10 @@ class Loop {
           input.is_dynamic() ? own_[work.worker.index].chosen[product.input] : input.segments[p].qparams;
       const Line* w = product.packed[p].data() + (group * product.column_count() + c) * quads;
       if (excess && !excess[p].has_too_many[tile.first_row / kTileVectors]) {
-        kernels_.narrow_products[columns](x, input.stride(), tile.rows, w, quads, sums);
+        const bool is_cut = excess[p].total > 0;
+        kernels_.narrow_products[columns](
+            is_cut ? excess[p].cut.data() + tile.first_row * 4 * quads : x,
+            is_cut ? 4 * quads : input.stride(), tile.rows, w, quads, sums);
         for (int64_t row = 0; row < tile.rows; ++row) {
           const int64_t count = excess[p].count(tile.first_row + row);
           if (!count) continue;

@@ -239,11 +239,8 @@ struct Whole {
 };
 #if TARGET_AVX2
 // For integers up to 128 the sum of two products fits in 16 bits: from 2 * 128 * -128 to 2 * 128 * 127. What
-// is above 128 is cut off, and added by add_excess.
+// is above 128 is cut off before, and added by add_excess.
 struct Narrow : Bytes {
-  static INLINE Four four(int32_t integers) {
-    return _mm256_min_epu8(_mm256_set1_epi32(integers), _mm256_set1_epi8(-128));
-  }
   static INLINE I add(I sums, Four x, Weights w) {
     const __m256i of_two = _mm256_maddubs_epi16(x, w);
     return sums + reinterpret_cast<I>(_mm256_madd_epi16(of_two, _mm256_set1_epi16(1)));
