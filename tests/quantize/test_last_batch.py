@@ -62,15 +62,25 @@ def test_a_state_is_left_as_it_was() -> None:
             self.fc = nn.Linear(4, 4)
             self.register_buffer("calls", torch.zeros(()))
             self.calls: Tensor
+            self.register_buffer("mean", torch.zeros(4))  # needs a gradient once it was written to
+            self.mean: Tensor
 
         def forward(self, x: Tensor) -> Tensor:
             self.calls += 1
-            return self.fc(x)
+            y = self.fc(x) * (2 * self.calls - 3)  # another sign at the second call
+            self.mean.copy_(y.mean(0))
+            return y
 
     x = torch.randn(8, 4)
     prepared = tc.prepare_fx(Counts().eval(), MAPPING, (x,))
     prepared(x)
-    assert float(tc.convert_fx(prepared).state_dict()["calls"]) == float(prepared.calls) == 1.0
+    mean = prepared.mean.detach().clone()
+    assert prepared.mean.requires_grad
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # It is told that the second call's result is another one.
+        converted = tc.convert_fx(prepared)
+    assert float(converted.state_dict()["calls"]) == float(prepared.calls) == 1.0
+    assert torch.equal(prepared.mean, mean)
 
 
 def test_a_batch_that_has_a_gradient_is_no_part_of_a_copy() -> None:

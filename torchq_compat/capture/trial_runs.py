@@ -431,8 +431,11 @@ def kept_buffers(
         with torch.no_grad():
             for buffer, value in before:
                 if not buffer.is_meta and not torch.equal(buffer, value):
-                    # Observers of channels give their buffers another size.
-                    buffer.resize_(value.shape).copy_(value)
+                    # Observers of channels give their buffers another size. A buffer that a module's Python
+                    # wrote to may need a gradient, and no such one can be resized.
+                    if buffer.shape != value.shape:
+                        buffer.resize_(value.shape)
+                    buffer.copy_(value)
 
 
 # Float LSTMs, computed without the copy of their weights that oneDNN packs at each call.
