@@ -19,6 +19,7 @@ from torch.ao.quantization import (
     QConfigMapping,
     default_weight_observer,
     disable_observer,
+    float16_dynamic_qconfig,
     get_default_qat_qconfig_mapping,
     get_default_qconfig_mapping,
 )
@@ -377,6 +378,17 @@ def test_converted_state_loads_into_a_second_converted_model(quantize: Callable[
     assert sqnr(converted(*args), second(*args)) < 10
     second.load_state_dict(copy.deepcopy(converted.state_dict()))
     assert_equal_bits(second(*args), converted(*args))
+
+
+def test_converted_state_with_float16_loads() -> None:
+    x = torch.randn(3, 4)
+    mapping = QConfigMapping().set_global(float16_dynamic_qconfig)
+    first, second = (
+        tc.convert_fx(tc.prepare_fx(nn.Sequential(nn.Linear(4, 4)).eval(), mapping, (x,))) for _ in range(2)
+    )
+    assert sqnr(first(x), second(x)) < 10
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    assert_equal_bits(second(x), first(x))
 
 
 def test_a_second_converted_model_of_the_same_float_model_is_equal() -> None:

@@ -16,7 +16,14 @@ from torchao.quantization.pt2e.fake_quantize import FakeQuantizeBase
 from torchao.quantization.pt2e.observer import ObserverBase
 
 from torchq_compat.errors import CheckpointError
-from torchq_compat.read.qdq import CHOOSE_QPARAMS, DEQUANTIZE, DEQUANTIZE_PER_CHANNEL, QUANTIZE, is_qdq
+from torchq_compat.read.qdq import (
+    CHOOSE_QPARAMS,
+    CONVERT_DTYPE,
+    DEQUANTIZE,
+    DEQUANTIZE_PER_CHANNEL,
+    QUANTIZE,
+    is_qdq,
+)
 from torchq_compat.read.qparams import SCALE, ZERO_POINT, adopt_loaded_qparams
 from torchq_compat.support.argument_checks import shown
 from torchq_compat.support.graph_nodes import attribute_of, replace_node
@@ -307,7 +314,7 @@ def _numbers(model: nn.Module) -> dict[str, Numbers]:
             inside = _numbers_of_observer(module, _counts(path, module, modules))
         for node in module.graph.nodes if isinstance(module, GraphModule) else ():
             dtypes = [index for index, arg in enumerate(node.args) if isinstance(arg, torch.dtype)]
-            if is_qdq(node) and dtypes and node.target is not CHOOSE_QPARAMS:
+            if is_qdq(node) and dtypes and node.target not in (CHOOSE_QPARAMS, CONVERT_DTYPE):
                 scale, zero_point = (str(getattr(arg, "target", "")) for arg in node.args[1:3])
                 inside |= numbers_of_qparams(scale, zero_point, node.args[dtypes[0] - 2 : dtypes[0]])
         prefix = f"{path}." if path else ""
