@@ -292,6 +292,35 @@ def test_conversion_before_any_call_is_fxs(convert: Callable[..., Any]) -> None:
     assert isinstance(waiting, WaitingModel)
 
 
+def test_arguments_that_are_keywords_only(subtests: pytest.Subtests) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, *, scale: Tensor, shift: Tensor | None = None) -> Tensor:
+            return self.fc(x) * scale if shift is None else self.fc(x) * scale + shift
+
+    torch.manual_seed(0)
+    model = Scaled().eval()
+    x, scale, shift = torch.randn(8, 4), torch.randn(1), torch.randn(4)
+    keywords = {"scale": scale, "shift": shift}
+    oracle = fx.prepare_fx(model, STATIC, (x,))
+    oracle(x, **keywords)
+    expected = fx.convert_fx(oracle)(x, **keywords)
+    for form, example in {
+        "named": {"x": x, **keywords},
+        "first call": (x,),
+        "all": (x, scale, shift),
+    }.items():
+        with subtests.test(form), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            prepared = prepare_fx(model, STATIC, example)
+            prepared(x, **keywords)
+            torch.testing.assert_close(convert_fx(prepared)(x, **keywords), expected)
+    assert type(model) is Scaled
+
+
 @pytest.mark.slow
 def test_a_script_runs_as_it_does_on_fx(tmp_path: Any) -> None:
     path = tmp_path / "legacy.py"

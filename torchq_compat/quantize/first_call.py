@@ -25,7 +25,7 @@ from torchao.quantization.pt2e.quantizer import Quantizer
 from torchq_compat.errors import InputError, ModuleAttributeError
 from torchq_compat.model.view_hooks import HOOK_STATE, HOOKED, check_hookable
 from torchq_compat.model.views import ModuleView, hand_over_views
-from torchq_compat.read.example_inputs import is_old_config
+from torchq_compat.read.example_inputs import by_position, is_old_config
 from torchq_compat.read.qconfig_mappings import read_qconfig_mapping
 from torchq_compat.read.qspecs import OpSpecs
 from torchq_compat.support.graph_nodes import copied_model
@@ -261,7 +261,7 @@ class WaitingModel(nn.Module):
         return result
 
     def _build(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
-        bound = inspect.signature(self.float_model.forward).bind(*args, **kwargs)
+        bound = by_position(inspect.signature(self.float_model.forward)).bind(*args, **kwargs)
         if len(bound.args) < len(args) + len(kwargs):
             bound.apply_defaults()
         since, modules = self.since, dict(self.named_modules())

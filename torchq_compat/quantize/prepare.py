@@ -38,7 +38,7 @@ from torchq_compat.quantize.request import (
     signature_of,
     with_rolled_loops,
 )
-from torchq_compat.read.example_inputs import is_one_value_a_channel, with_two_samples
+from torchq_compat.read.example_inputs import is_one_value_a_channel, take_by_position, with_two_samples
 from torchq_compat.support import graph_nodes
 from torchq_compat.support.decisions import (
     Action,
@@ -224,6 +224,7 @@ def _copy(state: _Preparing) -> None:
     request = state.request
     copied = graph_nodes.copied_model(state.model)
     state.shared = graph_nodes.shared_tensors(state.model, copied)
+    take_by_position(copied)
     state.working = working = with_parent(copied, request.settings)
     float_model.set_training_flags(working, is_qat=state.is_qat)
     if not state.is_qat and request.quantizer is None:

@@ -1,5 +1,6 @@
 """Reads example inputs in any of the forms that FX accepted, without using them."""
 
+import functools
 import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -97,7 +98,7 @@ def _by_names(value: Mapping[str, Any], model: nn.Module) -> tuple[Any, ...] | N
     Raises:
         InputError: only some of the keys are parameters of ``forward``, or one is missing.
     """
-    parameters = inspect.signature(model.forward).parameters
+    parameters = by_position(inspect.signature(model.forward)).parameters
     taken = [name for name, parameter in parameters.items() if parameter.kind in BY_POSITION]
     given = [name for name in taken if name in value]
     if not given:
@@ -118,12 +119,48 @@ def _by_names(value: Mapping[str, Any], model: nn.Module) -> tuple[Any, ...] | N
     return tuple(args)
 
 
+def by_position(signature: inspect.Signature) -> inspect.Signature:
+    """Return ``signature`` with its keyword-only arguments by position, if they can be given so."""
+    parameters = list(signature.parameters.values())
+    only = {item.name for item in parameters if item.kind is item.KEYWORD_ONLY}
+    if not only or any(item.kind is item.VAR_POSITIONAL for item in parameters):
+        return signature
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    try:
+        return signature.replace(
+            parameters=[item.replace(kind=kind) if item.name in only else item for item in parameters]
+        )
+    except ValueError:
+        return signature  # One that has to be given stands behind a default.
+
+
+def take_by_position(model: nn.Module) -> None:
+    """Let ``model``, a copy, take its keyword-only arguments by position: a graph has no others."""
+    if isinstance(model, torch.jit.ScriptModule):
+        return  # Its class has no forward of its own.
+    original: Any = type(model).forward
+    signature = inspect.signature(original)
+    positional = by_position(signature)
+    if positional == signature:
+        return
+
+    @functools.wraps(original)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        given = positional.bind(self, *args, **kwargs).arguments
+        only = {name for name, item in signature.parameters.items() if item.kind is item.KEYWORD_ONLY}
+        before = [value for name, value in given.items() if name not in only]
+        return original(*before, **{name: value for name, value in given.items() if name in only})
+
+    forward.__signature__ = positional  # type: ignore[attr-defined]
+    model.__class__ = type(type(model).__name__, (type(model),), {"forward": forward})
+
+
 def _check_count(args: tuple[Any, ...], model: nn.Module | None) -> None:
     """Raise if there are more ``args`` than ``forward`` takes, as in a batch of a loader, which has targets
     too. FX did not check this."""
     if model is None:
         return
-    parameters = inspect.signature(model.forward).parameters.values()
+    parameters = by_position(inspect.signature(model.forward)).parameters.values()
     if any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters):
         return
     count = sum(item.kind in BY_POSITION for item in parameters)
