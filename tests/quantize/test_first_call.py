@@ -321,6 +321,14 @@ def test_arguments_that_are_keywords_only(subtests: pytest.Subtests) -> None:
     assert type(model) is Scaled
 
 
+def test_a_scripted_model_is_refused() -> None:
+    x = torch.randn(8, 4)
+    with pytest.warns(QuantizationWarning, match="no signature found"):
+        prepared = prepare_fx(torch.jit.script(nn.Linear(4, 4).eval()), STATIC, (x,))
+    with pytest.raises(InputError, match="Hint"):
+        prepared(x)
+
+
 @pytest.mark.slow
 def test_a_script_runs_as_it_does_on_fx(tmp_path: Any) -> None:
     path = tmp_path / "legacy.py"
