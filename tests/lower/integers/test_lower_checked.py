@@ -329,6 +329,9 @@ def test_what_fails_as_a_whole_is_the_reference(
             assert [warning.message.code for warning in told] == ["TQ432"]  # type: ignore[union-attr]
             assert torch.equal(lowered(x), lowered.reference(x))
             assert "TQ432" in {decision.code for decision in tc.explain(lowered)}
+        copied = copy.deepcopy(lowered)  # It is known of the copy, too.
+        assert torch.equal(copied(x), lowered(x))
+        assert "TQ432" in {decision.code for decision in tc.explain(copied)}
 
 
 class Padded(nn.Module):

@@ -231,17 +231,24 @@ class _Lowering:
         return not self.is_stale and self.versions is not None and self.versions.are_current()
 
 
-def lower(reference: ConvertedGraphModule, trial_inputs: tuple[Any, ...] | None = None) -> LoweredGraphModule:
+def lower(
+    reference: ConvertedGraphModule,
+    trial_inputs: tuple[Any, ...] | None = None,
+    refused: Mapping[str, str] | None = None,
+    given_up: str = "",
+) -> LoweredGraphModule:
     """Return ``reference`` on plain integers; the result holds ``reference``.
 
     Args:
         trial_inputs: arguments to run both models on; None: they are not compared.
+        refused: see ``_Lowering``: what is known of a copy.
+        given_up: the same.
     """
     kind = LoweredStandalone if isinstance(reference, ConvertedStandalone) else LoweredGraphModule
     lowered = kind(nn.Module(), Graph())
     share_state(lowered, reference)
     lowered.meta = reference.meta
-    vars(lowered)[LOWERING] = _Lowering(reference)
+    vars(lowered)[LOWERING] = _Lowering(reference, refused=refused or {}, given_up=given_up)
     for name, value in preserved_of(reference).items():
         setattr(lowered, name, value)
     lowered.training = reference.training
@@ -474,9 +481,8 @@ class LoweredGraphModule(ConvertedModel):
         return keys
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LoweredGraphModule:
-        copied = lower(copy.deepcopy(self.reference, memo))
-        if self._lowering.refused:
-            copied._lower_again(self._lowering.refused)
+        known = self._lowering
+        copied = lower(copy.deepcopy(self.reference, memo), refused=known.refused, given_up=known.given_up)
         memo[id(self)] = copied
         return copied
 
