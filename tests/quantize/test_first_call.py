@@ -33,6 +33,7 @@ from torchq_compat.errors import (
 )
 from torchq_compat.model.graph_module import QuantizationGraphModule
 from torchq_compat.quantize.first_call import WaitingModel
+from torchq_compat.read.example_inputs import take_by_position
 from torchq_compat.support.torch_ao import (
     QConfigMapping,
     default_dynamic_qconfig,
@@ -319,6 +320,31 @@ def test_arguments_that_are_keywords_only(subtests: pytest.Subtests) -> None:
             prepared(x, **keywords)
             torch.testing.assert_close(convert_fx(prepared)(x, **keywords), expected)
     assert type(model) is Scaled
+
+
+def test_keywords_beside_those_that_are_only_such() -> None:
+    class Summed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, *, scale: Tensor, **others: Any) -> Tensor:
+            return (self.fc(x) * scale) if not others else self.fc(x)
+
+    model, x, scale = Summed().eval(), torch.randn(8, 4), torch.full((4,), 2.0)
+    copied = copy.deepcopy(model)
+    take_by_position(copied)
+    assert torch.equal(copied(x, scale), model(x, scale=scale))
+    assert torch.equal(copied(x, scale=scale, more=1), model(x, scale=scale, more=1))
+    with pytest.raises(TypeError, match="positional"):
+        copied(x, scale, x)
+
+
+def test_a_misspelled_keyword_of_the_first_call_is_refused() -> None:
+    with pytest.warns(QuantizationWarning):
+        prepared = prepare_fx(nn.Sequential(nn.Linear(4, 4)).eval(), STATIC, None)
+    with pytest.raises(InputError, match="Hint"):
+        prepared(inputs=torch.randn(8, 4))
 
 
 def test_a_scripted_model_is_refused() -> None:

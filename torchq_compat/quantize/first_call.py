@@ -262,10 +262,9 @@ class WaitingModel(nn.Module):
 
     def _build(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
         try:
-            signature = by_position(inspect.signature(self.float_model.forward))
-        except ValueError as cause:  # of a scripted model
+            bound = by_position(inspect.signature(self.float_model.forward)).bind(*args, **kwargs)
+        except (TypeError, ValueError) as cause:  # A scripted model has no signature.
             raise InputError.does_not_fit(type(self.float_model).__name__, cause) from cause
-        bound = signature.bind(*args, **kwargs)
         if len(bound.args) < len(args) + len(kwargs):
             bound.apply_defaults()
         since, modules = self.since, dict(self.named_modules())

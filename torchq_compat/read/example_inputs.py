@@ -144,12 +144,14 @@ def take_by_position(model: nn.Module) -> None:
     if positional == signature:
         return
 
+    # With self; what follows by position are keywords.
+    count = sum(item.kind in BY_POSITION for item in signature.parameters.values())
+    names = [name for name, item in signature.parameters.items() if item.kind is item.KEYWORD_ONLY]
+
     @functools.wraps(original)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        given = positional.bind(self, *args, **kwargs).arguments
-        only = {name for name, item in signature.parameters.items() if item.kind is item.KEYWORD_ONLY}
-        before = [value for name, value in given.items() if name not in only]
-        return original(*before, **{name: value for name, value in given.items() if name in only})
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        named = dict(zip(names, args[count:], strict=False))
+        return original(*args[:count], *args[count + len(named) :], **named, **kwargs)
 
     forward.__signature__ = positional  # type: ignore[attr-defined]
     model.__class__ = type(type(model).__name__, (type(model),), {"forward": forward})
