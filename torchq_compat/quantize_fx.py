@@ -44,6 +44,7 @@ __all__ = [
 
 @waits_for_first_call
 @takes_old_keywords()
+@checks.checked_arguments()
 def prepare_fx(
     model: nn.Module,
     qconfig_mapping: torch_ao.QConfigMapping | dict[str, Any] | Quantizer,
@@ -115,6 +116,7 @@ def prepare_fx(
 
 @waits_for_first_call
 @takes_old_keywords()
+@checks.checked_arguments()
 def prepare_qat_fx(
     model: nn.Module,
     qconfig_mapping: torch_ao.QConfigMapping | dict[str, Any] | Quantizer,
@@ -364,6 +366,7 @@ def get_default_prepare_custom_config(
     return config
 
 
+@checks.checked_arguments()
 def get_default_convert_custom_config() -> torch_ao.ConvertCustomConfig:
     """Return the ``convert_fx`` config that belongs to ``get_default_prepare_custom_config``.
 

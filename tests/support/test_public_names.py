@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 
 import pytest
+
+from torchq_compat import ArgumentError
 
 ERRORS = """
     AnnotationError ArgumentError CallError CaptureError CheckpointError ConfigError ConvertError
@@ -58,6 +61,17 @@ def test_public_names(module: str) -> None:
     assert sorted(found.__all__) == sorted(PUBLIC[module].split())
     for name in found.__all__:
         assert getattr(found, name).__doc__, f"{module}.{name} has no docstring"
+
+
+def test_a_misspelled_argument_is_refused_with_a_hint() -> None:
+    for module in ("torchq_compat", "torchq_compat.pt2e"):
+        found = importlib.import_module(module)
+        doors = [getattr(found, name) for name in found.__all__ if inspect.isfunction(getattr(found, name))]
+        assert len(doors) > 10
+        for door in doors:
+            with pytest.raises(ArgumentError, match="cannot be called like this") as refused:
+                door(misspelled=1)
+            assert "Hint:" in str(refused.value)
 
 
 def test_every_error_is_one_of_ours_and_reached_from_the_top() -> None:

@@ -39,6 +39,7 @@ from torchq_compat.read.backend_configs import read_backend_config
 from torchq_compat.read.observers import WeightConstructor
 from torchq_compat.read.qconfig_mappings import read_qconfig_mapping
 from torchq_compat.read.qspecs import make_spec
+from torchq_compat.support.argument_checks import checked_arguments
 from torchq_compat.support.decisions import Action, Decision, Report
 from torchq_compat.support.dtypes import is_integer
 from torchq_compat.support.graph_nodes import position_of, source_of
@@ -93,6 +94,7 @@ class TranslatedQuantizer(SpecQuantizer):
         }
 
 
+@checked_arguments()
 def quantizer_from(
     qconfig_mapping: QConfigMapping | dict[str, Any],
     backend_config: BackendConfig | dict[str, Any] | None = None,

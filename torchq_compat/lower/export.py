@@ -30,6 +30,7 @@ from torchq_compat.read.qdq import DEQUANTIZE, DEQUANTIZE_PER_CHANNEL, QUANTIZE
 from torchq_compat.read.qparams import PerChannelQParams, PerTensorQParams, QParams
 from torchq_compat.recurrent.over_time import LoopShape, exporting_loops_as
 from torchq_compat.support import metadata
+from torchq_compat.support.argument_checks import checked_arguments
 from torchq_compat.support.decisions import Action
 from torchq_compat.support.graph_nodes import position_of
 from torchq_compat.support.report import slow_stages
@@ -265,6 +266,7 @@ def _without(all_qparams: tuple[QParams | None, ...], positions: list[int]) -> t
 
 
 @takes_old_keywords()
+@checked_arguments()
 def export(
     converted: torch.nn.Module,
     example_inputs: tuple[Any, ...],

@@ -21,7 +21,7 @@ from torchq_compat.modules.user_modules import OpaqueUserModule
 from torchq_compat.quantize.distributed import merge_rules
 from torchq_compat.quantize.distributed.wrappers import unwrapped
 from torchq_compat.read.torch_ao_classes import is_of_torch_ao
-from torchq_compat.support.argument_checks import shown
+from torchq_compat.support.argument_checks import checked_arguments, shown
 from torchq_compat.support.graph_nodes import copied_model
 from torchq_compat.support.sharded import is_sharded
 from torchq_compat.support.upstream import BatchNormBase, is_activation_post_process
@@ -32,6 +32,7 @@ MERGED = "merged_digest"
 SETTINGS = ("dtype", "qscheme", "quant_min", "quant_max", "ch_axis", "averaging_constant", "bins")
 
 
+@checked_arguments()
 def merge_observers(
     prepared: nn.Module,
     *,

@@ -47,6 +47,7 @@ WRITE: dict[LoopShape, Write] = {
 }
 
 
+@checked_arguments()
 def decompose_lstm(
     program: ExportedProgram | GraphModule, shape: LoopShape | str = LoopShape.ROLLED
 ) -> GraphModule:
@@ -82,6 +83,7 @@ def decompose_lstm(
     return _decompose(program, shape, (LSTM_OP,))
 
 
+@checked_arguments()
 def decompose_recurrent(
     program: ExportedProgram | GraphModule, shape: LoopShape | str = LoopShape.ROLLED
 ) -> GraphModule:
