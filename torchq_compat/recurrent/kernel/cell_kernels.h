@@ -93,7 +93,7 @@ struct Kernels {
   // inputs. A product is at out[(c * kTileVectors + row) * kLanes + lane].
   void (*products[kColumns + 1])(const uint8_t* x, int64_t stride, int64_t rows, const Line* w, int64_t quads,
                                  int32_t* out);
-  // The same in two parts, null if that is no faster: of the integers with what is above 128 cut off, and what
+  // The same in two parts, null if that is no faster: of integers that were cut off at 128, and what
   // is above it, for one row and the quads that have any, whose indices find_excess writes; it returns their
   // number.
   void (*narrow_products[kColumns + 1])(const uint8_t* x, int64_t stride, int64_t rows, const Line* w,

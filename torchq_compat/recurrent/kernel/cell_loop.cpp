@@ -717,6 +717,7 @@ class Loop {
     if (!excess.total) return;
     grow(excess.cut, rows * 4 * quads);
     for (int64_t row = 0; row < rows; ++row) {
+      if (excess.has_too_many[row / kTileVectors]) continue;
       std::transform(x + row * stride, x + row * stride + 4 * quads, excess.cut.data() + row * 4 * quads,
                      [](uint8_t integer) { return std::min<uint8_t>(integer, 128); });
     }
