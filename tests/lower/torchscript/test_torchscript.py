@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 import torchq_compat as tc
 from tests.helpers.once import made_once
 from tests.helpers.oracle import leaves, sqnr
-from torchq_compat.errors import ExportError, QuantizationWarning
+from torchq_compat.errors import ExportError, InputError, QuantizationWarning
 
 MAPPING = get_default_qconfig_mapping("x86")
 
@@ -199,6 +199,59 @@ def test_nested_arguments_and_results() -> None:
     again = loaded_again(torch.jit.script(quantized))
     check_equal(quantized, again, (batch, pair))
     assert set(again(batch, pair)) == {"joined", "half"}
+
+
+class Optionals(nn.Module):
+    """Tensors behind arguments that have no sizes, or are no tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, state: Tensor | None, times: int, scale: Tensor, more: Tensor) -> Tensor:
+        y = self.fc(x) * times * scale + more
+        return y if state is None else y + state
+
+
+def test_what_stands_before_a_tensor_is_counted() -> None:
+    torch.manual_seed(0)
+    args = (torch.randn(4, 8), None, 3, torch.tensor(0.5), torch.randn(4, 8))
+    prepared = tc.prepare_fx(Optionals().eval(), MAPPING, args)
+    prepared(*args)
+    lowered = tc.convert_fx(prepared)
+    again = loaded_again(torch.jit.script(lowered))
+    check_equal(lowered, again, args)
+    check_equal(lowered, again, (*args[:4], torch.randn(1, 8)))
+    for place, other, said in (1, args[0], "state"), (2, 4, "times"), (4, torch.randn(3, 8), "more.size"):
+        given = [*args[:place], other, *args[place + 1 :]]
+        with pytest.raises(torch.jit.Error, match=rf"{said}.* is not as captured"):
+            again(*given)
+        with pytest.raises(InputError):
+            lowered(*given)
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Pair:
+        return Pair(self.fc(x), x)
+
+
+def test_namedtuples_are_traced_as_tuples() -> None:
+    x = torch.randn(4, 8)
+    prepared = tc.prepare_fx(Named().eval(), MAPPING, (x,))
+    prepared(x)
+    lowered = tc.convert_fx(prepared)
+    check_equal(lowered, loaded_again(torch.jit.trace(lowered, (x,))), (torch.randn(7, 8),))
+    with pytest.raises(ExportError, match="no namedtuple"):
+        torch.jit.script(lowered)
 
 
 def test_a_fixed_size_is_checked() -> None:

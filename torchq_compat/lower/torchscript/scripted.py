@@ -8,6 +8,7 @@ import linecache
 import math
 import operator
 import re
+from collections import namedtuple
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,7 +22,13 @@ from torchq_compat.capture.call_layouts import CallLayout
 from torchq_compat.capture.opaque_calls import OpaqueModule
 from torchq_compat.capture.torch_export import EVERY_SIZE, capture, capture_freely, clean_captured
 from torchq_compat.errors import ExportError
-from torchq_compat.lower.torchscript.source import HELPERS, FunctionSource, flat_results, write_function
+from torchq_compat.lower.torchscript.source import (
+    HELPERS,
+    FunctionSource,
+    flat_results,
+    literal,
+    write_function,
+)
 from torchq_compat.model.other_tools import is_asked_by_torch_jit
 from torchq_compat.read.qparams import PerTensorQParams
 from torchq_compat.recurrent.contract import as_given
@@ -339,7 +346,8 @@ def _forward_lines(scripted: ScriptedGraph) -> tuple[list[str], list[str]]:
     for name, child in zip(names, spec.children(), strict=True):
         typed.append(f"{name}: {_type_of_spec(child, kinds)}")
         flat += list(_leaves_of(child, name))
-    lines = [*_checks(model, dict(zip(_labels(model), flat, strict=False)))]
+    labels = model.record.signature.labelled(pytree.tree_unflatten([None] * len(flat), spec))
+    lines = [*_checks(model, dict(zip(labels, flat, strict=True)))]
     constants = [f"self.{name}" for name in scripted.constants]
     lines.append(f"results = graph_function({', '.join([*flat, *constants])})")
     count = len(scripted.source.results)
@@ -348,15 +356,13 @@ def _forward_lines(scripted: ScriptedGraph) -> tuple[list[str], list[str]]:
     return typed, lines
 
 
-def _labels(model: QuantizationGraphModule) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(dimension.label for dimension in model.record.signature.sizes.dimensions))
-
-
 def _checks(model: QuantizationGraphModule, inputs: dict[str, str]) -> Iterator[str]:
-    """Yield assertions about the sizes that capture fixed or related to each other."""
+    """Yield assertions about the values and sizes that capture fixed or related to each other."""
     sizes = model.record.signature.sizes
-    if any(label not in inputs for label in _labels(model)):
-        return
+    for label, value in sizes.constants.items():
+        message = f"{label} is not as captured: {value!r}"
+        same = "is" if value is None else "=="
+        yield f"assert {inputs[label]} {same} {literal(value, '', {})}, {message!r}"
     written = set[str]()
     for rule in filter(None, (item.as_plain() for item in sizes.rules)):
         condition = rule.condition
@@ -387,7 +393,7 @@ def _is_leaf(spec: Any) -> bool:
 
 def _without_form(spec: Any) -> Any:
     """Return a spec inside ``spec`` of a class that torch.jit has no type for, or None."""
-    if _is_leaf(spec) or issubclass(spec.type, (tuple, list, dict)):
+    if _is_leaf(spec) or spec.type is namedtuple or issubclass(spec.type, (tuple, list, dict)):
         return next(filter(None, map(_without_form, spec.children())), None)
     return spec
 

@@ -302,7 +302,7 @@ def _is_assertion(node: Node) -> bool:
 def _expression(node: Node, names: Mapping[Node, str]) -> str:
     target = node.target
     if target in TEMPLATES:
-        return TEMPLATES[target].format(*(_literal(entry, "", names) for entry in node.args))
+        return TEMPLATES[target].format(*(literal(entry, "", names) for entry in node.args))
     if not isinstance(target, OpOverload):
         raise ExportError.of(
             "TQ930.script_op",
@@ -312,8 +312,8 @@ def _expression(node: Node, names: Mapping[Node, str]) -> str:
     schema = target._schema
     arguments = {argument.name: str(argument.type) for argument in schema.arguments}
     kinds = list(arguments.values())
-    given = [_literal(arg, kind, names) for arg, kind in zip(node.args, kinds, strict=False)]
-    given += [f"{name}={_literal(element, arguments[name], names)}" for name, element in node.kwargs.items()]
+    given = [literal(arg, kind, names) for arg, kind in zip(node.args, kinds, strict=False)]
+    given += [f"{name}={literal(element, arguments[name], names)}" for name, element in node.kwargs.items()]
     if schema.name.startswith("torchq_compat_native::"):
         # The stable ABI moves tensors out of a list, also out of one that is a constant (torch 2.13).
         given = [
@@ -324,14 +324,14 @@ def _expression(node: Node, names: Mapping[Node, str]) -> str:
     return f"{called}({', '.join(given)})"
 
 
-def _literal(value: Any, kind: str, names: Mapping[Node, str]) -> str:
+def literal(value: Any, kind: str, names: Mapping[Node, str]) -> str:
     """Return ``value`` as TorchScript, for an argument of type ``kind``."""
     kind = kind.removeprefix("Optional[").removesuffix("]") if kind.startswith("Optional[") else kind
     if isinstance(value, Node):
         return _as_float(value, names[value]) if kind == "float" else names[value]
     if isinstance(value, (list, tuple)):
         element = kind.removeprefix("List[").removesuffix("]") if kind.startswith("List[") else ""
-        listed = f"[{', '.join(_literal(item, element, names) for item in value)}]"
+        listed = f"[{', '.join(literal(item, element, names) for item in value)}]"
         return listed if element in ("", "number", "t") else f"torch.jit.annotate({kind}, {listed})"
     if isinstance(value, float) or (kind == "float" and isinstance(value, (int, bool))):
         return repr(float(value)) if math.isfinite(value) else f'float("{float(value)}")'
