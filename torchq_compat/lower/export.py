@@ -336,6 +336,8 @@ def exported(
             checked: torch.nn.Module = around(with_size_rules(model, args))
             if streams is not None:
                 checked = StreamProgram(checked, model, streams, args)
+                # Its forward takes ``*args``.
+                dynamic_shapes = None if dynamic_shapes is None else (dynamic_shapes,)
             program = torch_export.export_with(
                 checked, args, torch_export.EVERY_SIZE if dynamic_shapes is None else dynamic_shapes
             )

@@ -34,6 +34,8 @@ from tests.helpers.executorch_models import (
 )
 from tests.helpers.marks import slow_but
 from tests.helpers.oracle import leaves
+from torchq_compat import convert_to_reference_fx, prepare_fx, streaming
+from torchq_compat.errors import ExportError
 from torchq_compat.lower.executorch.lowering import ExecutorchProgram, to_executorch
 from torchq_compat.lower.executorch.passes import size_loop_results
 
@@ -93,6 +95,51 @@ def test_a_network_without_recurrence() -> None:
     program = to_executorch(model, (images(8),))
     # A transposed view: the runtime reads memory in the order of the dimensions.
     assert same_bits(model, program, images(8), images(1), images(5).transpose(2, 3))
+
+
+class Pair(NamedTuple):
+    times: Tensor
+    count: Tensor
+
+
+class Counter(nn.Module):
+    """Writes buffers that begin at other values than zero, and takes what is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 4)
+        self.register_buffer("mean", torch.ones(4))
+        self.register_buffer("count", torch.tensor(5))
+
+    def forward(self, x: Tensor, state: Tensor | None, times: int, pair: Pair) -> Pair:
+        y = self.fc(x) * times + pair.times
+        self.mean = self.mean * 0.5 + y.mean(0) * 0.5
+        self.count += 1
+        return Pair(y - self.mean, self.count + pair.count)
+
+
+def test_buffers_begin_where_the_models_do() -> None:
+    args = (torch.randn(6, 8), None, 3, Pair(torch.randn(4), torch.tensor(1)))
+    prepared = prepare_fx(Counter().eval(), PER_TENSOR, args)
+    prepared(*args)
+    model = convert_to_reference_fx(prepared)
+    program = to_executorch(model, args)
+    for size in 6, 3, 1:
+        given = (torch.randn(size, 8), *args[1:])
+        expected, result = model(*given), program(*given)
+        assert type(result) is Pair
+        assert torch.equal(result.times, expected.times)
+        assert torch.equal(result.count, expected.count)
+    assert result.count > 8
+    with pytest.raises(ExportError, match="set_inputs"):
+        program(args[0], None, 4, args[3])
+
+
+def test_a_streaming_model() -> None:
+    x, stream = torch.randn(5, 2, 8), streaming(tagger(nn.LSTM(8, 12)))
+    program = to_executorch(stream, (x[:1],))
+    for row in x.split(1):
+        assert all(torch.equal(*pair) for pair in zip(leaves(stream(row)), leaves(program(row)), strict=True))
 
 
 def test_rows_of_a_quantized_embedding() -> None:

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, Self
 import torch
 from torch import Tensor
 from torch.export import Dim, ExportedProgram
+from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule, Node
 
 from torchq_compat.capture.sizes.input_sizes import Dimension
@@ -20,6 +21,7 @@ from torchq_compat.errors import ExportError
 from torchq_compat.lower.executorch import passes
 from torchq_compat.lower.executorch.recurrent_kernel import load_recurrent_kernel
 from torchq_compat.lower.export import export
+from torchq_compat.lower.streaming import StreamingModel
 from torchq_compat.read.example_inputs import read_example_inputs
 from torchq_compat.read.old_forms import takes_old_keywords
 from torchq_compat.support.argument_checks import PATH, checked_arguments, optional
@@ -97,7 +99,8 @@ def read_inputs(program: ExportedProgram) -> tuple[InputSpec, ...]:
         ExportError: a free size without an upper bound.
     """
     nodes = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
-    return tuple(_input(nodes[str(name)]) for name in program.graph_signature.user_inputs)
+    given = (spec for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT)
+    return tuple(_input(nodes[spec.arg.name]) for spec in given)
 
 
 def unexpectedly_fixed(inputs: tuple[InputSpec, ...], sizes: list[tuple[Dimension, ...]]) -> list[str]:
@@ -339,7 +342,8 @@ def to_executorch(
     device, the kernels of ExecuTorch's quantized library have to be linked into the runtime.
 
     Args:
-        converted: what ``convert_fx`` or ``convert_to_reference_fx`` returned, in evaluation mode.
+        converted: what ``convert_fx`` or ``convert_to_reference_fx`` returned, in evaluation mode; or what
+            ``streaming`` returned, in the example's batch size.
         example_inputs: one example of every positional argument. ExecuTorch plans its memory beforehand, so
             their sizes are the **largest** that the program will accept; every size that the model leaves
             free may be smaller, except that a size of 1 here stays 1.
@@ -386,7 +390,7 @@ def to_executorch(
         begin("export")
         exported = export(converted, args, recurrent=recurrent, dynamic_shapes=bounds)
         inputs = read_inputs(exported)
-        if dynamic_shapes is None:
+        if dynamic_shapes is None and not isinstance(converted, StreamingModel):
             # The q-dq graph of a lowered model is its attribute ``reference``.
             reference: Any = getattr(converted, "reference", converted)
             sizes = reference.record.signature.sizes.of_placeholders(reference.graph)
@@ -414,6 +418,8 @@ def _lower(exported: ExportedProgram, backend: str) -> tuple[bytes, DelegationRe
     """Return the ``.pte`` and the report of ``exported``, which is modified."""
     exir = passes.executorch_module("exir")
     passes.fit_quantized_ops(exported)
+    call: Any = exported.module_call_graph[0].signature
+    call.in_spec, call.out_spec = _without_namedtuples(call.in_spec), _without_namedtuples(call.out_spec)
     refused: dict[str, str] = {}
     partitioners = []
     if backend == "xnnpack":
@@ -427,9 +433,22 @@ def _lower(exported: ExportedProgram, backend: str) -> tuple[bytes, DelegationRe
         compile_config=exir.EdgeCompileConfig(_check_ir_validity=False),
     )
     report = read_delegation(edge.exported_program().graph_module, backend, refused)
-    manager = edge.transform((passes.restore_linears, passes.move_loop_invariants)).to_executorch()
+    transforms = (passes.restore_linears, passes.move_loop_invariants, passes.keep_initial_states)
+    manager = edge.transform(transforms).to_executorch()
     _check_kernels(manager.executorch_program)
     return passes.size_loop_results(manager.buffer), report
+
+
+def _without_namedtuples(spec: pytree.TreeSpec) -> pytree.TreeSpec:
+    """Return ``spec`` with tuples instead, which a file has words for. The runtime's values are flat."""
+
+    def with_tuples(nested: Any) -> Any:
+        is_named = pytree.is_namedtuple_instance
+        return pytree.tree_map(
+            lambda item: with_tuples(tuple(item)) if is_named(item) else item, nested, is_leaf=is_named
+        )
+
+    return pytree.tree_structure(with_tuples(pytree.tree_unflatten([None] * spec.num_leaves, spec)))
 
 
 def _warn_of_fixed_sizes(fixed: list[str]) -> None:

@@ -367,6 +367,13 @@ def _is(node: Node, packet: OpOverloadPacket) -> bool:
     return getattr(node.target, "_op", None) is packet.default
 
 
+def keep_initial_states(graph_module: GraphModule) -> PassResult:
+    """Have the values of buffers written, which ExecuTorch leaves out of those that the model changes."""
+    for placeholder in graph_module.graph.find_nodes(op="placeholder"):
+        placeholder.meta["et_init_buffer"] = True
+    return PassResult(graph_module, True)
+
+
 # XNNPACK's partitioner, restricted to patterns that XNNPACK computes correctly.
 #
 # Its own checks inspect the pattern around a matmul or a convolution, but not the qparams: it takes uint8,
