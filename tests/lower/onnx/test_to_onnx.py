@@ -506,12 +506,41 @@ def test_what_onnx_runtime_refuses() -> None:
         packages.check_in_runtime(made, model, [(x,)])
 
 
+class Negated(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return -x
+
+
 def test_other_results_are_told() -> None:
     model, x = squeezed(), torch.randn(2, 7, 4)
     made = tc.to_onnx(model, (x,))
     packages.check_in_runtime(made, model, [(x,)])
     with pytest.warns(QuantizationWarning, match=r"something else.* \(2, 7, 4\): -?\d.* dB.*TQ436"):
-        packages.check_in_runtime(made, lambda x: -model(x), [(x,)])
+        packages.check_in_runtime(made, nn.Sequential(model, Negated()), [(x,)])
+
+
+class Steps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 4)
+        self.register_buffer("count", torch.tensor(5.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return self.fc(x) * self.count
+
+
+def test_buffers_that_are_written_are_told() -> None:
+    x = torch.randn(4, 8)
+    prepared = tc.prepare_fx(Steps().eval(), get_default_qconfig_mapping("x86"), (x,))
+    prepared(x)
+    quantized = tc.convert_fx(prepared)
+    with pytest.warns(QuantizationWarning, match="the model writes count in its forward"):
+        model = to_onnx(quantized, (x,))
+    assert quantized.count == 6
+    first = quantized(x)
+    assert all(sqnr(first, run(model, x)[0]) > 40 for _ in range(2))
+    assert 10 < sqnr(quantized(x), first) < 20
 
 
 def test_fake_quantizes_become_quantize_and_dequantize() -> None:

@@ -16,11 +16,12 @@ from torch import Tensor
 from torch.export import ExportedProgram
 
 from torchq_compat.capture.torch_export import copied_inputs
-from torchq_compat.capture.trial_runs import difference, resized, trial_sizes
+from torchq_compat.capture.trial_runs import difference, kept_buffers, resized, trial_sizes
 from torchq_compat.errors import ExportError, PathError, install_extra
 from torchq_compat.lower.export import exported
 from torchq_compat.lower.onnx.forms import in_onnx_forms
 from torchq_compat.model.graph_module import record_of
+from torchq_compat.ops import written_by
 from torchq_compat.read.example_inputs import read_example_inputs
 from torchq_compat.read.old_forms import takes_old_keywords
 from torchq_compat.recurrent.over_time import LoopShape
@@ -144,7 +145,7 @@ def check_in_runtime(model: OnnxModel, converted: torch.nn.Module, trials: Seque
             continue
         shapes = ", ".join(str(tuple(item.shape)) for item in given)
         try:
-            with torch.no_grad(), draws_kept():
+            with torch.no_grad(), draws_kept(), kept_buffers(converted):
                 expected = converted(*copied_inputs(args))
         except Exception:  # The model takes no such values, as lengths longer than the sequences.
             continue
@@ -279,6 +280,8 @@ def to_onnx(
     with slow_stages("to_onnx") as begin:
         begin("export")
         program = exported(converted, args, shape, dynamic_shapes, in_onnx_forms)
+        if written := _written_buffers(program):
+            warn_user("TQ709", buffers=", ".join(written))
         begin("translate")
         model = read_model(_translate(program, opset), opset)
         begin("check")
@@ -287,6 +290,14 @@ def to_onnx(
     if path is not None:
         model.save(Path(path))
     return model
+
+
+def _written_buffers(program: ExportedProgram) -> list[str]:
+    buffers = program.graph_signature.inputs_to_buffers
+    written = {
+        item for node in program.graph.nodes for item in written_by(node.target, node.args, node.kwargs)
+    }
+    return [buffers[node.name] for node in program.graph.nodes if node in written and node.name in buffers]
 
 
 def _translate(program: ExportedProgram, opset: int) -> Any:
