@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -548,3 +549,35 @@ def test_what_is_in_unfilled_memory_is_no_fault(monkeypatch: pytest.MonkeyPatch)
     lowered = tc.convert_fx(prepared)
     assert filled
     assert torch.equal(lowered(x), lowered.reference(x))
+
+
+class RMSNorm(nn.Module):
+    """As of transformers' Llama: computes in float32 and returns the dtype that it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Of 15 numbers no mean lies in the middle between two steps.
+        self.first, self.last, self.weight = nn.Linear(16, 15), nn.Linear(15, 4), nn.Parameter(torch.rand(15))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.first(x)
+        wide = x.to(torch.float32)
+        normal = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        y = self.weight * normal.to(x.dtype)
+        return self.last(y.to(x.device)).to(x), y.to(torch.float64)
+
+
+def test_casts_to_the_same_dtype_leave_integers_alone() -> None:
+    torch.manual_seed(0)
+    model, x = RMSNorm().eval(), torch.randn(4, 7, 16)
+    prepared = tc.prepare_fx(model, get_default_qconfig_mapping("x86"), (x,))
+    prepared(x)
+    lowered = tc.convert_fx(prepared)
+    expected, result = lowered.reference(x), lowered(x)
+    assert all(torch.equal(*pair) for pair in zip(expected, result, strict=True))
+    assert [item.dtype for item in result] == [torch.float32, torch.float64]
+    assert 60 > sqnr(model(x)[0], result[0]) > 25
+    names = Counter(str(node.target).partition(".default")[0] for node in lowered.graph.nodes)
+    conversions = {name: names[f"torchq_compat_native.{name}"] for name in ("quantize", "dequantize")}
+    assert conversions == {"quantize": 1, "dequantize": 2}, names
+    assert [name for name in names if name.startswith(("aten.to", "aten._assert"))] == ["aten.to.dtype"]

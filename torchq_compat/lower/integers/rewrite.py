@@ -80,6 +80,9 @@ class Rewriter:
     def run(self, *, returns_integers: bool = False) -> None:
         """Rewrite the graph, which returns integers in place of their floats if that is asked for."""
         for node in list(self.lowered.graph.nodes):
+            if node.target in those("check") and qdq_graph.integers_at(node.args[0]) is not None:
+                self.lowered.graph.erase_node(node)  # It would keep floats that are sure to be float32.
+                continue
             if node in self._covered or node.op != "call_function" or not node.users:
                 continue
             with self.lowered.before(node):

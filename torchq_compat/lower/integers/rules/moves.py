@@ -41,7 +41,8 @@ def copying(target: Any) -> Any:
 
 def moved_qparams(node: Node) -> PerTensorQParams | None:
     """Return the qparams of all values that ``node`` moves; None if it computes, or moves others as well."""
-    if not (preserves_values(node) or node.target in those("nearest") or node.target is PAD):
+    is_moved = node.target in those("nearest") or node.target is PAD or _keeps_dtype(node)
+    if not (is_moved or preserves_values(node)):
         return None
     given = [producer for producer in node.all_input_nodes if _is_float(qdq_graph.example_value(producer))]
     result = {source.qparams if (source := qdq_graph.integers_at(item)) else None for item in given}
@@ -49,6 +50,17 @@ def moved_qparams(node: Node) -> PerTensorQParams | None:
     if qparams is not None and node.target is PAD and _filled_with(node, qparams) is None:
         return None
     return qparams
+
+
+def _keeps_dtype(node: Node) -> bool:
+    """Return whether ``node`` is a cast that hands on what it is given."""
+    if node.target not in those("casts"):
+        return False
+    given, result = map(qdq_graph.example_value, (node.all_input_nodes[0], node))
+    if not (isinstance(given, Tensor) and isinstance(result, Tensor)):
+        return False
+    is_same = (given.dtype, given.device) == (result.dtype, result.device)
+    return is_same and qdq_graph.arguments_of(node).get("memory_format") is None
 
 
 def _is_float(value: Any) -> bool:
@@ -75,7 +87,7 @@ def write_move(lowered: LoweredGraph, node: Node, qparams: PerTensorQParams) -> 
 
     arguments = qdq_graph.arguments_of(node) if isinstance(node.target, OpOverload) else {}
     source = integers(node.all_input_nodes[0])
-    if node.target in (DROPOUT, ATEN.alias.default):
+    if node.target in (DROPOUT, ATEN.alias.default) or _keeps_dtype(node):
         return source
     if node.target in those("max pool"):
         return _max_pool(lowered, source, arguments)
