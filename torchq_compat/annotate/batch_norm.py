@@ -390,9 +390,10 @@ def show_batch_norms(graph_module: GraphModule) -> None:
     _replace(graph_module, kept_batch_norm, BATCH_NORM)
 
 
-class HidingBatchNorms(WrappingQuantizer):
+class HidingFromTorchao(WrappingQuantizer):
     """A Quantizer that shows the batch norms to ``quantizer`` alone: in calibration torchao's prepare would
-    fold them before, in training fuse them after."""
+    fold them before, in training fuse them after. It would not take numbers that are nodes, nor be silent
+    about lists, among the keyword arguments of what is annotated."""
 
     def transform_for_annotation(self, model: GraphModule) -> GraphModule:
         show_batch_norms(model)
@@ -401,7 +402,18 @@ class HidingBatchNorms(WrappingQuantizer):
     def annotate(self, model: GraphModule) -> GraphModule:
         annotated = super().annotate(model)
         hide_batch_norms(annotated)
+        for node in annotated.graph.nodes:
+            for name, value in node.kwargs.items():
+                if isinstance(value, (Node, tuple, list)):
+                    node.update_kwarg(name, slice(value, None))
         return annotated
+
+
+def _show_keywords(graph_module: GraphModule) -> None:
+    for node in graph_module.graph.nodes:
+        for name, value in node.kwargs.items():
+            if isinstance(value, slice):
+                node.update_kwarg(name, value.start)
 
 
 def kept_batch_norm(*args: object) -> Tensor:
@@ -480,8 +492,9 @@ def prepare(
         fold_constants(graph_module, may_fold)
         hide_batch_norms(graph_module)
     insert = prepare_qat_pt2e if is_qat else prepare_pt2e
-    prepared = insert(graph_module, HidingBatchNorms(quantizer))
+    prepared = insert(graph_module, HidingFromTorchao(quantizer))
     show_batch_norms(prepared)
+    _show_keywords(prepared)
     if is_qat:
         fuse_batch_norms(prepared, may_fold)
     if cumulative:

@@ -66,6 +66,28 @@ def test_other_sizes(name: str) -> None:
         torch.testing.assert_close(prepared(x), model(x))
 
 
+KEYWORDS: dict[str, Function] = {
+    "factor": lambda x: torch.add(x, x.flip(0), alpha=1 / x.size(3)),
+    "size of the result": lambda x: x.repeat_interleave(2, 0, output_size=2 * x.size(0)),
+    "degrees of freedom": lambda x: x * x.std(3, correction=x.size(3) // 2, keepdim=True),
+    "a list": lambda x: x + x.sum((2, 3), keepdim=True).new_ones(size=[1, 4, 1, 1]),
+}
+
+
+@pytest.mark.parametrize("name", KEYWORDS)
+def test_keyword_arguments_of_what_is_quantized(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """torchao's prepare refuses keyword arguments that are nodes, and prints those in lists."""
+    torch.manual_seed(0)
+    model, x = Behind(KEYWORDS[name]).eval(), torch.randn(2, 3, 8, 10)
+    prepared = tc.prepare_fx(model, get_default_qconfig_mapping("x86"), (x,))
+    calibrate(prepared, [(x,)])
+    converted = tc.convert_fx(prepared)
+    assert capsys.readouterr().out == ""
+    for shape in ((2, 3, 8, 10), (1, 3, 8, 10), (3, 3, 12, 14)):
+        x = torch.randn(shape)
+        assert 20 < sqnr(model(x), converted(x)) < 60
+
+
 def test_every_form_pools_the_whole_of_what_it_is_given() -> None:
     torch.manual_seed(0)
     model, x, other = (
