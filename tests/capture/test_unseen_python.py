@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from math import sqrt as root
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.ao.quantization import QConfigMapping, get_default_qconfig_mapping
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import torchq_compat as tc
-from tests.helpers.oracle import calibrate
+from tests.helpers.oracle import calibrate, sqnr
 from tests.helpers.packed_models import map_all
 from tests.helpers.plain_loops import check_against_plain_loops, with_plain_loops
 from torchq_compat.errors import CaptureError, InputError
@@ -113,6 +114,32 @@ def test_both_are_free(forward: Forward) -> None:
     looped = with_plain_loops(reference, model)
     for given in (sequences(6, 11), sequences(2, 4), sequences(1, 3)):
         check_against_plain_loops(model(*given), reference(*given), looped(*given))
+
+
+class Square(nn.Module):
+    """A convolution over tokens, as of vision transformers with pyramids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.conv = nn.Linear(8, 8), nn.Conv2d(8, 8, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.fc(x)
+        batch, tokens, width = x.shape
+        side = int(math.sqrt(tokens))
+        y = self.conv(x.transpose(1, 2).reshape(batch, width, side, side)).flatten(2).transpose(1, 2)
+        return nn.functional.scaled_dot_product_attention(y, y, y, scale=1 / root(tokens)) + x
+
+
+def test_roots_of_sizes_are_free() -> None:
+    torch.manual_seed(0)
+    model, x = Square().eval(), torch.randn(2, 16, 8)
+    prepared = tc.prepare_fx(model, get_default_qconfig_mapping("x86"), (x,))
+    calibrate(prepared, [(x,)])
+    converted = tc.convert_fx(prepared)
+    for batch, tokens in ((2, 16), (1, 4), (3, 25), (2, 64)):
+        x = torch.randn(batch, tokens, 8)
+        assert 20 < sqnr(model(x), converted(x)) < 60
 
 
 def test_int_stays_a_class() -> None:

@@ -181,7 +181,7 @@ def export_with(
             answered = nullcontext() if reads is None else reads.during(model, with_values=with_values)
             gradients = torch.no_grad() if no_grad else nullcontext()
             try:
-                python = seen_python(model, {} if as_python else functions.replaced())
+                python = seen_python(model, () if as_python else functions.replaced())
                 with gradients, replaced, answered, python:
                     return torch.export.export(model, args, strict=False, dynamic_shapes=dynamic_shapes)
             except Exception as cause:

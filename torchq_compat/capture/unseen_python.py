@@ -5,11 +5,12 @@ from __future__ import annotations
 import builtins
 import dis
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, update_wrapper, wraps
-from types import CodeType, FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,8 +26,8 @@ from torchq_compat.support.process_state import alone, is_exporting, own_attribu
 from torchq_compat.support.torch_ao import FloatFunctional
 from torchq_compat.support.upstream import WRAPPED_FUNCTIONS, pytree
 
-# Makes ``len(tensor)``, ``int(size)``, ``max(lengths)`` and similar Python traceable during capture;
-# torch.export does not trace them by itself.
+# Makes ``len(tensor)``, ``int(size)``, ``math.sqrt(size)``, ``max(lengths)`` and the like traceable during
+# capture; torch.export does not trace them by itself.
 #
 # ``len`` and ``int`` return a plain integer, which fixes the size; ``size(0)`` is the same number and stays
 # free, as do ``torch.sym_int`` of it and the ``item()`` of a tensor of one integer. Python that iterates
@@ -39,20 +40,20 @@ from torchq_compat.support.upstream import WRAPPED_FUNCTIONS, pytree
 #: Packages whose methods are not rebound: they do not convert tensors to numbers.
 LIBRARIES = ("torch", __name__.partition(".")[0])
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-#: The name of a Python builtin -> the function that methods call in its place.
-Replaced = Mapping[str, Callable[..., Any]]
+#: Pairs of something of Python's, and what methods use in its place.
+Replaced = Sequence[tuple[object, Any]]
 
 
 @contextmanager
 def seen_python(model: nn.Module, replaced: Replaced) -> Iterator[None]:
-    """Let the methods of ``model``, a copy of the user's, call what is ``replaced`` while the context is
+    """Let the methods of ``model``, a copy of the user's, use what is ``replaced`` while the context is
     active."""
     with ExitStack() as bound:
         for module in model.modules():
             for name, method in _own_methods(type(module)).items():
-                called = {item: replaced[item] for item in replaced if _may_replace(method, item)}
-                if called and name not in vars(module):
-                    own = MethodType(with_globals(method, called), module)
+                used = _used(method, replaced)
+                if used and name not in vars(module):
+                    own = MethodType(with_globals(method, used), module)
                     bound.enter_context(own_attribute(module, name, own))
         yield
 
@@ -82,15 +83,17 @@ class SeenFunctions:
         self.were_called = False
 
     def replaced(self) -> Replaced:
-        return {
-            "len": self._len,
-            "int": self._int,
-            "float": self._float,
-            "list": _Called(builtins.list, self._list),
-            "tuple": _Called(builtins.tuple, self._list_as_tuple),
-            "sorted": self._sorted,
-            **{name: partial(self._reduced, name) for name in ("max", "min", "sum")},
-        }
+        return (
+            (len, self._len),
+            (int, self._int),
+            (float, self._float),
+            (list, _Called(list, self._list)),
+            (tuple, _Called(tuple, self._list_as_tuple)),
+            (sorted, self._sorted),
+            *((getattr(builtins, name), partial(self._reduced, name)) for name in ("max", "min", "sum")),
+            (math, SimpleNamespace(**{**vars(math), "sqrt": self._sqrt})),
+            (math.sqrt, self._sqrt),
+        )
 
     def _len(self, value: Any) -> Any:
         if not self._is_asked(isinstance(value, Tensor) and bool(value.dim())):
@@ -109,6 +112,11 @@ class SeenFunctions:
         if not self._is_asked(isinstance(value, (torch.SymInt, torch.SymFloat))):
             return builtins.float(value)
         return torch.sym_float(value)  # type: ignore[no-untyped-call]
+
+    def _sqrt(self, value: Any) -> Any:
+        if not self._is_asked(isinstance(value, (torch.SymInt, torch.SymFloat))):
+            return math.sqrt(value)
+        return torch._sym_sqrt(value)  # type: ignore[attr-defined]
 
     def _list(self, *values: Any) -> Any:
         if not self._is_asked(len(values) == 1 and _are_numbers(values[0])):
@@ -164,24 +172,32 @@ def _own_methods(module_type: type[nn.Module]) -> dict[str, FunctionType]:
     }
 
 
-def _may_replace(method: FunctionType, name: str) -> bool:
-    """Return whether ``method`` reads the builtin ``name`` and, if that is a class, only calls it: a function
-    can replace a class only in calls."""
-    if name in method.__globals__:
-        return False
-    uses = list(_uses(method.__code__, name))
-    return bool(uses) and (all(uses) or not isinstance(getattr(builtins, name), type))
+def _used(method: FunctionType, replaced: Replaced) -> dict[str, Any]:
+    """Return the global names that ``method`` reads -> what is used in place of what they mean; not for a
+    class that it does more with than call it, as a function can replace a class only in calls."""
+    codes = list(_codes(method.__code__))
+    names = {name for code in codes for name in code.co_names}
+    meanings = {name: method.__globals__.get(name, getattr(builtins, name, None)) for name in names}
+    result = {name: new for name, value in meanings.items() for old, new in replaced if value is old}
+    reads: dict[str, list[bool]] = {}
+    for code in codes if result else ():
+        for instruction in dis.get_instructions(code):
+            if instruction.opname == "LOAD_GLOBAL":
+                # The lowest bit is set if the instruction prepares a call.
+                reads.setdefault(instruction.argval, []).append(bool((instruction.arg or 0) & 1))
+    return {
+        name: new
+        for name, new in result.items()
+        if name in reads and (all(reads[name]) or not isinstance(meanings[name], type))
+    }
 
 
-def _uses(code: CodeType, name: str) -> Iterator[bool]:
-    """Yield, for each place in ``code`` that reads the global ``name``, whether it is a call."""
-    for instruction in dis.get_instructions(code) if name in code.co_names else ():
-        if instruction.opname == "LOAD_GLOBAL" and instruction.argval == name:
-            # The lowest bit is set if the instruction prepares a call.
-            yield bool((instruction.arg or 0) & 1)
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """Yield ``code`` and that of the functions in it."""
+    yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _uses(constant, name)
+            yield from _codes(constant)
 
 
 def with_globals(function: FunctionType, changed: Mapping[str, Any]) -> FunctionType:

@@ -274,7 +274,7 @@ class _Search:
         size = members[0].example
         if not size:
             return True
-        others = to or [other for other in (size + 1, 2 * size, size - 1) if other > 1 or size == 1]
+        others = to or [other for other in (size + 1, 2 * size, size - 1, 4 * size) if other > 1 or size == 1]
         return any(self._runs({member.place: other for member in members}) for other in others)
 
     def _runs(self, changed: Sizes) -> bool:

@@ -80,7 +80,7 @@ OPERATIONS = {
     "round": Operation(round, "round({}, {})"),
     "abs": Operation(abs, "abs({})"),
     "sym_float": Operation(torch.sym_float, "float({})"),
-    "sqrt": Operation(torch._sym_sqrt, "math.sqrt({})"),  # type: ignore[attr-defined]
+    "sym_sqrt": Operation(torch._sym_sqrt, "math.sqrt({})"),  # type: ignore[attr-defined]
 }
 
 
