@@ -101,6 +101,11 @@ def _decide(
     handler, request, reason = _find(module, path, rules, settings, backend)
     if handler is not None:
         return Swap(module, paths, handler, request), Decision(path, kind, Action.QUANTIZED, reason)
+    expected = select_for_module(rules, type(module), path).qconfig is not None
+    is_mapped = any(type(module) in classes for classes in settings.float_to_observed.values())
+    if is_mapped and not is_fx_leaf(module):  # FX traces no class that is mapped, whatever its qconfig.
+        decision = Decision(path, kind, Action.FLOAT, reason, warn=expected)
+        return Swap(module, paths, _fallback(), None), decision
     opaque = next((h for h in handlers() if h.is_opaque(module)), None)
     if is_users_own(module):
         opaque = _fallback()
@@ -108,7 +113,6 @@ def _decide(
     hint = next((r for h in handlers() if (r := h.mapping_hint(module)) is not None), None)
     if hint is None:
         return swap_of_opaque, None
-    expected = select_for_module(rules, type(module), path).qconfig is not None
     if expected and hint and reason == NO_MAPPING:
         reason = f"{reason}; {hint}"
     return swap_of_opaque, Decision(path, kind, Action.FLOAT, reason, warn=expected)

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, ClassVar, NamedTuple
 
 import pytest
@@ -213,6 +214,20 @@ def test_mappings_of_other_quantization_types(key: str) -> None:
     by_hand.custom = quantized.from_observed(ObservedCustom.from_float(with_qconfig(by_hand.custom, qconfig)))
     torch.testing.assert_close(prepared(x), model(x), atol=1e-6, rtol=0)
     assert torch.equal(converted(x), by_hand(x))
+    assert 25 < sqnr(model(x), converted(x)) < 60
+
+
+@pytest.mark.parametrize("qconfig", [None, default_dynamic_qconfig], ids=["None", "dynamic"])
+def test_a_mapped_class_is_not_traced_whatever_its_qconfig(qconfig: Any) -> None:
+    mapping = copy.deepcopy(MAPPING).set_object_type(Custom, qconfig)
+    model, data = Around().eval(), rows()
+    _, theirs = by_theirs(model, data, CLASSIC, mapping)
+    said = nullcontext() if qconfig is None else pytest.warns(QuantizationWarning, match="mapped for static")
+    with said:
+        _, converted = by_ours(model, data, (CLASSIC[0], None), mapping)
+    assert type(theirs.custom) is type(converted.custom) is Custom
+    (x,) = rows(1, 64)[0]
+    assert sqnr(theirs(x), converted(x)) > 38
     assert 25 < sqnr(model(x), converted(x)) < 60
 
 
