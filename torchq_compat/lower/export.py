@@ -24,6 +24,7 @@ from torchq_compat.lower.padded_packs import with_padded_packs
 from torchq_compat.lower.streaming import StreamingModel, StreamProgram
 from torchq_compat.model.graph_module import ConvertedGraphModule
 from torchq_compat.model.quantized_interface import take_integers
+from torchq_compat.modules.user_modules import OpaqueUserModule
 from torchq_compat.read.example_inputs import read_example_inputs
 from torchq_compat.read.old_forms import takes_old_keywords
 from torchq_compat.read.qdq import DEQUANTIZE, DEQUANTIZE_PER_CHANNEL, QUANTIZE
@@ -396,7 +397,16 @@ def _error(
     cause: Exception,
 ) -> TorchQCompatError:
     error = torch_export.explain_failure(model, args, cause)
-    return _export_refused(shape, dynamic_shapes, cause) if isinstance(error, CaptureError) else error
+    if not isinstance(error, CaptureError):
+        return error
+    own = [module for module in model.modules() if isinstance(module, OpaqueUserModule)]
+    modules = ", ".join(
+        f"{module.opaque_users_class.__qualname__} at {module.opaque_path!r}" for module in own
+    )
+    key = "TQ930.refused_unrolled" if shape is LoopShape.UNROLLED else "TQ930.refused_sizes"
+    key = "TQ930.refused" if dynamic_shapes is None else key
+    key = "TQ930.refused_at_module" if own else key
+    return ExportError.of(key, shape=str(shape), dynamic_shapes=dynamic_shapes, cause=cause, modules=modules)
 
 
 def _freeze(program: ExportedProgram) -> None:
@@ -441,9 +451,3 @@ def _constant(size: Any) -> int | None:
     """Return the value of ``size`` if it is fixed; a symbol may have become a constant after its creation."""
     value: int | None = size.node.maybe_as_int() if isinstance(size, torch.SymInt) else size
     return value
-
-
-def _export_refused(shape: str, dynamic_shapes: object, cause: BaseException) -> ExportError:
-    key = "TQ930.refused_unrolled" if shape == "unrolled" else "TQ930.refused_sizes"
-    key = "TQ930.refused" if dynamic_shapes is None else key
-    return ExportError.of(key, shape=str(shape), dynamic_shapes=dynamic_shapes, cause=cause)

@@ -25,7 +25,7 @@ from torchq_compat.support.dtypes import LEGACY_DTYPES, dtype_name, dtype_range,
 from torchq_compat.support.graph_nodes import called_modules, copied_model
 from torchq_compat.support.process_state import alone, draws_kept
 from torchq_compat.support.quantized_tensors import as_float, of_integers, quantize
-from torchq_compat.support.upstream import pytree
+from torchq_compat.support.upstream import detect_fake_mode, pytree
 from torchq_compat.support.user_warnings import warn_user
 
 # Reads which inputs and outputs of a user's module are quantized, and in which dtype.
@@ -136,8 +136,10 @@ class OpaqueUserModule(OpaqueModule):
     def opaque_receive(self, q: Tensor, qparams: QParams) -> Tensor:
         if self.opaque_takes_floats:
             return super().opaque_receive(q, qparams)
+        kind, dtype = self.opaque_users_class.__qualname__, dtype_name(qparams.dtype)
+        if detect_fake_mode([q]) is not None:
+            raise CustomModuleError.of("TQ942.exported_input", kind=kind, path=self.opaque_path)
         if qparams.dtype not in LEGACY_DTYPES:
-            kind, dtype = self.opaque_users_class.__qualname__, dtype_name(qparams.dtype)
             raise CustomModuleError.of("TQ942.input_dtype", kind=kind, path=self.opaque_path, dtype=dtype)
         # The torch.ao quantized tensor with the integers ``q``, which classes of legacy scripts accept.
         # Values with several qparams (directions of a recurrent module) are quantized again with qparams that

@@ -31,7 +31,13 @@ from tests.helpers.user_modules import (
     settings_for,
     with_weights_of,
 )
-from torchq_compat.errors import InputError, QuantizationWarning, TorchQCompatError
+from torchq_compat.errors import (
+    CustomModuleError,
+    ExportError,
+    InputError,
+    QuantizationWarning,
+    TorchQCompatError,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -269,6 +275,33 @@ def test_int16_for_a_class_of_legacy_quantized_tensors() -> None:
     with pytest.raises(TorchQCompatError, match=r"StaticCustom at 'custom' is int16, which torch\.ao's") as e:
         tc.convert_fx(prepared, convert_config)(*data[0])
     assert "Hint: set takes_floats = True" in str(e.value)
+
+
+class Dequantizes(Custom):
+    @classmethod
+    def from_observed(cls, observed: nn.Module) -> nn.Module:
+        return with_weights_of(cls(), observed)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.dequantize())
+
+
+class Branches(ObservedCustom):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x.mean() < 100 else x
+
+
+def test_what_torch_export_cannot_take_is_named() -> None:
+    model, data = Around().eval(), rows()
+    _, converted = by_ours(model, data, settings_for(Custom, ObservedCustom, Dequantizes))
+    for export in tc.export, torch.export.export:
+        with pytest.raises(CustomModuleError, match=r"Dequantizes at 'custom' gets torch\.ao's") as caught:
+            export(converted, data[0])
+        assert "Hint: set takes_floats = True" in str(caught.value)
+    with pytest.warns(QuantizationWarning, match="Branches at 'custom' stays observed"):
+        _, observed = by_ours(model, data, (settings_for(Custom, Branches, StaticCustom)[0], None))
+    with pytest.raises(ExportError, match="Hint: it runs your code, Branches at 'custom'"):
+        tc.export(observed, data[0])
 
 
 # Settings of the boundary
