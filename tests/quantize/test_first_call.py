@@ -15,6 +15,7 @@ import torch
 import torch.ao.quantization.quantize_fx as fx
 from torch import Tensor, nn
 
+from tests.helpers.oracle import sqnr
 from tests.port.running.test_run_command import RUN, python
 from torchq_compat import (
     convert_fx,
@@ -320,6 +321,53 @@ def test_arguments_that_are_keywords_only(subtests: pytest.Subtests) -> None:
             prepared(x, **keywords)
             torch.testing.assert_close(convert_fx(prepared)(x, **keywords), expected)
     assert type(model) is Scaled
+
+
+def test_a_required_keyword_behind_a_default(subtests: pytest.Subtests) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, shift: Tensor | None = None, *, other: int = 2, scale: Tensor) -> Tensor:
+            y = self.fc(x) * scale * other
+            return y if shift is None else y + shift
+
+    torch.manual_seed(0)
+    model, x, scale = Scaled().eval(), torch.randn(8, 4), torch.randn(1)
+    with pytest.raises(SyntaxError):
+        fx.prepare_fx(model, STATIC, (x,))
+    for example in {"x": x, "scale": scale}, (x, None, 2, scale), (x,):
+        with subtests.test(len(example)), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            prepared = prepare_fx(model, STATIC, example)
+            with pytest.raises(InputError, match="'scale'"):
+                prepared(x)
+            prepared(x, scale=scale)
+            converted = convert_fx(prepared)
+            assert 25 < sqnr(model(x, scale=scale), converted(x, scale=scale)) < 60
+            assert torch.equal(converted(x, None, other=2, scale=scale), converted(x, scale=scale))
+            with pytest.raises(InputError, match="'shift'"):
+                converted(x, torch.ones(4), scale=scale)
+
+
+def test_arguments_left_at_their_defaults_between_others() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, state: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+            assert mask is not None
+            return self.fc(x) * mask if state is None else self.fc(x) * mask + state
+
+    x, mask = torch.randn(8, 4), torch.ones(4)
+    prepared = prepare_fx(Masked().eval(), STATIC, (x, None, mask))
+    prepared(x, mask=mask)
+    converted = convert_fx(prepared)
+    assert torch.equal(converted(x, mask=mask), converted(x, None, mask))
+    with pytest.raises(InputError, match="'mask' must be a tensor, got NoneType"):
+        converted(x)
 
 
 def test_keywords_beside_those_that_are_only_such() -> None:

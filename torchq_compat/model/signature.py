@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from torchq_compat.capture.sizes.input_sizes import InputSizes, is_same_value
 from torchq_compat.errors import InputError
+from torchq_compat.read.example_inputs import has_default
 from torchq_compat.support.process_state import is_compiling
 from torchq_compat.support.upstream import pytree
 
@@ -25,7 +26,8 @@ class CallSignature:
 
     Attributes:
         names: the names of the arguments, in order; None if the float model takes ``*args``.
-        defaults: the arguments of the float model that the example left at their defaults, with these.
+        defaults: the arguments of the float model that have defaults, with these; and all that the example
+            left out.
         sizes: the conditions on the sizes of the inputs.
         positional: names of the arguments before ``*args``, and of ``*args`` itself.
     """
@@ -41,11 +43,9 @@ class CallSignature:
         if any(p.kind is p.VAR_POSITIONAL for p in parameters):
             kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
             return cls(None, {}, positional=tuple(p.name for p in parameters if p.kind not in kinds))
-        given, left = parameters[: len(args)], parameters[len(args) :]
-        return cls(
-            tuple(p.name for p in given),
-            {p.name: p.default for p in left if p.kind is not p.VAR_KEYWORD},
-        )
+        names = tuple(p.name for p in parameters[: len(args)])
+        left_out = (p for p in parameters if p.name not in names or has_default(p))
+        return cls(names, {p.name: p.default for p in left_out if p.kind is not p.VAR_KEYWORD})
 
     def with_sizes(self, sizes: InputSizes) -> CallSignature:
         return replace(self, sizes=sizes.prepared_for_calls())
@@ -86,7 +86,7 @@ class CallSignature:
             return args
         if len(args) == len(self.names) and not kwargs:
             return args
-        order = (*self.names, *self.defaults)
+        order = tuple(dict.fromkeys((*self.names, *self.defaults)))
         if len(args) > len(order):
             raise _call_does_not_match(f"{len(args)} arguments were given", self.names)
         given = dict(zip(order, args, strict=False))
@@ -95,10 +95,11 @@ class CallSignature:
                 raise _call_does_not_match(f"unexpected or repeated argument {name!r}", self.names)
             given[name] = value
         for name, default in self.defaults.items():
-            if name in given and not _is_default(given[name], default):
+            if name in given and name not in self.names and not _is_default(given[name], default):
                 raise _call_does_not_match(
                     f"{name!r} was not in example_inputs, so it is fixed to {default!r}", self.names
                 )
+        given = {**self.defaults, **given}
         missing = [name for name in self.names if name not in given]
         if missing:
             raise _call_does_not_match(f"missing argument {missing[0]!r}", self.names)

@@ -110,28 +110,32 @@ def _by_names(value: Mapping[str, Any], model: nn.Module) -> tuple[Any, ...] | N
     used = taken[: taken.index(given[-1]) + 1]
     args = []
     for name in used:
-        default = parameters[name].default
-        if name not in value and default is inspect.Parameter.empty:
+        if name not in value and not has_default(parameters[name]):
             raise InputError.of("TQ902.missing_name", name=name, forward=forward, taken=", ".join(taken))
-        args.append(value.get(name, default))
+        args.append(value.get(name, parameters[name].default))
     form = f"a tuple of ({', '.join(used)}) in this order"
     warn_user("TQ303", kind="a dict", meaning="keyword arguments", form=form)
     return tuple(args)
 
 
 def by_position(signature: inspect.Signature) -> inspect.Signature:
-    """Return ``signature`` with its keyword-only arguments by position, if they can be given so."""
+    """Return ``signature`` with its keyword-only arguments by position. The default of one that has to be
+    given, and stands behind a default, is ``MISSING``."""
     parameters = list(signature.parameters.values())
-    only = {item.name for item in parameters if item.kind is item.KEYWORD_ONLY}
-    if not only or any(item.kind is item.VAR_POSITIONAL for item in parameters):
+    if any(item.kind is item.VAR_POSITIONAL for item in parameters):
         return signature
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    try:
-        return signature.replace(
-            parameters=[item.replace(kind=kind) if item.name in only else item for item in parameters]
-        )
-    except ValueError:
-        return signature  # One that has to be given stands behind a default.
+    placed: list[inspect.Parameter] = []
+    for item in parameters:
+        if item.kind is item.KEYWORD_ONLY:
+            item = item.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD)
+            if item.default is item.empty and any(map(has_default, placed)):
+                item = item.replace(default=MISSING)
+        placed.append(item)
+    return signature.replace(parameters=placed)
+
+
+def has_default(parameter: inspect.Parameter) -> bool:
+    return parameter.default is not parameter.empty and parameter.default is not MISSING
 
 
 def take_by_position(model: nn.Module) -> None:
@@ -150,8 +154,10 @@ def take_by_position(model: nn.Module) -> None:
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        named = dict(zip(names, args[count:], strict=False))
-        return original(*args[:count], *args[count + len(named) :], **named, **kwargs)
+        named = {
+            name: value for name, value in zip(names, args[count:], strict=False) if value is not MISSING
+        }
+        return original(*args[:count], *args[count + len(names) :], **named, **kwargs)
 
     forward.__signature__ = positional  # type: ignore[attr-defined]
     model.__class__ = type(type(model).__name__, (type(model),), {"forward": forward})
