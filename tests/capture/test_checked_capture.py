@@ -314,6 +314,26 @@ def test_block_is_inlined_and_quantized(name: str) -> None:
         assert 20 < sqnr(model(x), reference(x)) < 60
 
 
+def test_the_callers_autocast_is_no_part_of_a_graph() -> None:
+    x = torch.randn(2, 4, 6)
+    converted = {}
+    for enabled in (False, True):
+        torch.manual_seed(0)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            made = prepared(nn.Sequential(nn.Conv1d(4, 8, 3), nn.ReLU(), nn.Linear(4, 3), nn.Softmax(-1)), x)
+        made(x)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            converted[enabled] = tc.convert_fx(made)
+    expected = converted[False](x)
+    assert torch.equal(converted[True](x), expected)
+    assert expected.dtype is torch.float32
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        program = tc.to_executorch(converted[True], (x,))
+        assert tc.to_onnx(converted[True], (x,)).free_sizes
+        assert torch.equal(tc.export(converted[True], (x,)).module()(x), converted[True].reference(x))
+    torch.testing.assert_close(program(x), expected, rtol=0, atol=1e-6)
+
+
 def test_lstm_under_no_grad() -> None:
     class Encoder(nn.Module):
         def __init__(self) -> None:

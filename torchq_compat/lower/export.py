@@ -34,6 +34,7 @@ from torchq_compat.support import metadata
 from torchq_compat.support.argument_checks import checked_arguments
 from torchq_compat.support.decisions import Action
 from torchq_compat.support.graph_nodes import position_of
+from torchq_compat.support.process_state import without_autocast
 from torchq_compat.support.report import slow_stages
 from torchq_compat.support.upstream import guards_of, pytree, symbolic_shapes_config
 from torchq_compat.support.user_warnings import is_of_treespec, silenced, warn_user
@@ -268,6 +269,7 @@ def _without(all_qparams: tuple[QParams | None, ...], positions: list[int]) -> t
 
 @takes_old_keywords()
 @checked_arguments()
+@without_autocast()
 def export(
     converted: torch.nn.Module,
     example_inputs: tuple[Any, ...],

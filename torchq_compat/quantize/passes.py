@@ -58,11 +58,11 @@ def carries_out(
 def run_passes(passes: tuple[Pass, ...], state: Any, model: Any) -> None:
     """Run ``passes`` on ``state``, each with what it needs; ``model`` is what they start from."""
     # Here, so that `torchq-compat explain` starts without torch.
-    from torchq_compat.support.process_state import deep_enough_for, forget_sources
+    from torchq_compat.support.process_state import deep_enough_for, forget_sources, without_autocast
 
     stage = next(stage for stage, listed in PASSES.items() if listed is passes)
     forget_sources()
-    with deep_enough_for(model), slow_stages(stage) as begin:
+    with deep_enough_for(model), without_autocast(), slow_stages(stage) as begin:
         for item in passes:
             assert all(hasattr(state, name) for name in item.needs), item
             begin(item.name)

@@ -171,6 +171,17 @@ def draws_kept() -> Iterator[None]:
             keeping.__exit__(None, None, None)
 
 
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """Run without the caller's autocast, of which FX's graphs know nothing: torch would write its casts into
+    the graphs that are made, for every later call."""
+    devices = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    with ExitStack() as left:
+        for kind in devices:
+            left.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
 # Python's stack, and the texts of graphs.
 
 

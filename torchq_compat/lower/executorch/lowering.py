@@ -27,7 +27,7 @@ from torchq_compat.read.old_forms import takes_old_keywords
 from torchq_compat.support.argument_checks import PATH, checked_arguments, optional
 from torchq_compat.support.atomic_files import whole_file
 from torchq_compat.support.dtypes import dtype_name
-from torchq_compat.support.process_state import alone
+from torchq_compat.support.process_state import alone, without_autocast
 from torchq_compat.support.report import slow_stages
 from torchq_compat.support.upstream import pytree
 from torchq_compat.support.user_warnings import warn_user
@@ -325,6 +325,7 @@ SHAPES = ("rolled", "opaque")
 
 @takes_old_keywords()
 @checked_arguments(path=optional(PATH))
+@without_autocast()
 def to_executorch(
     converted: torch.nn.Module,
     example_inputs: tuple[Any, ...],

@@ -28,7 +28,7 @@ from torchq_compat.recurrent.over_time import LoopShape
 from torchq_compat.support.argument_checks import PATH, Expected, checked_arguments, optional
 from torchq_compat.support.atomic_files import whole_file
 from torchq_compat.support.graph_nodes import tensors_in
-from torchq_compat.support.process_state import alone, draws_kept
+from torchq_compat.support.process_state import alone, draws_kept, without_autocast
 from torchq_compat.support.report import slow_stages
 from torchq_compat.support.upstream import pytree
 from torchq_compat.support.user_warnings import silenced, warn_user
@@ -215,6 +215,7 @@ OPSET = Expected("an int", lambda value: isinstance(value, int) and not isinstan
 
 @takes_old_keywords()
 @checked_arguments(path=optional(PATH), opset=OPSET)
+@without_autocast()
 def to_onnx(
     converted: torch.nn.Module,
     example_inputs: tuple[Any, ...],
