@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Callable
 
 import pytest
 import torch
+import torch.ao.nn.intrinsic.qat as nniqat
 import torch.ao.quantization.quantize_fx as fx
 from torch import Tensor, nn
 from torch.ao.quantization import (
@@ -24,6 +26,7 @@ from torch.ao.quantization._learnable_fake_quantize import _LearnableFakeQuantiz
 
 import torchq_compat as tc
 from torchq_compat.errors import ModuleAttributeError
+from torchq_compat.nn.intrinsic import qat as switches
 
 MAPPING = get_default_qconfig_mapping("x86")
 
@@ -239,7 +242,7 @@ def test_views_of_a_prepared_model_hold_its_parameters_and_no_more(
     ours = trained[1]
     assert ours.conv1.out_channels == 8
     assert not hasattr(ours.bn1, "weight_fake_quant")
-    assert "(conv1): Conv2d(3, 8, kernel_size=(3, 3), stride=(2, 2), bias=False)" in str(ours)
+    assert "(conv1): ConvBnReLU2d(3, 8, kernel_size=(3, 3), stride=(2, 2), bias=False)" in str(ours)
     read = {str(node.target) for node in ours.graph.nodes if node.op == "get_attr"}
     assert {name for name, _ in ours.named_parameters()} <= read
     assert list(copy.deepcopy(ours).state_dict()) == list(ours.state_dict())
@@ -250,6 +253,89 @@ def test_views_of_a_prepared_model_hold_its_parameters_and_no_more(
     converted = tc.convert_fx(copy.deepcopy(ours).eval())
     assert not hasattr(converted, "bn1")
     assert not hasattr(converted.fc, "weight_fake_quant")
+
+
+def by_class_of_batch_norm(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.eval()
+
+
+def by_fused_class(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, (nniqat.ConvBn2d, nniqat.ConvBnReLU2d)):
+            module.freeze_bn_stats()
+
+
+def by_fused_name(model: nn.Module) -> None:
+    for module in model.modules():
+        if type(module).__name__.startswith("ConvBn"):
+            module.freeze_bn_stats()
+    model.train()  # They stay frozen.
+
+
+def by_path(model: nn.Module) -> None:
+    model.conv1.bn.eval()
+
+
+def frozen_and_thawed(model: nn.Module) -> None:
+    model.conv1.freeze_bn_stats().update_bn_stats()
+
+
+def with_momentum(momentum: float | None) -> Callable[[nn.Module], None]:
+    def change(model: nn.Module) -> None:
+        model.conv1.bn.reset_running_stats()
+        model.conv1.bn.momentum = momentum
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "moves"),
+    [
+        (by_class_of_batch_norm, False),
+        (by_fused_class, False),
+        (by_fused_name, False),
+        (by_path, False),
+        (frozen_and_thawed, True),
+        (with_momentum(0.5), True),
+        (with_momentum(None), True),
+    ],
+)
+@pytest.mark.parametrize("is_copy", [False, True])
+def test_loops_over_modules_switch_batch_norms_as_in_fx(
+    change: Callable[[nn.Module], None], moves: bool, is_copy: bool, trained: tuple[nn.Module, nn.Module]
+) -> None:
+    means = []
+    for model, name in zip(trained, ("conv1.bn", "bn1"), strict=True):
+        prepared = copy.deepcopy(model).train()
+        change(prepared)
+        prepared = copy.deepcopy(prepared) if is_copy else prepared
+        before = prepared.get_buffer(f"{name}.running_mean").clone()
+        for seed in range(2):
+            torch.manual_seed(seed)
+            prepared(torch.randn(4, 3, 9, 9))
+        means.append(prepared.get_buffer(f"{name}.running_mean"))
+        assert torch.equal(means[-1], before) is not moves
+    assert torch.allclose(means[0], means[1], atol=1e-6)
+
+
+def test_one_batch_norm_is_frozen_and_the_others_train() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)) for _ in range(2)))
+    x = torch.randn(4, 3, 5, 5)
+    prepared = tc.prepare_qat_fx(model, get_default_qat_qconfig_mapping("x86"), (x,))
+    convs, norms = ([prepared.get_submodule(f"{block}.{index}") for block in (0, 1)] for index in (0, 1))
+    assert all(isinstance(conv, nniqat.ConvBn2d) and isinstance(conv, nn.Conv2d) for conv in convs)
+    assert all(isinstance(norm, nn.BatchNorm2d) and not isinstance(norm, nn.Conv2d) for norm in norms)
+    convs[0].freeze_bn_stats()  # type: ignore[operator]
+    prepared.eval()
+    prepared.get_submodule("0").train()
+    assert not prepared(x).equal(prepared.train()(x))
+    assert [int(norm.num_batches_tracked) for norm in norms] == [0, 1]  # type: ignore[arg-type]
+    assert [norm.training for norm in norms] == [False, True]
+    switches.freeze_bn_stats(convs[1])
+    prepared(x)
+    assert [int(norm.num_batches_tracked) for norm in norms] == [0, 1]  # type: ignore[arg-type]
 
 
 def test_a_module_prepared_without_training_has_no_weight_fake_quantize() -> None:

@@ -15,7 +15,13 @@ from torchao.quantization.pt2e.quantizer import Quantizer
 
 from torchq_compat import ops
 from torchq_compat.annotate.annotation import WrappingQuantizer
-from torchq_compat.capture.training import batch_counters, drop_batch_counters, has_fixed_mode, training_flag
+from torchq_compat.capture.training import (
+    batch_counters,
+    drop_batch_counters,
+    has_fixed_mode,
+    module_of,
+    training_flag,
+)
 from torchq_compat.read.qdq import FOLDED_SCALE
 from torchq_compat.support import graph_nodes
 from torchq_compat.support.process_state import convert_pt2e, prepare_pt2e, prepare_qat_pt2e, without_code
@@ -60,6 +66,18 @@ def average_cumulatively(prepared: GraphModule, running_means: Collection[str]) 
             with prepared.graph.inserting_before(node):
                 count = prepared.graph.get_attr(counter)
                 node.update_arg(ops.MOMENTUM, prepared.graph.call_function(averaging_factor, (count,)))
+
+
+def set_momentum(prepared: GraphModule, path: str, momentum: float | None) -> None:
+    """Give the batch norms of the module at ``path`` another momentum; None averages over all batches."""
+    for running_mean, node in list(ops.batch_norm_nodes(prepared)):
+        if module_of(node) != path:
+            continue
+        if momentum is None:
+            average_cumulatively(prepared, {running_mean})
+        else:
+            node.update_arg(ops.MOMENTUM, momentum)
+        prepared.recompile()
 
 
 def fix_averaging_factors(prepared: GraphModule) -> None:

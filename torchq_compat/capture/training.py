@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torchq_compat.capture.opaque_stub import StubRegistry
 from torchq_compat.capture.trial_runs import Runs, trial_copy
 from torchq_compat.codes import error_line, said
-from torchq_compat.ops import facts
+from torchq_compat.ops import facts, those
 from torchq_compat.support import metadata
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.graph_nodes import module_path_of
@@ -53,16 +53,23 @@ def has_fixed_mode(node: Node) -> bool:
     return bool(metadata.FIXED_MODE.of(node))
 
 
-def set_training(graph_module: GraphModule, training: bool) -> None:
-    """Switch dropouts, batch norms and batch counters. Frozen batch norms stay in evaluation."""
-    metadata.TRAINING.write(graph_module, training)
-    _switch(graph_module)
+def set_training(graph_module: GraphModule, training: bool, path: str | None = None) -> None:
+    """Switch dropouts, batch norms and batch counters: all, or those of the module at ``path`` until all are
+    switched. Frozen batch norms stay in evaluation."""
+    if path is None:
+        metadata.TRAINING.write(graph_module, training)
+    _switch(graph_module, training, path)
 
 
-def freeze_batch_norm(graph_module: GraphModule, frozen: bool) -> None:
-    """Keep batch norms in evaluation while the rest trains, or let them follow the mode again."""
-    metadata.FROZEN.write(graph_module, frozen)
-    _switch(graph_module)
+def freeze_batch_norm(graph_module: GraphModule, frozen: bool, path: str | None = None) -> None:
+    """Keep batch norms in evaluation while the rest trains, or let them follow the mode again: all, or those
+    of the module at ``path``."""
+    of_all = {module_of(n) for n in graph_module.graph.nodes if n.target in those("normalization")}
+    switched = of_all if path is None else {path}
+    before = frozen_modules(graph_module)
+    metadata.FROZEN.write(graph_module, before | switched if frozen else before - switched)
+    written = metadata.TRAINING.of(graph_module)
+    _switch(graph_module, graph_module.training if written is None else written, path)
 
 
 def batch_counters(graph_module: GraphModule) -> list[Node]:
@@ -82,20 +89,29 @@ def drop_batch_counters(graph_module: GraphModule) -> None:
         graph_module.graph.erase_node(node)
 
 
-def _switch(graph_module: GraphModule) -> None:
-    written = metadata.TRAINING.of(graph_module)
-    training = graph_module.training if written is None else written
-    collects = training and not metadata.FROZEN.of(graph_module)
+def frozen_modules(graph_module: GraphModule) -> frozenset[str]:
+    """Return the paths of the modules whose batch norms are frozen."""
+    return metadata.FROZEN.of(graph_module) or frozenset()
+
+
+def _switch(graph_module: GraphModule, training: bool, path: str | None) -> None:
+    frozen = frozen_modules(graph_module)
+    counters = set(batch_counters(graph_module))
     changed = False
     for node in graph_module.graph.nodes:
-        if not has_fixed_mode(node):
-            row = facts(node.target)
-            changed |= set_argument(node, row.training, training if "dropout" in row.tags else collects)
-    for node in batch_counters(graph_module):
-        if not has_fixed_mode(node):
-            changed |= set_argument(node, 1, int(collects))
+        position = 1 if node in counters else facts(node.target).training
+        module = module_of(node) if position is not None else ""
+        if position is None or has_fixed_mode(node) or path not in (None, module):
+            continue
+        mode = training and ("dropout" in facts(node.target).tags or module not in frozen)
+        changed |= set_argument(node, position, int(mode) if node in counters else mode)
     if changed:
         graph_module.recompile()
+
+
+def module_of(node: Node) -> str:
+    """Return the path of the module whose op ``node`` is, without the number of its call."""
+    return module_path_of(node).partition("@")[0]
 
 
 def set_argument(node: Node, position: int | None, value: bool | int) -> bool:
@@ -185,7 +201,7 @@ def fix_modes(
         flag = training_flag(node)
         if flag is None:
             continue
-        path = _module_path(node)
+        path = module_of(node)
         call = (first_path.get(path, path), _operator(node))
         flags = in_evaluation.flags.get(call, [])
         trains_in_evaluation = position[call] < len(flags) and flags[position[call]]
@@ -239,10 +255,6 @@ class _Recorder(TorchFunctionMode):
                     entered.enter_context(module.register_forward_hook(leave))
             entered.enter_context(self)
             yield
-
-
-def _module_path(node: Node) -> str:
-    return module_path_of(node).partition("@")[0]
 
 
 def _operator(node: Node) -> str:

@@ -372,7 +372,8 @@ class QuantizationGraphModule(GraphModule):
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode of dropout and batch norm, in the graph and in every module it calls."""
-        super().train(mode)
+        with own_attribute(self, views.SWITCHING, True):
+            super().train(mode)
         set_training(self, mode)
         return self
 

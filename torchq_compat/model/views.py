@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, NoReturn
+from functools import cache, partial
+from typing import Any, NoReturn, Self, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,9 @@ from torch.fx import GraphModule, Node
 from torch.utils.hooks import RemovableHandle
 from torchao.quantization.pt2e import fake_quantize
 
+from torchq_compat.annotate.batch_norm import set_momentum
 from torchq_compat.capture.origins import is_fx_leaf
+from torchq_compat.capture.training import freeze_batch_norm, frozen_modules, module_of, set_training
 from torchq_compat.errors import ModuleAttributeError
 from torchq_compat.model.view_hooks import HOOK_STATE, HOOKED, check_hookable, has_hooks
 from torchq_compat.ops import those
@@ -27,7 +30,7 @@ from torchq_compat.support.graph_nodes import attribute_of, called_modules, modu
 from torchq_compat.support.quantized_tensors import of_integers, of_integers_per_channel
 from torchq_compat.support.sharded import is_of_fsdp
 from torchq_compat.support.torch_ao import fake_quantize as legacy_fake_quantize
-from torchq_compat.support.torch_ao import fused_module
+from torchq_compat.support.torch_ao import fused_module, get_default_qat_module_mappings, intrinsic
 
 # Views of the float model's modules in a converted model: ``q.conv1.weight()``, ``.scale``, ``print(q)``.
 #
@@ -49,12 +52,14 @@ class ModuleFacts:
         kind: the name of its class.
         settings: its plain public attributes.
         shown: its ``extra_repr()``.
+        of_class: its class.
         also: the other paths of the same module.
     """
 
     kind: str
     settings: Mapping[str, Any]
     shown: str
+    of_class: type[nn.Module] = nn.Module
     also: tuple[str, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleFacts:
@@ -81,6 +86,7 @@ def describe_modules(model: nn.Module) -> dict[str, ModuleFacts]:
                 type(module).__name__.replace("Bn", ""),
                 settings,
                 first.extra_repr(),
+                type(module),
                 tuple(paths[module][1:]),
             )
     return result
@@ -140,9 +146,15 @@ def stand_in_for(standing: nn.Module, view: ModuleView) -> None:
     """Give ``view`` everything that ``standing``, the module it replaces, holds, including hooks."""
     if isinstance(standing, ModuleView):
         HOOKED.discard(standing)
-    vars(view).update({key: value for key, value in vars(standing).items() if key != "_view"})
+    vars(view).update({key: value for key, value in vars(standing).items() if key not in OWN})
     if has_hooks(view):
         HOOKED.add(view)
+
+
+#: The modules of torch that change the class of a module.
+CHANGE_CLASSES = ("torch.distributed.", "torch.nn.utils.parametrize")
+#: What a view holds of its own.
+OWN = ("_view", "_stands_for", "_batch_norm")
 
 
 class BiasParameter(nn.Parameter):
@@ -152,7 +164,21 @@ class BiasParameter(nn.Parameter):
         return self
 
 
-class ModuleView(nn.Module):
+class _StandsFor:
+    """Lets ``isinstance`` take a view for a module of the class in ``_stands_for``; ``type`` is its own."""
+
+    def _class(self) -> Any:
+        # torch derives a class from what it reads there, and gives the module that class.
+        changes = str(sys._getframe(1).f_globals.get("__name__")).startswith(CHANGE_CLASSES)
+        return type(self) if changes else vars(self).get("_stands_for", type(self))
+
+    def _change_class(self, value: Any) -> None:
+        vars(object)["__class__"].__set__(self, value)
+
+    __class__ = property(_class, _change_class)
+
+
+class ModuleView(_StandsFor, nn.Module):
     """A stand-in for a module of the float model in the converted model."""
 
     #: The texts of the errors for a call, and for an attribute that it does not have.
@@ -160,7 +186,7 @@ class ModuleView(nn.Module):
 
     def __init__(self, converted: GraphModule, path: str, facts: ModuleFacts) -> None:
         super().__init__()
-        vars(self)["_view"] = (weakref.ref(converted), path, facts)
+        vars(self).update(_view=(weakref.ref(converted), path, facts), _batch_norm=None)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -214,6 +240,9 @@ class ModuleView(nn.Module):
             check_hookable(owner(), path)
         HOOKED.add(self)
 
+    def _get_name(self) -> str:
+        return type(self).__name__
+
     def _refuse_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse a backward hook, which would never be called.
 
@@ -230,7 +259,7 @@ class ModuleView(nn.Module):
     def __copy__(self) -> nn.Module:
         return self
 
-    def __reduce__(self) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         # A copy of the model gets its own views.
         names = ("_parameters", "_buffers", "_modules", *(HOOK_STATE if has_hooks(self) else ()))
         return _plain_module, ({name: vars(self)[name] for name in names},)
@@ -464,13 +493,53 @@ _ANSWERS = {"weight": _weight, "bias": _bias, "scale": _scale, "zero_point": _ze
 
 
 FAKE_QUANTIZE = "weight_fake_quant"
+BATCH_NORM = torch.ops.aten.batch_norm.default
+#: Methods of torch.ao's fused modules -> whether they freeze.
+SWITCHES = {"freeze_bn_stats": True, "update_bn_stats": False}
+#: Methods of torch.nn's modules that write parameters and buffers alone.
+RESETS = ("reset_parameters", "reset_running_stats")
+#: Attribute of a model while its own ``train`` switches all of it.
+SWITCHING = "_torchq_compat_switching"
+QAT_CLASSES = get_default_qat_module_mappings()
 
 
 def install_prepared_views(prepared: GraphModule, facts: Mapping[str, ModuleFacts]) -> None:
     """Put a view at every path of ``facts`` that has ops in the graph and no module of its own."""
     with_ops = nodes_by_path(prepared)
-    kinds = {path: fact.kind if path in with_ops else "" for path, fact in facts.items()}
-    _put_views(prepared, facts, kinds, is_prepared=True)
+    trained = _weight_observers(prepared)
+    ops = {
+        path: _fused_from(with_ops[path][-1]) if f"{path}.weight" in trained else []
+        for path in facts
+        if path in with_ops
+    }
+    classes = {path: _trained_class(facts[path].of_class, found) for path, found in ops.items()}
+    kinds = {
+        path: (classes[path].__name__ if ops[path] else fact.kind) if path in ops else ""
+        for path, fact in facts.items()
+    }
+    for view in _put_views(prepared, facts, kinds, is_prepared=True):
+        path = vars(view)["_view"][1]
+        batch_norm = next((module_of(op) for op in ops[path] if op.target is BATCH_NORM), None)
+        vars(view).update(_stands_for=classes[path], _batch_norm=batch_norm)
+
+
+def _fused_from(node: Node) -> list[Node]:
+    """Return ``node`` and what FX fuses behind it: operators up to an observer, or to a value read twice."""
+    ops = [node]
+    while len(ops[-1].users) == 1 and (user := next(iter(ops[-1].users))).op == "call_function":
+        ops.append(user)
+    return ops
+
+
+def _trained_class(of_class: type[nn.Module], ops: list[Node]) -> type[nn.Module]:
+    """Return the class of FX's module that trains ``of_class`` fused with what is behind it in ``ops``."""
+    fused = FUSED_RELU.fullmatch(of_class.__name__)
+    if fused is not None and ops:
+        targets = {op.target for op in ops}
+        behind = "Bn" * (BATCH_NORM in targets) + "ReLU" * (not targets.isdisjoint(those("relu")))
+        name = f"{fused['op'] or fused['linear']}{behind}{fused['rank'] or ('1d' if behind == 'Bn' else '')}"
+        of_class = getattr(intrinsic, name, of_class)
+    return QAT_CLASSES.get(of_class, of_class) if ops else of_class
 
 
 class PreparedView(ModuleView):
@@ -478,10 +547,28 @@ class PreparedView(ModuleView):
 
     _on_call, _on_attribute = "TQ970.prepared_call", "TQ970.prepared_attribute"
 
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of the module's own ops in the graph."""
+        owner, path, _ = vars(self)["_view"]
+        super().train(mode and (owner() is None or path not in frozen_modules(owner())))
+        if owner() is not None and not vars(owner()).get(SWITCHING):
+            set_training(owner(), mode, path)
+        return self
+
+    def freeze(self, frozen: bool) -> Self:
+        """Do what ``freeze_bn_stats()`` and ``update_bn_stats()`` of torch.ao's fused modules do."""
+        owner, batch_norm = vars(self)["_view"][0](), vars(self)["_batch_norm"]
+        if owner is not None and batch_norm is not None:
+            owner.get_submodule(batch_norm).training = not frozen
+            freeze_batch_norm(owner, frozen, batch_norm)
+        return self
+
     def __setattr__(self, name: str, value: Any) -> None:
         """Put a fake-quantize at ``weight_fake_quant`` where the graph calls that of the weight, as FX's QAT
-        modules do."""
+        modules do, and the momentum of a batch norm into the graph."""
         owner, path, _ = vars(self).get("_view", (None, "", None))
+        if name == "momentum" and owner is not None and owner() is not None:
+            set_momentum(owner(), path, value)
         prepared: Any = None if owner is None or name != FAKE_QUANTIZE else owner()
         target = None if prepared is None else _weight_observer(prepared, path)
         if target is None:
@@ -493,7 +580,15 @@ class PreparedView(ModuleView):
         return str(vars(self)["_view"][2].shown)
 
     def _answer(self, owner: GraphModule, path: str, name: str) -> Any:
-        return _weight_fake_quantize(owner, path) if name == FAKE_QUANTIZE else MISSING
+        if name == FAKE_QUANTIZE:
+            return _weight_fake_quantize(owner, path)
+        batch_norm = vars(self)["_batch_norm"]
+        if name == "bn" and batch_norm is not None:
+            return owner.get_submodule(batch_norm)
+        if name in SWITCHES and batch_norm is not None:
+            return partial(self.freeze, SWITCHES[name])
+        is_known = name in RESETS and hasattr(type_of := vars(self)["_stands_for"], name)
+        return partial(getattr(type_of, name), self) if is_known else MISSING
 
 
 def _weight_fake_quantize(prepared: GraphModule, path: str) -> Any:
@@ -510,17 +605,17 @@ def _weight_fake_quantize(prepared: GraphModule, path: str) -> Any:
 
 def _weight_observer(prepared: GraphModule, path: str) -> str | None:
     """Return the path of the fake-quantize of the weight of ``path``; None if there is none."""
-    weight = f"{path}.weight"
+    return _weight_observers(prepared).get(f"{path}.weight")
+
+
+def _weight_observers(prepared: GraphModule) -> dict[str, str]:
+    """Return path of a weight -> that of its fake-quantize, which reads it, or a product that it begins."""
     kinds = (fake_quantize.FakeQuantizeBase, legacy_fake_quantize.FakeQuantizeBase)
+    result: dict[str, str] = {}
     for node, module in called_modules(prepared):
-        if isinstance(module, kinds) and _is_of_weight(node, weight):
-            return str(node.target)
-    return None
-
-
-def _is_of_weight(node: Node, weight: str) -> bool:
-    """Return whether ``node`` reads ``weight``, directly or as the first factor of a product."""
-    source = node.args[0]
-    while isinstance(source, Node) and source.op == "call_function" and source.args:
-        source = source.args[0]
-    return isinstance(source, Node) and source.op == "get_attr" and source.target == weight
+        source = node.args[0] if isinstance(module, kinds) else None
+        while isinstance(source, Node) and source.op == "call_function" and source.args:
+            source = source.args[0]
+        if isinstance(source, Node) and source.op == "get_attr":
+            result.setdefault(str(source.target), str(node.target))
+    return result

@@ -60,8 +60,8 @@ class MetaKey(Generic[T]):
 RECORD: MetaKey[Any] = MetaKey("torchq_compat", "graph", "model.graph_module", "everything")
 #: Whether the graph is in training mode.
 TRAINING: MetaKey[bool] = MetaKey("torchq_compat_training", "graph", "capture.training")
-#: Whether batch norms keep their statistics in training.
-FROZEN: MetaKey[bool] = MetaKey("torchq_compat_batch_norm_frozen", "graph", "capture.training")
+#: The paths of the modules whose batch norms keep their statistics in training.
+FROZEN: MetaKey[frozenset[str]] = MetaKey("torchq_compat_batch_norm_frozen", "graph", "capture.training")
 #: The parameters of a model prepared for training, each with its first values then.
 UNTRAINED: MetaKey[tuple[Any, ...]] = MetaKey(
     "torchq_compat_untrained", "graph", "capture.training", "quantize.convert"

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.ao.quantization.backend_config.utils
 import torch.ao.quantization.fx._decomposed  # it registers the q-dq operators
-from torch.ao.nn import quantizable, quantized
+from torch.ao.nn import intrinsic, quantizable, quantized
 from torch.ao.nn.intrinsic.modules.fused import _FusedModule as fused_module
 from torch.ao.nn.intrinsic.qat import freeze_bn_stats, update_bn_stats
 from torch.ao.nn.quantized import FloatFunctional, FXFloatFunctional, QFunctional

@@ -13,6 +13,7 @@ from torch import nn
 
 from torchq_compat.capture.training import freeze_batch_norm
 from torchq_compat.model.graph_module import BATCH_NORM_SWITCHES, QuantizationGraphModule
+from torchq_compat.model.views import PreparedView
 from torchq_compat.support.argument_checks import checked_arguments, instance_of
 
 __all__ = ["freeze_bn_stats", "update_bn_stats"]
@@ -55,5 +56,7 @@ def update_bn_stats(mod: nn.Module) -> None:
 def _switch(module: nn.Module, *, frozen: bool) -> None:
     if isinstance(module, QuantizationGraphModule):
         freeze_batch_norm(module, frozen)
+    elif isinstance(module, PreparedView):
+        module.freeze(frozen)
     else:
         LEGACY[frozen](module)
