@@ -433,7 +433,7 @@ def _warn_of_fixed_sizes(guarded: _Guarded) -> None:
         f"{name} in dimension {dimension.index} to {size}"
         for name, dimensions in zip(names, sizes.of_placeholders(model.graph), strict=True)
         for dimension, size in zip(dimensions, _sizes(nodes.get(str(name))), strict=True)
-        if not dimension.is_fixed and _constant(size) is not None
+        if not dimension.is_fixed and constant_size(size) is not None
     ]
     for groups in () if fixed else trial_sizes(sizes):
         if broken := guarded.broken_at(groups):
@@ -449,7 +449,7 @@ def _sizes(node: Node | None) -> tuple[Any, ...]:
     return tuple(getattr(node.meta.get("val"), "shape", ())) if node is not None else ()
 
 
-def _constant(size: Any) -> int | None:
+def constant_size(size: Any) -> int | None:
     """Return the value of ``size`` if it is fixed; a symbol may have become a constant after its creation."""
     value: int | None = size.node.maybe_as_int() if isinstance(size, torch.SymInt) else size
     return value

@@ -506,6 +506,33 @@ def test_what_onnx_runtime_refuses() -> None:
         packages.check_in_runtime(made, model, [(x,)])
 
 
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_states_given_to_a_recurrent_module_that_stays_float(kind: Any) -> None:
+    class Given(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.recurrent = kind(6, 5)
+            self.fc = nn.Linear(5, 3)
+
+        def forward(self, x: Tensor, h: Tensor) -> Tensor:
+            return self.fc(self.recurrent(x, (h, h) if kind is nn.LSTM else h)[0])
+
+    mapping = get_default_qconfig_mapping("x86").set_object_type(kind, None)
+    args = (torch.randn(7, 2, 6), torch.randn(1, 2, 5))
+    prepared = tc.prepare_fx(Given().eval(), mapping, args)
+    prepared(*args)
+    quantized = tc.convert_fx(prepared)
+    with pytest.warns(QuantizationWarning, match="x in dimension 0 to 7"):
+        model = to_onnx(quantized, args)
+    assert {"x in dimension 1", "h in dimension 1"} <= {*model.free_sizes}
+    assert not any("dimension 2" in size for size in model.free_sizes)
+    session = onnxruntime.InferenceSession(model.to_bytes())
+    for batch in 2, 3:
+        x, h = torch.randn(7, batch, 6), torch.randn(1, batch, 5)
+        (result,) = session.run(None, {"x": x.numpy(), "h": h.numpy()})
+        assert sqnr(quantized(x, h), torch.from_numpy(result)) > 40
+
+
 class Negated(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return -x

@@ -18,7 +18,7 @@ from torch.export import ExportedProgram
 from torchq_compat.capture.torch_export import copied_inputs
 from torchq_compat.capture.trial_runs import difference, kept_buffers, resized, trial_sizes
 from torchq_compat.errors import ExportError, PathError, install_extra
-from torchq_compat.lower.export import exported
+from torchq_compat.lower.export import constant_size, exported
 from torchq_compat.lower.onnx.forms import in_onnx_forms
 from torchq_compat.model.graph_module import record_of
 from torchq_compat.ops import written_by
@@ -95,13 +95,7 @@ def _not_written(path: Path, cause: OSError) -> PathError:
 
 
 def read_model(proto: Any, opset: int) -> OnnxModel:
-    """Return ``proto`` with the free sizes of its inputs; correct its fixed sizes and its opset imports."""
-    for value in (*proto.graph.input, *proto.graph.output):
-        for size in value.type.tensor_type.shape.dim:
-            if size.dim_param.isdigit():
-                # torch.onnx writes a size that turned out to be fixed as a free one named "4".
-
-                size.dim_value = int(size.dim_param)
+    """Return ``proto`` with the free sizes of its inputs; correct its opset imports."""
     free = tuple(
         f"{value.name} in dimension {dimension}"
         for value in proto.graph.input
@@ -301,7 +295,19 @@ def _written_buffers(program: ExportedProgram) -> list[str]:
     return [buffers[node.name] for node in program.graph.nodes if node in written and node.name in buffers]
 
 
+def _settle_sizes(program: ExportedProgram) -> None:
+    """Make numbers of the sizes of inputs that turned out to be fixed: torch.onnx takes their symbols for
+    free sizes, and cannot read them where an operator needs numbers."""
+    for placeholder in program.graph.find_nodes(op="placeholder"):
+        value = placeholder.meta.get("val")
+        if isinstance(value, Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape):
+            sizes = [size if (fixed := constant_size(size)) is None else fixed for size in value.shape]
+            with value.fake_mode:  # type: ignore[attr-defined]
+                placeholder.meta["val"] = torch.empty(sizes, dtype=value.dtype, device=value.device)
+
+
 def _translate(program: ExportedProgram, opset: int) -> Any:
+    _settle_sizes(program)
     try:
         with torch.no_grad(), _quiet():
             exported_program = torch.onnx.export(program, dynamo=True, opset_version=opset, verbose=False)
