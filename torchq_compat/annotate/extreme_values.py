@@ -133,12 +133,13 @@ def stand_for_infinity(largest: float, others: float) -> bool:
 
 def extremes(values: Tensor) -> Extremes:
     """Return the largest absolute value, and the largest below ``LARGE``; -1 if there is none."""
-    sizes = values.detach().abs().double().flatten()
-    largest = float(sizes.max()) if sizes.numel() else -1.0
+    if not values.numel():
+        return -1.0, -1.0
+    largest = max(abs(float(end)) for end in values.detach().aminmax())
     if largest < LARGE:
         return largest, largest
-    others = sizes[sizes < LARGE]
-    return largest, float(others.max()) if others.numel() else -1.0
+    sizes = values.detach().abs()
+    return largest, float(torch.where(sizes < LARGE, sizes, -1.0).max())
 
 
 def _may_have_any(graph_module: GraphModule, args: tuple[Any, ...]) -> bool:
