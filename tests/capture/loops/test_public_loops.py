@@ -12,6 +12,8 @@ from tests.helpers.public_loops import PUBLIC_LOOPS
 
 #: Those that most of what is special in the others meets.
 QUICK = (
+    "scan_in_a_function",
+    "packed_encoder",
     "raw_lstm",
     "every_second",
     "writes_parts",

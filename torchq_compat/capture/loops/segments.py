@@ -217,7 +217,8 @@ def _cut_last(views: Sequence[Node], step: int, known: dict[Hashable, Node]) -> 
 
 def _origins_of_sizes(graph_module: GraphModule, stubs: StubRegistry) -> dict[Node, tuple[Node, int]]:
     """Return node of a size -> input and dimension that have the same size, also if that changes."""
-    asked = [node for node in graph_module.graph.nodes if node.target is ATEN.sym_size.int]
+    sizes = graph_module.graph.find_nodes(op="call_function", target=ATEN.sym_size.int)
+    asked = [node for node in sizes if type(node.meta["val"]) is int]  # No longest of given lengths.
     inputs = [
         (node, node.meta["val"])
         for node in graph_module.graph.find_nodes(op="placeholder")
