@@ -15,10 +15,11 @@ __all__ = ["PUBLIC_LOOPS", "PublicLoop"]
 
 
 class SelectiveScan(nn.Module):
-    """Mamba's scan, as in its short versions."""
+    """Mamba's scan, as in its short versions; it may stand in a function, as in those of transformers."""
 
-    def __init__(self) -> None:
+    def __init__(self, scan: Callable[..., Tensor] | None = None) -> None:
         super().__init__()
+        self.scan = scan
         self.in_proj, self.x_proj, self.dt_proj = nn.Linear(6, 16), nn.Linear(8, 9), nn.Linear(1, 8)
         self.a_log = nn.Parameter(torch.log(torch.arange(1.0, 5.0)).repeat(8, 1))
         self.d = nn.Parameter(torch.ones(8))
@@ -33,6 +34,8 @@ class SelectiveScan(nn.Module):
         delta = F.softplus(self.dt_proj(delta))
         delta_a = torch.exp(torch.einsum("bld,dn->bldn", delta, a))
         delta_bu = torch.einsum("bld,bln,bld->bldn", delta, bb, u)
+        if self.scan is not None:
+            return self.out((self.scan(delta_a, delta_bu, cc) + u * self.d) * F.silu(gate))
         state = torch.zeros((b, 8, 4), device=delta_a.device)
         ys = []
         for i in range(length):
@@ -40,6 +43,15 @@ class SelectiveScan(nn.Module):
             ys.append(torch.einsum("bdn,bn->bd", state, cc[:, i, :]))
         y = torch.stack(ys, dim=1) + u * self.d
         return self.out(y * F.silu(gate))
+
+
+def _selective_scan(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    state = torch.zeros(a.shape[0], *a.shape[2:])
+    ys = []
+    for index in range(a.shape[1]):
+        state = a[:, index] * state + b[:, index]
+        ys.append(torch.matmul(state, c[:, index, :].unsqueeze(-1))[:, :, 0])
+    return torch.stack(ys, dim=1)
 
 
 class LinearRecurrence(nn.Module):
@@ -644,6 +656,7 @@ def _masked(steps: int, batch: int) -> tuple[Tensor, ...]:
 
 PUBLIC_LOOPS: Mapping[str, PublicLoop] = {
     "selective_scan": PublicLoop(SelectiveScan, _values),
+    "scan_in_a_function": PublicLoop(lambda: SelectiveScan(_selective_scan), _values),
     "linear_recurrence": PublicLoop(LinearRecurrence, _values),
     "raw_lstm": PublicLoop(RawLSTM, _values),
     "packed_encoder": PublicLoop(PackedEncoder, _packed),

@@ -193,9 +193,9 @@ class Loop(nn.Module):
 
 
 Place = tuple[str, int]
-#: A call in the model's code: the code and the instruction of the user's innermost frame, and the path of the
-#: innermost module.
-Site = tuple[Any, int, str]
+#: A call in the model's code: the code and the instruction of each of the user's frames, from the innermost
+#: to that of a module, and the path of the innermost module.
+Site = tuple[tuple[tuple[Any, int], ...], str]
 
 
 @dataclass(frozen=True)
@@ -317,18 +317,22 @@ class _CallSites(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
     def _count(self, inner: FrameType) -> None:
-        path = None
+        path, users = None, list[FrameType]()
         for frame in frames(inner, trial_runs.__file__):
             code = frame.f_code
+            if is_users(code.co_filename):
+                users.append(frame)
             if path is None and code.co_argcount:
                 path = self._paths.get(id(frame.f_locals.get(code.co_varnames[0])))
-            if path is not None and is_users(code.co_filename):
-                site, called = (code, frame.f_lasti, path), (inner.f_code, inner.f_lasti)
-                if self._firsts.setdefault(site, called) == called:
-                    self.counts[site] += 1
-                    if self.counts[site] == 2:
-                        self.repeated[site] = _line_of_loop(frame)
-                return
+            if path is not None and users:
+                break
+        else:
+            return
+        site, called = (tuple((f.f_code, f.f_lasti) for f in users), path), (inner.f_code, inner.f_lasti)
+        if self._firsts.setdefault(site, called) == called:
+            self.counts[site] += 1
+            if self.counts[site] == 2:
+                self.repeated[site] = _line_of_loop(users[0])
 
 
 def _line_of_loop(inner: FrameType) -> str:
