@@ -9,6 +9,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.ao.nn.intrinsic.qat as nniqat
+import torch.ao.nn.intrinsic.quantized as nniq
+import torch.ao.nn.quantized as nnq
 import torch.ao.quantization.quantize_fx as fx
 from torch import Tensor, nn
 from torch.ao.quantization import (
@@ -145,6 +147,32 @@ def test_views_hold_nothing(both: tuple[nn.Module, nn.Module, Tensor]) -> None:
     assert "QuantizedConvReLU2d(3, 8, kernel_size=(3, 3), stride=(2, 2)" in str(ours)
     exported = torch.export.export(ours, (x,)).module()
     assert torch.allclose(exported(x), ours.reference(x))
+
+
+def test_modules_are_instances_of_fxs_classes(both: tuple[nn.Module, nn.Module, Tensor]) -> None:
+    classes = (nniq.ConvReLU2d, nnq.Conv2d, nnq.Linear, nn.Conv2d, nn.Linear, nn.ReLU)
+    counts = [
+        [sum(isinstance(module, one) for module in model.modules()) for one in classes] for model in both[:2]
+    ]
+    assert counts[0] == counts[1] == [2, 2, 1, 0, 0, 0]
+    copied = copy.deepcopy(both[1])
+    assert isinstance(copied.fc, nnq.Linear)
+    assert type(copied.fc).__name__ == "QuantizedLinear"
+
+
+def test_a_state_answers_fxs_keys_and_has_its_own(both: tuple[nn.Module, nn.Module, Tensor]) -> None:
+    theirs, ours = (model.state_dict() for model in both[:2])
+    for key in ("conv1.scale", "conv1.weight", "fc.zero_point", "conv1_input_scale_0"):
+        assert key not in ours
+        assert torch.allclose(_plain(ours[key]), _plain(theirs[key]))
+    for key in ("fc._packed_params._packed_params", "conv9.scale", "conv1_input_scale_7", "training"):
+        with pytest.raises(KeyError, match=key) as raised:
+            ours[key]
+        assert "Hint: the module at a layer's path" in str(raised.value.__cause__)
+
+
+def _plain(value: Tensor) -> Tensor:
+    return (value.dequantize() if value.is_quantized else value).double()
 
 
 def test_embedding_and_dynamic_linear() -> None:

@@ -305,7 +305,7 @@ class QuantizationGraphModule(GraphModule):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state as ``nn.Module.state_dict`` does; iterating over it refuses the Numeric Suite."""
         if not args and kwargs.get("destination") is None:
-            kwargs["destination"] = other_tools.StateOfCaptured()
+            kwargs["destination"] = other_tools.StateOfCaptured(model=self)
             kwargs["destination"]._metadata = OrderedDict()
         with TURNS if self.is_prepared else nullcontext():
             return super().state_dict(*args, **kwargs)

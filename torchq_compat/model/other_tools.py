@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import linecache
+import re
 import sys
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch.fx import Graph, GraphModule, Tracer
 from torch.fx.passes.split_module import split_module
 
-from torchq_compat.errors import ConvertError, ScriptError
+from torchq_compat.errors import ConvertError, ModuleAttributeError, ScriptError
 from torchq_compat.support.torch_ao import FX_ENGINE, QuantizationTracer
 from torchq_compat.support.upstream import get_node_name_to_scope
 from torchq_compat.support.user_warnings import warn_user
@@ -46,7 +49,7 @@ def tell_of_layers(stage: str) -> None:
     if frame is None or _name(frame).startswith(READERS):
         return
     line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-    if "print" not in line:
+    if "print" not in line or ".nodes" in line:
         warn_user("TQ706", stage=stage)
 
 
@@ -80,8 +83,29 @@ SUITE = "torch.ao.ns."
 BETWEEN = ("torch.nn.modules.module", "torchq_compat.", "torch._dynamo.")
 
 
+#: The last names of keys in the states of FX's models that views answer.
+OF_FX = re.compile(r"weight|bias|running_\w+|scale|zero_point|.*_(scale|zero_point)_\d+")
+
+
 class StateOfCaptured(OrderedDict[str, Any]):
-    """The state_dict of a captured model; it is pickled as a plain OrderedDict."""
+    """The state_dict of a captured model; it is pickled as a plain OrderedDict.
+
+    Args:
+        model: answers FX's keys, as ``conv1.scale``, by its views; the state itself has none of them.
+    """
+
+    def __init__(self, items: Any = (), model: GraphModule | None = None) -> None:
+        super().__init__(items)
+        self._model = (lambda: None) if model is None else weakref.ref(model)
+
+    def __missing__(self, key: str) -> Any:
+        path, _, name = key.rpartition(".")
+        model = self._model() if OF_FX.fullmatch(name) else None
+        try:
+            value = getattr(model.get_submodule(path), name)  # type: ignore[union-attr]
+        except AttributeError:
+            raise KeyError(key) from ModuleAttributeError.of("TQ970.fx_key", name=key)
+        return value() if callable(value) else torch.as_tensor(value)
 
     def __iter__(self) -> Iterator[str]:
         refuse_numeric_suite(sys._getframe(1))
@@ -93,8 +117,9 @@ class StateOfCaptured(OrderedDict[str, Any]):
         return copied
 
     def __reduce__(self) -> Any:
-        reduced: tuple[Any, ...] = tuple(super().__reduce__())
-        return (OrderedDict, *reduced[1:])
+        _, arguments, attributes, *items = cast("tuple[Any, ...]", super().__reduce__())
+        kept = {name: value for name, value in attributes.items() if name != "_model"}
+        return (OrderedDict, arguments, kept, *items)
 
 
 def refuse_numeric_suite(frame: FrameType | None) -> None:

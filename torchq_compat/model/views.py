@@ -30,7 +30,13 @@ from torchq_compat.support.graph_nodes import attribute_of, called_modules, modu
 from torchq_compat.support.quantized_tensors import of_integers, of_integers_per_channel
 from torchq_compat.support.sharded import is_of_fsdp
 from torchq_compat.support.torch_ao import fake_quantize as legacy_fake_quantize
-from torchq_compat.support.torch_ao import fused_module, get_default_qat_module_mappings, intrinsic
+from torchq_compat.support.torch_ao import (
+    fused_module,
+    get_default_dynamic_quant_module_mappings,
+    get_default_qat_module_mappings,
+    get_default_static_quant_module_mappings,
+    intrinsic,
+)
 
 # Views of the float model's modules in a converted model: ``q.conv1.weight()``, ``.scale``, ``print(q)``.
 #
@@ -41,6 +47,11 @@ from torchq_compat.support.torch_ao import fused_module, get_default_qat_module_
 
 #: Types of a float module's attributes that are settings: neither tensors nor containers of tensors.
 SETTINGS = (int, float, str, bool, tuple, type(None))
+#: Beginning of a class name -> class of a float module -> that of FX's converted one.
+QUANTIZED_CLASSES: dict[str, Mapping[Any, type[nn.Module]]] = {
+    "DynamicQuantized": get_default_dynamic_quant_module_mappings(),
+    "Quantized": get_default_static_quant_module_mappings(),
+}
 FUSED_RELU = re.compile(r"(?P<op>Conv)(?P<rank>\dd)|(?P<linear>Linear)")
 
 
@@ -97,6 +108,8 @@ def install_views(converted: GraphModule, facts: Mapping[str, ModuleFacts]) -> N
     nodes = nodes_by_path(converted)
     kinds = {path: _kind_of(fact, _nodes_at(nodes, path)) for path, fact in facts.items()}
     for view in _put_views(converted, facts, kinds, is_prepared=False):
+        path = vars(view)["_view"][1]
+        vars(view)["_stands_for"] = _converted_class(facts[path].of_class, kinds[path])
         bias = view._parameters.get("bias")
         if "Quantized" in type(view).__name__ and bias is not None and not isinstance(bias, BiasParameter):
             view._parameters["bias"] = BiasParameter(bias.data, bias.requires_grad)
@@ -360,6 +373,16 @@ def _kind_of(facts: ModuleFacts, nodes: list[Node]) -> str:
         kind = f"ConvReLU{fused['rank']}" if fused["op"] else "LinearReLU"
         return f"Quantized{kind}"
     return f"Quantized{facts.kind}"
+
+
+def _converted_class(of_class: type[nn.Module], kind: str) -> type[nn.Module]:
+    """Return the class of FX's module that is shown as ``kind``, a class name of ``_kind_of``."""
+    for prefix, classes in QUANTIZED_CLASSES.items():
+        if kind.startswith(prefix):
+            fused: type[nn.Module] = getattr(intrinsic, kind.removeprefix(prefix), of_class)
+            of_class = classes.get(fused, of_class)
+            break
+    return of_class
 
 
 def _is_behind_weighted(node: Node) -> bool:
