@@ -163,11 +163,11 @@ share_memory state_dict to to_empty to_folder train training type xpu zero_grad
 #: Attributes of every module or GraphModule, with the same meaning here as in FX.
 OF_EVERY_MODULE = frozenset(MODULE_NAMES.split())
 CALLED_BY_HAND = ("torch.ao.nn.quantized.", "torch.nn.quantized.", "torch.ao.nn.intrinsic.quantized.")
+PRESERVED = "set_preserved_attributes"
 #: The modules of the classes in FX's converted models; FloatFunctional is a class of float models.
 QUANTIZED_CLASSES = (*CALLED_BY_HAND, "torch.nn.intrinsic.quantized.")
 #: A key of the qparams in the state of FX's converted model, or a pattern of such keys.
 KEY_OF_FX = re.compile(r"\S*_(scale|zero_point)_\d+")
-OF_FLOAT_MODELS = ("FloatFunctional", "FXFloatFunctional", "QFunctional")
 INSIDE = (
     "the module is a view: it has weight(), bias(), scale and zero_point; the values are in the graph, "
     "the state_dict and explain"
@@ -188,8 +188,9 @@ def find_reading_inside(source: ParsedSource) -> Iterator[Site]:
         yield from _in_prepared(source)
     if functions.isdisjoint(legacy.CONVERTING):
         return
+    own = _names_of_the_script(source)
     for attribute in source.nodes(cst.Attribute):
-        if _reads_inside(source, attribute):
+        if attribute.attr.value not in own and _reads_inside(source, attribute):
             yield Site(INSIDE_CODE, source.start(attribute), source.code(attribute), refusal=INSIDE)
     for subscript in source.nodes(cst.Subscript):
         state = subscript.value.func if isinstance(subscript.value, cst.Call) else None
@@ -205,11 +206,27 @@ def find_reading_inside(source: ParsedSource) -> Iterator[Site]:
         elif f"{string.raw_value}.".startswith(QUANTIZED_CLASSES):
             yield Site(INSIDE_CODE, source.start(string), source.code(string), refusal=CLASSES)
     for call in source.nodes(cst.Call):
-        if source.code(call.func) in ("isinstance", "issubclass") and len(call.args) == 2:
-            if any(_is_quantized_class(source, item) for item in _classes(call.args[1].value)):
-                yield Site(INSIDE_CODE, source.start(call), source.code(call), refusal=CLASSES)
-        elif source.code(call.func) == "getattr" and call.args and _is_converted(source, call.args[0].value):
+        if source.code(call.func) == "getattr" and call.args and _is_converted(source, call.args[0].value):
             yield Site(INSIDE_CODE, source.start(call), source.code(call), refusal=INSIDE)
+
+
+def _names_of_the_script(source: ParsedSource) -> set[str]:
+    """Return the attributes that the script gives models itself, or has preserved: they are as in FX."""
+    preserved = (c for c in source.nodes(cst.Call) if source.code(c.func).endswith(PRESERVED))
+    names = {
+        element.value.raw_value
+        for call in preserved
+        for arg in call.args
+        if isinstance(arg.value, (cst.List, cst.Tuple))
+        for element in arg.value.elements
+        if isinstance(element.value, cst.SimpleString)
+    }
+    for assign in source.nodes(cst.Assign):
+        # A call may make a module, to stand in place of one of the model's.
+        if not isinstance(assign.value, cst.Call):
+            targets = (item.target for item in assign.targets)
+            names |= {target.attr.value for target in targets if isinstance(target, cst.Attribute)}
+    return names
 
 
 def _in_prepared(source: ParsedSource) -> Iterator[Site]:
@@ -248,18 +265,6 @@ def _is_converted(source: ParsedSource, node: cst.BaseExpression) -> bool:
 def _is_result_of(source: ParsedSource, node: cst.BaseExpression, functions: tuple[str, ...]) -> bool:
     result = fx_call(source, sure_value(source, node, node)) if isinstance(node, cst.Name) else None
     return result is not None and result.function in functions
-
-
-def _classes(node: cst.BaseExpression) -> tuple[cst.BaseExpression, ...]:
-    return tuple(element.value for element in node.elements) if isinstance(node, cst.Tuple) else (node,)
-
-
-def _is_quantized_class(source: ParsedSource, node: cst.BaseExpression) -> bool:
-    names = source.names(node)
-    return bool(names) and all(
-        name.startswith(QUANTIZED_CLASSES) and name.rpartition(".")[2] not in OF_FLOAT_MODELS
-        for name in names
-    )
 
 
 READING_INSIDE = Finder(INSIDE_CODE, find_reading_inside)

@@ -11,8 +11,7 @@ quantized = convert_fx(prepared)
 print(quantized.conv1.weight())
 first, scale = getattr(quantized, "conv1"), quantized.state_dict()["conv1.scale"]
 for name, module in quantized.named_modules():
-    if isinstance(module, (torch.ao.nn.quantized.Linear, torch.ao.nn.intrinsic.quantized.ConvReLU2d)):
-        print(name, module.scale)
+    print(name, module.scale)
 for node in quantized.graph.nodes:
     print(node.op)
 for key, value in state.items():
@@ -24,14 +23,18 @@ for node in prepared.graph.nodes:
         setattr(prepared, "activation_post_process_1", torch.ao.quantization.MinMaxObserver())
 prepared.activation_post_process_0.min_val = torch.zeros(1)
 
+quantized.fc = nn.Identity()
+
 # None of these reads inside.
+quantized.names = model.names
+print(quantized.names, quantized.classes, PrepareCustomConfig().set_preserved_attributes(["classes"]))
 print(prepared.graph, model.graph.nodes, "activation_post_process", prepared.conv1.weight)
 quantized.eval()
 quantized.load_state_dict(torch.load("q.pth"))
 torch.save(quantized.state_dict(), "q.pth")
 print(quantized, quantized.graph, quantized.code)
 for name, module in prepared.named_modules():
-    print(name, isinstance(module, (nn.Linear, torch.ao.nn.quantized.FloatFunctional)))
+    print(name, isinstance(module, (nn.Linear, torch.ao.nn.quantized.Linear)))
 print("one_scale_0 in a text", "log_scale_factor", "scale_0", "torch.ao.nn.quantizable")
 quantized = model
 print(quantized.conv1.weight)
