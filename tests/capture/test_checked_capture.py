@@ -6,6 +6,7 @@ import copy
 import random
 import re
 import warnings
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import Mock
 
@@ -562,6 +563,38 @@ def test_data_dependent_control_flow_keeps_its_hint() -> None:
 
     with pytest.raises(CaptureError, match=r"test_checked_capture.py:\d+[^\n]*[\s\S]*torch.where"):
         prepared(Looks(), torch.randn(2, 3))
+
+
+def _over_weights(x: Tensor) -> Tensor:
+    return torch.vmap(lambda weight: x @ weight)(torch.ones(3, 3, 4)).sum(0)
+
+
+def _over_positions(x: Tensor) -> Tensor:
+    def mask(row: Tensor, column: Tensor) -> Tensor:
+        return row >= column
+
+    over_columns = torch.vmap(mask, (None, 0))
+    return x * torch.vmap(over_columns, (0, None))(torch.arange(len(x)), torch.arange(x.size(1)))
+
+
+def _derivative(x: Tensor) -> Tensor:
+    result: Tensor = torch.func.jvp(torch.tanh, (x,), (x,))[1]
+    return result
+
+
+@pytest.mark.parametrize("function", [_over_weights, _over_positions, _derivative])
+def test_transforms_of_functions_are_refused(function: Callable[[Tensor], Tensor]) -> None:
+    """A graph in which a call fails would leave the process inside of the transform."""
+
+    class Transforms(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return function(x)
+
+    x = torch.randn(2, 3)
+    with pytest.raises(CaptureError, match=r"a transform of torch.func, such as torch.vmap"):
+        prepared(Transforms(), x)
+    assert torch._C._functorch.peek_interpreter_stack() is None
+    assert function(x).shape[0] == 2
 
 
 def test_equal_means_equal() -> None:

@@ -95,6 +95,8 @@ OF_LENGTHS = (
 )
 #: The same for a model whose arguments hold no lengths.
 OF_VALUES = "Compute with the tensor itself, or give the model the number as an argument."
+#: Home of what torch.export makes of torch.vmap and the like; the words of its errors.
+TRANSFORMS, OF_TRANSFORMS = "torch._functorch.predispatch", "dynamicLayerStack"
 #: Words of errors about a block under torch.inference_mode, which runs only without gradients.
 OF_INFERENCE = "Inference tensors"
 
@@ -120,6 +122,10 @@ def capture(
         Exception: whatever torch.export or the model raises; see ``explain_failure``.
     """
     program = export_with(model, args, dynamic_shapes, reads, packing)
+    for node in program.graph.nodes:
+        # A call that failed inside of one would leave the process inside of it.
+        if getattr(node.target, "__module__", None) == TRANSFORMS:
+            raise NotImplementedError(f"{TRANSFORMS}.{node.target.__name__}")
     with without_code(program.graph):
         exported = program.module(check_guards=False)
     assert isinstance(exported, GraphModule)
@@ -316,6 +322,8 @@ def _text_about(cause: BaseException) -> str:
         return "TQ920.control_flow"
     if ListOfTensor.__name__ in text:
         return "TQ920.value_in_numpy"
+    if TRANSFORMS in text or OF_TRANSFORMS in text:
+        return "TQ920.transform"
     about_sizes = "sympy" in kind.__module__ or "symbolic" in text or "Constraint" in kind.__name__
     if about_sizes or any(
         word in text for word in ("SymInt", "SymFloat", "SymBool", "Dim", "size of tensor")
