@@ -449,7 +449,7 @@ def _without_namedtuples(spec: pytree.TreeSpec) -> pytree.TreeSpec:
             lambda item: with_tuples(tuple(item)) if is_named(item) else item, nested, is_leaf=is_named
         )
 
-    return pytree.tree_structure(with_tuples(pytree.tree_unflatten([None] * spec.num_leaves, spec)))
+    return pytree.tree_structure(with_tuples(pytree.tree_unflatten([0] * spec.num_leaves, spec)))
 
 
 def _warn_of_fixed_sizes(fixed: list[str]) -> None:
