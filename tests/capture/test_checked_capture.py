@@ -190,6 +190,35 @@ def test_related_sizes_are_checked() -> None:
         ours(torch.randn(2, 4), torch.randn(6, 4))
 
 
+class Bags(nn.Module):
+    """A batch, the begins of its bags, and those of others with the end: two sizes alike, and one more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 8)
+        self.bag = nn.EmbeddingBag(9, 8)
+        self.with_end = nn.EmbeddingBag(9, 8, include_last_offset=True)
+
+    def forward(self, x: Tensor, words: Tensor, begins: Tensor, bounds: Tensor) -> Tensor:
+        return self.fc(x) + self.bag(words, begins) + self.with_end(words, bounds) + bounds[1:, None]
+
+
+def test_several_sizes_that_depend_on_another_one() -> None:
+    def inputs(*begins: int) -> tuple[Tensor, ...]:
+        bounds = torch.tensor([*begins, 7])
+        return torch.randn(len(begins), 4), torch.randint(9, (7,)), bounds[:-1], bounds
+
+    model = Bags().eval()
+    ours = prepared(model, *inputs(0, 3, 5))
+    for other in inputs(0, 4), inputs(0, 1, 2, 2, 6):
+        assert_as_float(model, ours, *other)
+    x, words, begins, bounds = inputs(0, 3, 5, 6)
+    with pytest.raises(InputError, match="'begins' has size 3 in dimension 0"):
+        ours(x, words, begins[1:] - 3, bounds)
+    with pytest.raises(tc.TorchQCompatError, match="size of tensor a"):
+        ours(x, words, begins, bounds[1:] - 3)
+
+
 class Squeezed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = x.squeeze(1)

@@ -210,9 +210,15 @@ class _Search:
         stuck = [item for item in self.sizes.dimensions if item.place not in matches]
         # A guard relates it to others, as the batch times the number of heads: the guard says what fits.
         related = {p for rule in self.sizes.rules if len(rule.places) > 1 for p in rule.places.values()}
+        alike: dict[tuple[int, int], list[Dimension]] = {}
         for element in stuck:
-            is_fixed = element.place not in related and not self._may_change_with_any(element)
-            matches[element.place] = replace(element, is_fixed=is_fixed)
+            alike.setdefault((element.example, element.index), []).append(element)
+        for element in stuck:
+            members, root = alike[element.example, element.index], None
+            is_fixed = element.place not in related and not self._may_change_with_any([element], alike)
+            if is_fixed and len(members) > 1 and self._may_change_with_any(members, alike):
+                is_fixed, root = False, None if element is members[0] else members[0].place
+            matches[element.place] = replace(element, is_fixed=is_fixed, root=root)
         return [matches[dimension.place] for dimension in self.sizes.dimensions]
 
     def _related(
@@ -257,15 +263,19 @@ class _Search:
             if len(result) > 1 and result not in sets[:number]:
                 yield result
 
-    def _may_change_with_any(self, one: Dimension) -> bool:
-        """Return whether ``one`` may change if a dimension of another size does, as in ``x + y[::2]``."""
+    def _may_change_with_any(
+        self, members: Sequence[Dimension], alike: Mapping[tuple[int, int], Sequence[Dimension]]
+    ) -> bool:
+        """Return whether ``members``, of one size, may change if a dimension of another size does, as in
+        ``x + y[::2]``, or several that are ``alike``, of one size and index."""
         changes = ((2, 0, 2, 0), (1, 1, 1, 1), (1, 1, 1, 2), (1, 2, 1, 1))
-        for other in self.sizes.dimensions:
-            for times, more, other_times, other_more in changes if other.label != one.label else ():
-                changed = {
-                    one.place: times * one.example + more,
-                    other.place: other_times * other.example + other_more,
-                }
+        labels, size = {item.label for item in members}, members[0].example
+        single = [[other] for other in self.sizes.dimensions if other.label not in labels]
+        several = [group for group in alike.values() if len(group) > 1 and group[0].example != size]
+        for others in (*single, *several):
+            for times, more, other_times, other_more in changes:
+                changed = {item.place: times * size + more for item in members}
+                changed |= {item.place: other_times * item.example + other_more for item in others}
                 if self._runs(changed):
                     return True
         return False
