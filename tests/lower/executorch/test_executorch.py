@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -133,6 +134,33 @@ def test_buffers_begin_where_the_models_do() -> None:
     assert result.count > 8
     with pytest.raises(ExportError, match="set_inputs"):
         program(args[0], None, 4, args[3])
+
+
+@dataclass
+class Scores:
+    boxes: list[Tensor]
+    classes: Tensor
+    names: Tensor | None = None
+
+
+def test_a_dataclass_of_lists() -> None:
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Scores:
+            return Scores([self.fc(x), x], x.sum(1))
+
+    x = torch.randn(6, 8)
+    prepared = prepare_fx(Head().eval(), PER_TENSOR, (x,))
+    prepared(x)
+    model = convert_to_reference_fx(prepared)
+    expected, result = model(x), to_executorch(model, (x,))(x)
+    assert type(result) is Scores
+    assert torch.equal(result.boxes[0], expected.boxes[0])
+    assert torch.equal(result.classes, x.sum(1))
+    assert result.names is None
 
 
 def test_a_streaming_model() -> None:
