@@ -14,11 +14,11 @@ import torch
 import torch.ao.ns._numeric_suite as eager
 import torch.ao.ns._numeric_suite_fx as fx
 from torch import nn
-from torch.ao.quantization import get_default_qconfig_mapping
+from torch.ao.quantization import QuantWrapper, get_default_qconfig, get_default_qconfig_mapping
 from torch.fx import GraphModule
 
-from torchq_compat import convert_fx, convert_to_reference_fx, prepare_fx
-from torchq_compat.errors import ScriptError
+from torchq_compat import convert_fx, convert_to_reference_fx, prepare_fx, quantize_eager
+from torchq_compat.errors import ConfigError, ScriptError
 
 FLOAT = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 5)).eval()
 X = torch.randn(2, 3, 8, 8)
@@ -79,6 +79,24 @@ def test_a_state_is_a_state(models: dict[str, GraphModule], stage: str) -> None:
     assert torch.equal(target(X), model(X))
     outer = nn.Sequential(model).state_dict()
     assert [key.removeprefix("0.") for key in outer] == list(state)
+
+
+@pytest.mark.parametrize("name", ["compare_model_outputs", "compare_model_stub", "prepare"])
+def test_refused_for_models_of_eager_mode(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``prepare``: as under ``run``, where the suite calls this package's function of that name."""
+    model = QuantWrapper(copy.deepcopy(FLOAT))
+    model.qconfig = get_default_qconfig("x86")  # type: ignore[assignment]
+    prepared = quantize_eager.prepare(model)
+    prepared(X)
+    converted = quantize_eager.convert(prepared)
+    assert len(eager.compare_weights(model.state_dict(), converted.state_dict())) == 2
+    if name == "prepare":
+        monkeypatch.setattr(eager, "prepare", quantize_eager.prepare)
+    called = "compare_model_outputs" if name == "prepare" else name
+    with pytest.raises(ScriptError, match=f"{called} of the Numeric Suite finds nothing"):
+        CALLS[called](model, converted)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="converted already"):
+        quantize_eager.prepare(converted)
 
 
 def test_the_suite_itself_is_as_it_was() -> None:

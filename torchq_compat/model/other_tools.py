@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule, Tracer
 from torch.fx.passes.split_module import split_module
 
 from torchq_compat.errors import ConvertError, ModuleAttributeError, ScriptError
-from torchq_compat.support.torch_ao import FX_ENGINE, QuantizationTracer
+from torchq_compat.support.torch_ao import EAGER_ENGINE, FX_ENGINE, QuantizationTracer
 from torchq_compat.support.upstream import get_node_name_to_scope
 from torchq_compat.support.user_warnings import warn_user
 
@@ -78,9 +78,9 @@ def is_asked_by_torch_jit() -> bool:
 
 SUITE = "torch.ao.ns."
 #: Frames between the suite and our methods: children() calls named_children(), modules() calls
-#: named_modules(), and our methods call those of the base class. After torch.compile was used, torch._dynamo
-#: wraps ``Tracer.trace``.
-BETWEEN = ("torch.nn.modules.module", "torchq_compat.", "torch._dynamo.")
+#: named_modules(), and our methods call those of the base class; the suite calls eager mode's prepare. After
+#: torch.compile was used, torch._dynamo wraps ``Tracer.trace``.
+BETWEEN = ("torch.nn.modules.module", "torchq_compat.", "torch._dynamo.", EAGER_ENGINE)
 
 
 #: The last names of keys in the states of FX's models that views answer.
