@@ -519,6 +519,26 @@ class SteppingRelu(nn.Module):
         return torch.stack([step.relu() for step in x])
 
 
+def test_packed_sequences_of_a_module_that_stays_float() -> None:
+    class Packs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder, self.fc = nn.LSTM(6, 8), nn.Linear(8, 2)
+
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            packed = nn.utils.rnn.pack_padded_sequence(x, lengths, enforce_sorted=False)
+            return self.fc(nn.utils.rnn.pad_packed_sequence(self.encoder(packed)[0])[0])
+
+    args = (torch.randn(6, 3, 6), torch.tensor([4, 6, 2]))
+    mapping = get_default_qconfig_mapping("x86").set_object_type(nn.LSTM, None)
+    prepared = tc.prepare_fx(Packs().eval(), mapping, args)
+    prepared(*args)
+    converted = tc.convert_fx(prepared)
+    for write in tc.export, tc.to_onnx, tc.to_executorch:
+        with pytest.raises(ExportError, match="Hint: 'encoder' stays float and is called with packed seq"):
+            write(converted, args)
+
+
 def test_sizes_that_the_program_fixes_are_said() -> None:
     model = nn.Sequential(nn.Linear(8, 4), Relu()).eval()
     prepare, convert = PrepareCustomConfig(), ConvertCustomConfig()

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
+from torch.nn.utils.rnn import PackedSequence
 
 from torchq_compat.capture import torch_export
 from torchq_compat.capture.opaque_calls import OpaqueModule, layout_index, opaque_call_nodes, tensor_arguments
@@ -402,13 +403,16 @@ def _error(
     if not isinstance(error, CaptureError):
         return error
     own = [module for module in model.modules() if isinstance(module, OpaqueUserModule)]
-    modules = ", ".join(
-        f"{module.opaque_users_class.__qualname__} at {module.opaque_path!r}" for module in own
-    )
+    calls = model.graph.find_nodes(op="call_module")
+    packed = [call for call in calls if any(item.target is PackedSequence for item in call.all_input_nodes)]
+    modules = [f"{module.opaque_users_class.__qualname__} at {module.opaque_path!r}" for module in own]
+    modules = modules or [repr(call.target) for call in packed]
     key = "TQ930.refused_unrolled" if shape is LoopShape.UNROLLED else "TQ930.refused_sizes"
     key = "TQ930.refused" if dynamic_shapes is None else key
+    key = "TQ930.refused_at_packed" if packed else key
     key = "TQ930.refused_at_module" if own else key
-    return ExportError.of(key, shape=str(shape), dynamic_shapes=dynamic_shapes, cause=cause, modules=modules)
+    places = {"shape": str(shape), "dynamic_shapes": dynamic_shapes, "cause": cause}
+    return ExportError.of(key, **places, modules=", ".join(modules))
 
 
 def _freeze(program: ExportedProgram) -> None:
