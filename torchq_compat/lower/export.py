@@ -402,17 +402,20 @@ def _error(
     error = torch_export.explain_failure(model, args, cause)
     if not isinstance(error, CaptureError):
         return error
-    own = [module for module in model.modules() if isinstance(module, OpaqueUserModule)]
-    calls = model.graph.find_nodes(op="call_module")
-    packed = [call for call in calls if any(item.target is PackedSequence for item in call.all_input_nodes)]
-    modules = [f"{module.opaque_users_class.__qualname__} at {module.opaque_path!r}" for module in own]
-    modules = modules or [repr(call.target) for call in packed]
+    packed, own = [], []
+    for call in model.graph.find_nodes(op="call_module"):
+        module = model.get_submodule(str(call.target))
+        kind = getattr(module, "opaque_users_class", type(module)).__qualname__
+        if any(item.target is PackedSequence for item in call.all_input_nodes):
+            packed.append(repr(call.target))
+        elif isinstance(module, OpaqueUserModule) or not isinstance(module, OpaqueModule):
+            own.append(f"{kind} at {call.target!r}")
     key = "TQ930.refused_unrolled" if shape is LoopShape.UNROLLED else "TQ930.refused_sizes"
     key = "TQ930.refused" if dynamic_shapes is None else key
     key = "TQ930.refused_at_packed" if packed else key
     key = "TQ930.refused_at_module" if own else key
     places = {"shape": str(shape), "dynamic_shapes": dynamic_shapes, "cause": cause}
-    return ExportError.of(key, **places, modules=", ".join(modules))
+    return ExportError.of(key, **places, modules=", ".join(own or packed))
 
 
 def _freeze(program: ExportedProgram) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch.ao.quantization.fx.custom_config import PrepareCustomConfig
 from torch.ao.quantization.quant_type import QuantType
 
 import torchq_compat as tc
@@ -300,8 +301,13 @@ def test_what_torch_export_cannot_take_is_named() -> None:
         assert "Hint: set takes_floats = True" in str(caught.value)
     with pytest.warns(QuantizationWarning, match="Branches at 'custom' stays observed"):
         _, observed = by_ours(model, data, (settings_for(Custom, Branches, StaticCustom)[0], None))
-    with pytest.raises(ExportError, match="Hint: it runs your code, Branches at 'custom'"):
+    with pytest.raises(ExportError, match="Hint: it calls Branches at 'custom', whose code"):
         tc.export(observed, data[0])
+    not_traced = PrepareCustomConfig().set_non_traceable_module_names(["custom"])
+    model.custom = Branches(model.custom.linear).eval()
+    _, left_float = by_ours(model, data, (not_traced, None))
+    with pytest.raises(ExportError, match="Hint: it calls Branches at 'custom', whose code"):
+        tc.export(left_float, data[0])
 
 
 # Settings of the boundary
