@@ -142,6 +142,24 @@ def test_roots_of_sizes_are_free() -> None:
         assert 20 < sqnr(model(x), converted(x)) < 60
 
 
+def in_windows(model: Any, x: Tensor, _lengths: Tensor) -> Any:
+    steps = x.size(1)
+    parts = [x[:, start : min(steps, start + 4)] for start in range(0, steps, 4)]
+    backwards = [x[:, step] for step in range(steps - 1, -1, -4)]
+    return model.rnn(torch.cat(parts, 1))[0], torch.stack(backwards, 1)
+
+
+def test_a_stride_fixes_how_many_windows_there_are() -> None:
+    model = model_of(in_windows)
+    with pytest.warns(UserWarning, match=r"dimension 1 at 'input x' is .*5 to 8"):
+        prepared = tc.prepare_fx(model, QConfigMapping(), sequences(4, 7))
+    for given in (sequences(4, 5), sequences(1, 8), sequences(2, 6)):
+        torch.testing.assert_close(prepared(*given), model(*given))
+    for steps in (4, 9):
+        with pytest.raises(InputError, match="needs 5 to 8"):
+            prepared(*sequences(4, steps))
+
+
 def test_int_stays_a_class() -> None:
     model, given = model_of(looks_at_the_class), sequences(4, 7)
     prepared = tc.prepare_fx(model, QConfigMapping(), given)

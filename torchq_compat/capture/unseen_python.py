@@ -90,6 +90,7 @@ class SeenFunctions:
             (list, _Called(list, self._list)),
             (tuple, _Called(tuple, self._list_as_tuple)),
             (sorted, self._sorted),
+            (range, self._range),
             *((getattr(builtins, name), partial(self._reduced, name)) for name in ("max", "min", "sum")),
             (math, SimpleNamespace(**{**vars(math), "sqrt": self._sqrt})),
             (math.sqrt, self._sqrt),
@@ -133,6 +134,15 @@ class SeenFunctions:
             return builtins.sorted(values, **options)
         result = _tensor_of(values).sort(descending=bool(options.get("reverse", False))).values
         return ListOfTensor(result, partial(builtins.sorted, values, **options))
+
+    def _range(self, *bounds: Any) -> Any:
+        """Ask how many numbers a range with a stride has; ``range`` itself asks for its bounds."""
+        start, stop, step = bounds if len(bounds) == 3 else (0, 0, 1)
+        has_stride = type(step) is int and abs(step) > 1
+        if not self._is_asked(has_stride and any(isinstance(item, torch.SymInt) for item in (start, stop))):
+            return builtins.range(*bounds)
+        count = builtins.int(-((start - stop) // step))
+        return [start + step * index for index in builtins.range(count)]
 
     def _reduced(self, name: str, *values: Any, **options: Any) -> Any:
         if not self._is_asked(len(values) == 1 and not options and _are_numbers(values[0])):
