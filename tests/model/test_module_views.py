@@ -306,6 +306,10 @@ def by_path(model: nn.Module) -> None:
     model.conv1.bn.eval()
 
 
+def by_fused_module(model: nn.Module) -> None:
+    model.conv1.eval()
+
+
 def frozen_and_thawed(model: nn.Module) -> None:
     model.conv1.freeze_bn_stats().update_bn_stats()
 
@@ -325,6 +329,7 @@ def with_momentum(momentum: float | None) -> Callable[[nn.Module], None]:
         (by_fused_class, False),
         (by_fused_name, False),
         (by_path, False),
+        (by_fused_module, False),
         (frozen_and_thawed, True),
         (with_momentum(0.5), True),
         (with_momentum(None), True),

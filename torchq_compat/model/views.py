@@ -571,11 +571,13 @@ class PreparedView(ModuleView):
     _on_call, _on_attribute = "TQ970.prepared_call", "TQ970.prepared_attribute"
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode of the module's own ops in the graph."""
+        """Set the mode of the module's own ops in the graph, and of the batch norm that FX has inside it."""
         owner, path, _ = vars(self)["_view"]
         super().train(mode and (owner() is None or path not in frozen_modules(owner())))
         if owner() is not None and not vars(owner()).get(SWITCHING):
             set_training(owner(), mode, path)
+            if vars(self)["_batch_norm"] is not None:
+                self.bn.train(mode)
         return self
 
     def freeze(self, frozen: bool) -> Self:
