@@ -55,8 +55,8 @@ def quietly(model: nn.Module, example: Tensor, mapping: Any) -> Any:
         ("n < 12", "2 to 23", 2, 24),
         ("4 < n < 12", "10 to 23", 23, 24),
         ("n == 8", "16 to 17", 17, 18),
-        ("n % 2 == 0", "16 to 17", 17, 18),
-        ("n % 2 == 0 and n > 1", "16 to 17", 16, 19),
+        ("n % 2 == 0", "16 to 17, 20 to 21 and so on", 21, 18),
+        ("n % 2 == 0 and n > 1", "16 to 17, 20 to 21 and so on", 16, 19),
     ],
 )
 def test_rules_are_told_in_numbers(condition: str, expected: str, right: int, wrong: int) -> None:

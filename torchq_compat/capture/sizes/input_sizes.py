@@ -265,7 +265,21 @@ def range_around(size: int, accepts: Callable[[int], bool], own: str) -> tuple[s
     low, high = (_last_accepted(size, end, accepts) for end in (0, FARTHEST * size + 1))
     if high == FARTHEST * size:
         return f"at least {low}", f"{own} >= {low}"
+    period = next((item for item in range(high - low + 2, high + 1) if _repeats(low, high, item, accepts)), 0)
+    if period:
+        condition = f"({own} + {-low % period}) % {period} <= {high - low}"
+        return f"{low} to {high}, {low + period} to {high + period} and so on", condition
     return f"{low} to {high}", f"{low} <= {own} <= {high}"
+
+
+def _repeats(low: int, high: int, period: int, accepts: Callable[[int], bool]) -> bool:
+    """Return whether sizes are accepted as those from ``low`` to ``high`` are, as where a model pads to a
+    multiple of a window."""
+    blocks = [(low + step, high + step) for step in (-period, period, 2 * period) if low + step > 0]
+    return (period <= NEAR or high % period == 0) and all(
+        accepts(first) and accepts(last) and not accepts(first - 1) and not accepts(last + 1)
+        for first, last in blocks
+    )
 
 
 def _is_step(size: int, step: int, accepts: Callable[[int], bool]) -> bool:
