@@ -371,6 +371,19 @@ def test_one_batch_norm_is_frozen_and_the_others_train() -> None:
     assert [int(norm.num_batches_tracked) for norm in norms] == [0, 1]  # type: ignore[arg-type]
 
 
+def test_a_switched_batch_norm_is_so_in_a_compiled_model() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)).train()
+    x = torch.randn(4, 3, 5, 5)
+    prepared = tc.prepare_qat_fx(model, get_default_qat_qconfig_mapping("x86"), (x,))
+    compiled, norm = torch.compile(prepared, backend="eager"), prepared.get_submodule("1")
+    counts = []
+    for mode in (True, False, True):
+        norm.train(mode)
+        compiled(x)
+        counts.append(int(norm.num_batches_tracked))  # type: ignore[arg-type]
+    assert counts == [1, 1, 2]
+
+
 def test_a_module_prepared_without_training_has_no_weight_fake_quantize() -> None:
     x = torch.randn(4, 3, 9, 9)
     prepared = tc.prepare_fx(Net().eval(), MAPPING, (x,))

@@ -33,6 +33,8 @@ from torchq_compat.support.graph_nodes import module_path_of
 
 
 ATEN = torch.ops.aten
+#: Attribute of a model whose code is to be generated anew before its next call.
+STALE = "_torchq_compat_stale"
 COUNT_BATCHES = ATEN.add_.Tensor
 
 
@@ -105,7 +107,17 @@ def _switch(graph_module: GraphModule, training: bool, path: str | None) -> None
             continue
         mode = training and ("dropout" in facts(node.target).tags or module not in frozen)
         changed |= set_argument(node, position, int(mode) if node in counters else mode)
-    if changed:
+    if changed and path is None:
+        graph_module.recompile()
+    elif changed:
+        # Loops over modules switch one after the other.
+        vars(graph_module)[STALE] = True
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def settle(graph_module: GraphModule) -> None:
+    """Generate the code that switches of single modules have changed."""
+    if vars(graph_module).pop(STALE, False):
         graph_module.recompile()
 
 

@@ -21,7 +21,7 @@ from torch.fx.graph import PythonCode
 from torchq_compat import errors
 from torchq_compat.annotate.observed_graph import ObservedPlace, observer_label, observer_nodes
 from torchq_compat.capture.loops.loop_module import LoopForm
-from torchq_compat.capture.training import freeze_batch_norm, set_training
+from torchq_compat.capture.training import STALE, freeze_batch_norm, set_training, settle
 from torchq_compat.model import failed_calls, other_tools, quantized_interface, views
 from torchq_compat.model import state as states
 from torchq_compat.model.quantized_boundary import refresh_boundaries
@@ -194,6 +194,8 @@ class QuantizationGraphModule(GraphModule):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         record, is_compiled = self.record, is_compiling()
+        if STALE in self.__dict__:
+            settle(self)
         is_traced = not is_compiled and torch._C._is_tracing()
         if not is_compiled:
             call_hooks_of_parts(self)
