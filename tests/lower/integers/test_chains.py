@@ -22,6 +22,7 @@ from tests.helpers.once import made_once
 from tests.helpers.oracle import leaves
 from tests.helpers.public_loops import PUBLIC_LOOPS
 from torchq_compat.lower.integers import chains
+from torchq_compat.recurrent.kernel.build import kernel_build
 from torchq_compat.recurrent.kernel.op import OPS, drop_forgotten
 from torchq_compat.recurrent.python_loops import OpaqueLoop
 from torchq_compat.recurrent.recurrent_module import RecurrentModule
@@ -327,6 +328,7 @@ def test_a_state_that_changes_its_shape_is_refused() -> None:
     "text", ["", "1", "1 2 0 quantize t0", "1 2 0 aten::relu default 1 Q t0 1 1 0 1 0 end 1"]
 )
 def test_a_text_that_is_no_chain_is_refused(text: str) -> None:
+    assert kernel_build().library is not None  # Loads the operators.
     with pytest.raises((RuntimeError, ValueError)):
         OPS.bind_chain.default(text)
 
