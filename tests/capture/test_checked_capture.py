@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+import operator
 import random
 import re
 import warnings
@@ -99,8 +101,8 @@ class Branch(nn.Module):
 
 
 def as_integer(size: float) -> int:
-    """``int`` is seen in methods, but not in functions that they call."""
-    return int(size)
+    """``int`` would be seen in a function, too; what Python's C code asks for is fixed."""
+    return operator.index(math.trunc(size))
 
 
 class Half(nn.Module):

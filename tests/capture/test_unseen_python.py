@@ -142,6 +142,31 @@ def test_roots_of_sizes_are_free() -> None:
         assert 20 < sqnr(model(x), converted(x)) < 60
 
 
+def _positions(height: int, width: int) -> Tensor:
+    rows, columns = (torch.arange(0.5, size) / float(size) for size in (height, width))
+    return rows[:, None] + columns
+
+
+def _wrapped_positions(height: int, width: int) -> Tensor:
+    return _positions(height, width)
+
+
+torch.fx.wrap("_wrapped_positions")
+
+
+class Image(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + _positions(*x.shape[2:]) - 2 * _wrapped_positions(*x.shape[2:])
+
+
+def test_functions_that_methods_call_follow_sizes_too() -> None:
+    prepared = tc.prepare_fx(Image().eval(), QConfigMapping(), (torch.randn(2, 3, 4, 6),))
+    for shape in ((1, 3, 4, 6), (2, 3, 9, 7)):
+        x = torch.randn(shape)
+        assert torch.equal(prepared(x), Image()(x))
+    assert _positions.__globals__ is globals()
+
+
 def in_windows(model: Any, x: Tensor, _lengths: Tensor) -> Any:
     steps = x.size(1)
     parts = [x[:, start : min(steps, start + 4)] for start in range(0, steps, 4)]

@@ -9,9 +9,9 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial, update_wrapper, wraps
+from functools import partial, update_wrapper
 from types import CodeType, FunctionType, MethodType, SimpleNamespace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -33,8 +33,8 @@ from torchq_compat.support.upstream import WRAPPED_FUNCTIONS, pytree
 # free, as do ``torch.sym_int`` of it and the ``item()`` of a tensor of one integer. Python that iterates
 # over lengths fixes their number; ``lengths.max()`` does not, and a list of lengths is not taken apart
 # until it is read (``lengths_as_lists``). FX has ``torch.fx.wrap("len")``, which changes the globals of the
-# user's module while it traces. Here the methods of the package's own copy of the model are rebound with
-# globals of their own; functions that these methods call keep Python's own.
+# user's module while it traces. Here the methods of the package's own copy of the model, and the functions
+# that these call by a name, are rebound with globals of their own.
 
 
 #: Packages whose methods are not rebound: they do not convert tensors to numbers.
@@ -48,13 +48,13 @@ Replaced = Sequence[tuple[object, Any]]
 def seen_python(model: nn.Module, replaced: Replaced) -> Iterator[None]:
     """Let the methods of ``model``, a copy of the user's, use what is ``replaced`` while the context is
     active."""
+    functions = _Functions(replaced)
     with ExitStack() as bound:
         for module in model.modules():
             for name, method in _own_methods(type(module)).items():
-                used = _used(method, replaced)
-                if used and name not in vars(module):
-                    own = MethodType(with_globals(method, used), module)
-                    bound.enter_context(own_attribute(module, name, own))
+                own = functions.rebound(method)
+                if own is not method and name not in vars(module):
+                    bound.enter_context(own_attribute(module, name, MethodType(own, module)))
         yield
 
 
@@ -174,32 +174,59 @@ def _own_methods(module_type: type[nn.Module]) -> dict[str, FunctionType]:
     for base in reversed(module_type.__mro__):
         matches.update(vars(base))
     return {
-        name: method
-        for name, method in matches.items()
-        if isinstance(method, FunctionType)
-        and not name.startswith("__")
-        and str(method.__globals__.get("__name__")).partition(".")[0] not in LIBRARIES
+        name: method for name, method in matches.items() if _is_users(method) and not name.startswith("__")
     }
 
 
-def _used(method: FunctionType, replaced: Replaced) -> dict[str, Any]:
-    """Return the global names that ``method`` reads -> what is used in place of what they mean; not for a
-    class that it does more with than call it, as a function can replace a class only in calls."""
-    codes = list(_codes(method.__code__))
-    names = {name for code in codes for name in code.co_names}
-    meanings = {name: method.__globals__.get(name, getattr(builtins, name, None)) for name in names}
-    result = {name: new for name, value in meanings.items() for old, new in replaced if value is old}
-    reads: dict[str, list[bool]] = {}
-    for code in codes if result else ():
-        for instruction in dis.get_instructions(code):
-            if instruction.opname == "LOAD_GLOBAL":
-                # The lowest bit is set if the instruction prepares a call.
-                reads.setdefault(instruction.argval, []).append(bool((instruction.arg or 0) & 1))
-    return {
-        name: new
-        for name, new in result.items()
-        if name in reads and (all(reads[name]) or not isinstance(meanings[name], type))
-    }
+def _is_users(value: Any) -> TypeGuard[FunctionType]:
+    """Return whether ``value`` is a function that the user wrote in Python."""
+    is_function = isinstance(value, FunctionType)
+    return is_function and str(value.__globals__.get("__name__")).partition(".")[0] not in LIBRARIES
+
+
+class _Functions:
+    """The user's functions, and copies of those that use what is ``replaced``, or call such a function."""
+
+    def __init__(self, replaced: Replaced) -> None:
+        self.replaced = replaced
+        self._rebound: dict[FunctionType, FunctionType] = {}
+
+    def rebound(self, function: FunctionType) -> FunctionType:
+        """Return the copy of ``function``; the function itself if it uses nothing that is replaced."""
+        if function not in self._rebound:
+            self._rebound[function] = function  # What calls itself calls the user's.
+            used = self._used(function)
+            self._rebound[function] = with_globals(function, used) if used else function
+        return self._rebound[function]
+
+    def _used(self, function: FunctionType) -> dict[str, Any]:
+        """Return the global names that ``function`` reads -> what is used in place of what they mean; not for
+        a class that it does more with than call it, as a function can replace a class only in calls."""
+        codes = list(_codes(function.__code__))
+        names = {name for code in codes for name in code.co_names}
+        meanings = {name: function.__globals__.get(name, getattr(builtins, name, None)) for name in names}
+        result = {
+            name: new for name, value in meanings.items() if (new := self._in_place_of(value)) is not value
+        }
+        reads: dict[str, list[bool]] = {}
+        for code in codes if result else ():
+            for instruction in dis.get_instructions(code):
+                if instruction.opname == "LOAD_GLOBAL":
+                    # The lowest bit is set if the instruction prepares a call.
+                    reads.setdefault(instruction.argval, []).append(bool((instruction.arg or 0) & 1))
+        return {
+            name: new
+            for name, new in result.items()
+            if name in reads and (all(reads[name]) or not isinstance(meanings[name], type))
+        }
+
+    def _in_place_of(self, value: Any) -> Any:
+        if isinstance(value, _Marked) and _is_users(value.function):
+            function = self.rebound(value.function)
+            return value if function is value.function else _Marked(value.name, function, value.counter)
+        if _is_users(value):
+            return self.rebound(value)
+        return next((new for old, new in self.replaced if value is old), value)
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
@@ -243,7 +270,7 @@ def marked_functions() -> Iterator[None]:
     with alone(), ExitStack() as restored:
         for namespace, name in _registered():
             restored.callback(namespace.__setitem__, name, namespace[name])
-            namespace[name] = _marking(name, namespace[name], counter)
+            namespace[name] = _Marked(name, namespace[name], counter)
         yield
 
 
@@ -256,22 +283,25 @@ def _registered() -> Iterator[tuple[dict[str, Any], str]]:
             yield namespace, name
 
 
-def _marking(name: str, function: Callable[..., Any], counter: Iterator[int]) -> Callable[..., Any]:
-    @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+class _Marked:
+    """A function under ``torch.fx.wrap``, whose calls mark the nodes that they make."""
+
+    def __init__(self, name: str, function: Callable[..., Any], counter: Iterator[int]) -> None:
+        update_wrapper(self, function)
+        self.name, self.function, self.counter = name, function, counter
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Other threads may call the function, and read the same mode.
         mode: Any = get_proxy_mode() if is_exporting() else None
         if mode is None:
-            return function(*args, **kwargs)
+            return self.function(*args, **kwargs)
         last = next(reversed(mode.tracer.graph.nodes))
-        result = function(*args, **kwargs)
-        marker = (name, next(counter))
+        result = self.function(*args, **kwargs)
+        marker = (self.name, next(self.counter))
         for node in nodes_behind(last):
             # The outermost call overwrites the marks of inner ones.
             node.meta[CUSTOM] = {**(node.meta.get(CUSTOM) or {}), metadata.WRAPPED_CALL.name: marker}
         return result
-
-    return call
 
 
 # Makes nn.Identity visible in an exported graph; FX kept it as an op that shares its input's observer.
