@@ -160,6 +160,13 @@ def test_modules_are_instances_of_fxs_classes(both: tuple[nn.Module, nn.Module, 
     assert type(copied.fc).__name__ == "QuantizedLinear"
 
 
+def test_dynamo_finds_what_the_views_hold(both: tuple[nn.Module, nn.Module, Tensor]) -> None:
+    """FX's classes have a method ``bias``, the views a parameter."""
+    _, ours, x = both
+    assert callable(nnq.Linear.bias)
+    assert torch.equal(torch.compile(ours, backend="eager", fullgraph=True)(x), ours(x))
+
+
 def test_a_state_answers_fxs_keys_and_has_its_own(both: tuple[nn.Module, nn.Module, Tensor]) -> None:
     theirs, ours = (model.state_dict() for model in both[:2])
     for key in ("conv1.scale", "conv1.weight", "fc.zero_point", "conv1_input_scale_0"):

@@ -164,8 +164,8 @@ def stand_in_for(standing: nn.Module, view: ModuleView) -> None:
         HOOKED.add(view)
 
 
-#: The modules of torch that change the class of a module.
-CHANGE_CLASSES = ("torch.distributed.", "torch.nn.utils.parametrize")
+#: The modules of torch that change the class of a module, or look up attributes in it.
+READ_OWN_CLASS = ("torch.distributed.", "torch.nn.utils.parametrize", "torch._dynamo.")
 #: What a view holds of its own.
 OWN = ("_view", "_stands_for", "_batch_norm")
 
@@ -181,9 +181,10 @@ class _StandsFor:
     """Lets ``isinstance`` take a view for a module of the class in ``_stands_for``; ``type`` is its own."""
 
     def _class(self) -> Any:
-        # torch derives a class from what it reads there, and gives the module that class.
-        changes = str(sys._getframe(1).f_globals.get("__name__")).startswith(CHANGE_CLASSES)
-        return type(self) if changes else vars(self).get("_stands_for", type(self))
+        # torch derives a class from what it reads there, and gives the module that class; Dynamo looks up
+        # attributes in it and then asks ``type`` for them.
+        reads_own = str(sys._getframe(1).f_globals.get("__name__")).startswith(READ_OWN_CLASS)
+        return type(self) if reads_own else vars(self).get("_stands_for", type(self))
 
     def _change_class(self, value: Any) -> None:
         vars(object)["__class__"].__set__(self, value)
