@@ -26,8 +26,8 @@ class CallSignature:
 
     Attributes:
         names: the names of the arguments, in order; None if the float model takes ``*args``.
-        defaults: the arguments of the float model that have defaults, with these; and all that the example
-            left out.
+        defaults: the arguments that the example left out; and those that have defaults, with these, except
+            None in place of what the example gave.
         sizes: the conditions on the sizes of the inputs.
         positional: names of the arguments before ``*args``, and of ``*args`` itself.
     """
@@ -43,9 +43,14 @@ class CallSignature:
         if any(p.kind is p.VAR_POSITIONAL for p in parameters):
             kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
             return cls(None, {}, positional=tuple(p.name for p in parameters if p.kind not in kinds))
-        names = tuple(p.name for p in parameters[: len(args)])
-        left_out = (p for p in parameters if p.name not in names or has_default(p))
-        return cls(names, {p.name: p.default for p in left_out if p.kind is not p.VAR_KEYWORD})
+        given = {p.name: arg for p, arg in zip(parameters, args, strict=False)}
+        defaults = {
+            p.name: p.default
+            for p in parameters
+            if p.kind is not p.VAR_KEYWORD
+            and (p.name not in given or (has_default(p) and (p.default is not None or given[p.name] is None)))
+        }
+        return cls(tuple(given), defaults)
 
     def with_sizes(self, sizes: InputSizes) -> CallSignature:
         return replace(self, sizes=sizes.prepared_for_calls())
