@@ -22,7 +22,7 @@ from tests.helpers.oracle import (
     op_decisions,
     sqnr,
 )
-from torchq_compat.errors import CaptureError, QuantizationWarning
+from torchq_compat.errors import CaptureError, InputError, QuantizationWarning
 from torchq_compat.nn import quantizable
 from torchq_compat.support.decisions import Action
 
@@ -75,9 +75,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize(
-    "make", [Masked, pytest.param(Padded, marks=pytest.mark.slow), Decoded], ids=lambda make: make.__name__
-)
+@pytest.mark.parametrize("make", [Masked, Padded, Decoded], ids=lambda make: make.__name__)
 def test_composite_modules_are_calls_as_in_fx(make: type[Masked], capfd: pytest.CaptureFixture[str]) -> None:
     model, mask = make().eval(), MODELS[make]
     batches = [(torch.randn(3, 5, 8), mask(3, 5)) for _ in range(3)]
@@ -86,7 +84,11 @@ def test_composite_modules_are_calls_as_in_fx(make: type[Masked], capfd: pytest.
     ours = by_us(model, MAPPING, batches)[1]
     assert "def forward" not in capfd.readouterr().err  # torch's graph of the failed attempt
     assert activation_qparams(ours) == fx_activation_qparams(theirs)
-    for given in (batches[0], (torch.randn(2, 9, 8), mask(2, 9))):
+    others = (torch.randn(2, 9, 8), mask(2, 9))
+    if make is Padded:  # Its fast path has nested tensors, whose sizes are not followed.
+        with pytest.raises(InputError, match="fixed to"):
+            ours(*others)
+    for given in batches[:1] if make is Padded else (batches[0], others):
         with torch.no_grad():
             exact, mine, its = (m(*given) for m in (model, ours, theirs))
         assert sqnr(its, mine) > 45

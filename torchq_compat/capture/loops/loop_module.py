@@ -226,6 +226,8 @@ def find_looped_sizes(
         inputs: the leaves of ``args`` by label.
     """
     sites, example = _count_calls(runs, args)
+    if any(map(_asks_for_modes, runs.model.modules())):
+        example = runs.of_float_model(args)
     if not sites.repeated:
         return None, example
     size = {
@@ -262,6 +264,13 @@ def find_looped_sizes(
             break
     paths = frozenset(site[-1] for site in sites.repeated)
     return LoopedSizes(tuple(groups), paths, tuple(lines)) if groups else None, example
+
+
+def _asks_for_modes(module: nn.Module) -> bool:
+    """Return whether ``module`` may compute something else where calls are counted: the fast paths of
+    transformers return zeros at padded positions, and are not taken there."""
+    code = getattr(module.forward, "__code__", None)
+    return code is not None and "has_torch_function" in code.co_names
 
 
 def _unlooped(
