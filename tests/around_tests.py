@@ -96,6 +96,20 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     seed(item)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Function, nextitem: pytest.Function | None) -> None:
+    """Let go of what the tests of a file shared.
+
+    Each graph module has a class, and what ``torch.fx`` patches in ``nn.Module`` takes time for all classes
+    beneath it.
+    """
+    if nextitem is None or nextitem.path != item.path:
+        for results in once.MADE.get(item.module.__name__, ()):
+            results.clear()
+        gc.collect()
+        gc.freeze()  # What is left lives long, as what was imported.
+
+
 def pytest_collection_finish() -> None:
     if INSTRUCTION_SET:
         from torchq_compat.recurrent.kernel.build import kernel_build

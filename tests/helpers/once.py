@@ -8,7 +8,7 @@ import inspect
 import os
 import zlib
 from collections.abc import Callable, Hashable
-from typing import Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 
@@ -24,6 +24,9 @@ seed_torch: Callable[[int], object] = (
     torch.manual_seed if torch.backends.cuda.is_built() else torch.default_generator.manual_seed
 )
 
+#: Module -> what its functions under ``made_once`` remember.
+MADE: dict[str, list[dict[Hashable, Any]]] = {}
+
 P = ParamSpec("P")
 Made = TypeVar("Made")
 
@@ -38,6 +41,7 @@ class MadeOnce(Generic[P, Made]):
         functools.update_wrapper(self, make)
         self.__wrapped__ = make
         self._results: dict[Hashable, Made] = {}
+        MADE.setdefault(make.__module__, []).append(self._results)
         self._signature = inspect.signature(make)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Made:
