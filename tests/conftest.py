@@ -10,7 +10,8 @@ import importlib.util
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 
 import pytest
 
@@ -60,6 +61,15 @@ def not_in_smoke(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
         if name in done:
             yield item
         done.add(name)
+
+
+@pytest.fixture
+def engine() -> Iterator[Callable[[str], object]]:
+    """Return a function that chooses the quantized engine until the test ends."""
+    from tests.helpers.engines import using
+
+    with ExitStack() as stack:
+        yield lambda name: stack.enter_context(using(name))
 
 
 def pytest_deselected(items: Sequence[pytest.Item]) -> None:

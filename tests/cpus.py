@@ -22,6 +22,7 @@ RUNS: dict[str, dict[str, str]] = {
     "AVX2": {
         "ATEN_CPU_CAPABILITY": "avx2",
         "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "FBGEMM_ENABLE_INSTRUCTIONS": "AVX2",
         "TORCHQ_INSTRUCTION_SET": "avx2",
         "TORCHQ_SEED": "3",
     },

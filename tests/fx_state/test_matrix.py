@@ -21,6 +21,7 @@ from torch.ao.quantization.qconfig import (
 import torchq_compat as tc
 from tests.fx_state.more_models import Patches, TokensAndMask
 from tests.fx_state.pairs import Saved, differences_of, saved_from
+from tests.helpers.engines import using
 from tests.parity.models import MODELS
 from torchq_compat.checkpoints import load_fx_state
 from torchq_compat.errors import CheckpointError
@@ -86,13 +87,9 @@ def mapping(engine: str, is_qat: bool) -> Any:
 def saved(kind: str, engine: str, is_qat: bool) -> Saved:
     torch.manual_seed(0)
     make, batch = KINDS[kind]
-    before = torch.backends.quantized.engine
-    torch.backends.quantized.engine = engine
-    try:
+    with using(engine):
         batches = [batch() for _ in range(3)]
         return saved_from(make(), lambda: mapping(engine, is_qat), batches, is_qat)
-    finally:
-        torch.backends.quantized.engine = before
 
 
 CELLS = list(itertools.product(KINDS, ENGINES, (False, True)))

@@ -15,6 +15,7 @@ from torch.ao.quantization.fx.custom_config import ConvertCustomConfig, PrepareC
 from torch.fx import GraphModule
 
 import torchq_compat as tc
+from tests.helpers.engines import with_exact_sums
 from tests.helpers.histograms import searched_in_arrays
 from torchq_compat.support.decisions import Action, Decision
 
@@ -85,7 +86,8 @@ def by_fx(
         calibrate(prepared, batches)
         config = CONVERT_LSTM if prepare_config is not None else None
         with searched_in_arrays():
-            return prepared, fx.convert_to_reference_fx(copy.deepcopy(prepared), config)
+            reference = fx.convert_to_reference_fx(copy.deepcopy(prepared), config)
+    return prepared, with_exact_sums(reference)
 
 
 def quantize_nodes(graph_module: GraphModule) -> list[torch.fx.Node]:

@@ -15,6 +15,7 @@ from torch.ao.quantization.quant_type import QuantType
 from torch.fx import GraphModule
 
 import torchq_compat as tc
+from tests.helpers.engines import with_exact_sums
 from tests.helpers.lstm_flow import uniform
 from tests.helpers.once import made_once
 from tests.helpers.oracle import calibrate
@@ -37,7 +38,7 @@ def by_ours(
 ) -> tuple[GraphModule, GraphModule]:
     prepared = tc.prepare_fx(model, mapping, data[0], configs[0])
     calibrate(prepared, data)
-    return prepared, tc.convert_fx(prepared, configs[1])
+    return prepared, with_exact_sums(tc.convert_fx(prepared, configs[1]))
 
 
 class Custom(nn.Module):

@@ -15,6 +15,7 @@ from torch.ao.quantization.fx.custom_config import PrepareCustomConfig
 from torch.fx import GraphModule
 
 import torchq_compat as tc
+from tests.helpers.engines import with_exact_sums
 from tests.helpers.once import made_once
 from tests.helpers.oracle import calibrate, leaves, quantize_nodes, sqnr
 from torchq_compat.errors import QuantizationWarning
@@ -63,7 +64,7 @@ def by_fx(model: nn.Module, data: list[tuple[Tensor, Tensor]]) -> GraphModule:
         warnings.simplefilter("ignore")
         prepared = fx.prepare_fx(copy.deepcopy(model), MAPPING, data[0], config([0], [0]))
         calibrate(prepared, data)
-        return fx.convert_fx(prepared)
+        return with_exact_sums(fx.convert_fx(prepared))
 
 
 def by_us(model: nn.Module, data: list[Any], inputs: list[int], outputs: list[int]) -> GraphModule:

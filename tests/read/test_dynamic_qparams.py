@@ -19,6 +19,7 @@ from torch.ao.quantization import (
 from torch.ao.quantization.backend_config import BackendConfig, BackendPatternConfig, DTypeConfig
 
 import torchq_compat as tc
+from tests.helpers.engines import using
 from tests.helpers.oracle import by_us, quantize_nodes
 from torchq_compat.errors import QuantizationWarning
 from torchq_compat.read.observers import DynamicQuantization
@@ -26,10 +27,8 @@ from torchq_compat.read.observers import DynamicQuantization
 
 @pytest.fixture(params=["x86", "qnnpack"])
 def engine(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = torch.backends.quantized.engine
-    torch.backends.quantized.engine = request.param
-    yield request.param
-    torch.backends.quantized.engine = before
+    with using(request.param):
+        yield request.param
 
 
 def quantizer_graph(dtype: torch.dtype) -> torch.fx.GraphModule:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,17 +27,6 @@ from torchq_compat.profiles import whole_range_dynamic
 from torchq_compat.read.qdq import CHOOSE_QPARAMS
 
 ENGINES = ("x86", "onednn", "fbgemm", "qnnpack")
-
-
-@pytest.fixture
-def engine() -> Iterator[Callable[[str], None]]:
-    before = torch.backends.quantized.engine
-
-    def use(name: str) -> None:
-        torch.backends.quantized.engine = name
-
-    yield use
-    torch.backends.quantized.engine = before
 
 
 class Tagger(nn.Module):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -22,6 +21,7 @@ from torch.fx import GraphModule
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import torchq_compat as tc
+from tests.helpers.engines import using
 from tests.helpers.once import made_once
 from tests.helpers.oracle import MAP_LSTM, count_nodes, leaves, sqnr
 
@@ -54,18 +54,8 @@ class Model(nn.Module):
         return self.rnn(x)
 
 
+#: x86's kernels use half of the range of dynamic activations, qnnpack's the whole range.
 ENGINES = ("x86", "qnnpack")
-
-
-@contextmanager
-def using(engine: str) -> Iterator[None]:
-    """x86's kernels use half of the range of dynamic activations, qnnpack's the whole range."""
-    before = torch.backends.quantized.engine
-    torch.backends.quantized.engine = engine
-    try:
-        yield
-    finally:
-        torch.backends.quantized.engine = before
 
 
 @pytest.fixture(params=ENGINES)

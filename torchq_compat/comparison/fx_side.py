@@ -4,6 +4,7 @@ import copy
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -262,9 +263,10 @@ def quantize_by_fx(case: Case, places: Mapping[sides.Key, KeyFacts]) -> sides.Qu
         if case.fx_state is not None:
             prepared.load_state_dict(case.fx_state)
         case.calibrate(prepared)
-        reference = fx.convert_to_reference_fx(
-            copy.deepcopy(prepared), quantized, backend_config=case.backend_config
-        )
+        with _exact_sums() if quantized is not None and sums_saturate() else nullcontext():
+            reference = fx.convert_to_reference_fx(
+                copy.deepcopy(prepared), quantized, backend_config=case.backend_config
+            )
         deployed, error = None, ""
         try:  # The lowered model, as the script would ship it.
             lowered = fx.convert_fx(copy.deepcopy(prepared), quantized)
@@ -275,6 +277,28 @@ def quantize_by_fx(case: Case, places: Mapping[sides.Key, KeyFacts]) -> sides.Qu
             error = error_line(cause)
         run, output_qparams = observe_places(prepared, reference, places)
     return sides.QuantizedModel(run, output_qparams, deployed, error)
+
+
+def sums_saturate() -> bool:
+    """Return whether this engine's kernels saturate sums of integers over the whole range, as those of x86 do
+    on CPUs without VNNI."""
+    x = torch.quantize_per_tensor(torch.full((1, 4), 255.0), 1.0, 0, torch.quint8)
+    weight = torch.quantize_per_tensor(torch.full((1, 4), 127.0), 1.0, 0, torch.qint8)
+    result = torch.ops.quantized.linear(x, torch.ops.quantized.linear_prepack(weight, None), 1000.0, 0)
+    return int(result.int_repr()) < 4 * 255 * 127 // 1000
+
+
+# Quantized custom modules run kernels in the reference, too: what they lose by saturating is no decision of
+# FX. qnnpack's sum exactly.
+@contextmanager
+def _exact_sums() -> Iterator[None]:
+    engines, before = torch.backends.quantized, torch.backends.quantized.engine
+    if "qnnpack" in engines.supported_engines:
+        engines.engine = "qnnpack"
+    try:
+        yield
+    finally:
+        engines.engine = before
 
 
 def _custom_configs(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,17 +26,6 @@ from torchq_compat.support.quantized_tensors import is_quantized
 N = "torchq_compat_native"
 OWN = f"runs as {N}.recurrent.default, one linear"
 NATIVE = torch.ops.torchq_compat_native.recurrent.default
-
-
-@pytest.fixture
-def engine() -> Iterator[Callable[[str], None]]:
-    before = torch.backends.quantized.engine
-
-    def use(name: str) -> None:
-        torch.backends.quantized.engine = name
-
-    yield use
-    torch.backends.quantized.engine = before
 
 
 class Mobile(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -48,17 +48,6 @@ EIGHT_BITS = QConfigMapping().set_global(
 SEVEN_BITS = QConfigMapping().set_global(
     QConfig(MinMaxObserver.with_args(dtype=torch.quint8, reduce_range=True), default_weight_observer)
 )
-
-
-@pytest.fixture
-def engine() -> Iterator[Callable[[str], None]]:
-    before = torch.backends.quantized.engine
-
-    def use(name: str) -> None:
-        torch.backends.quantized.engine = name
-
-    yield use
-    torch.backends.quantized.engine = before
 
 
 class Residual(nn.Module):

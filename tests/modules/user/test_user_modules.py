@@ -31,6 +31,7 @@ from torch.ao.quantization.quant_type import QuantType
 from torch.fx import GraphModule
 
 import torchq_compat as tc
+from tests.helpers.engines import with_exact_sums
 from tests.helpers.lstm_flow import uniform
 from tests.helpers.once import made_once
 from tests.helpers.oracle import calibrate, leaves, quantize_nodes, sqnr
@@ -63,7 +64,7 @@ def by_theirs(
         warnings.simplefilter("ignore")
         prepared = fx.prepare_fx(copy.deepcopy(model), mapping, data[0], configs[0])
         calibrate(prepared, data)
-        return prepared, fx.convert_fx(copy.deepcopy(prepared), configs[1])
+        return prepared, with_exact_sums(fx.convert_fx(copy.deepcopy(prepared), configs[1]))
 
 
 # The classic custom module of torch.ao's documentation and tests.

@@ -1,0 +1,44 @@
+"""Quantized engines, and what their kernels do on a CPU without VNNI."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TypeVar
+
+import torch
+import torch.ao.nn.intrinsic.quantized as nniq
+import torch.ao.nn.quantized as nnq
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchq_compat.comparison.fx_side import sums_saturate
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+@contextmanager
+def using(engine: str) -> Iterator[None]:
+    before = torch.backends.quantized.engine
+    torch.backends.quantized.engine = engine
+    try:
+        yield
+    finally:
+        torch.backends.quantized.engine = before
+
+
+def with_exact_sums(model: Model) -> Model:
+    """Let linears of FX sum exactly also where they would saturate: the oracle is FX, and not the CPU."""
+    for module in model.modules() if sums_saturate() else ():
+        if isinstance(module, nnq.Linear):
+            module.forward = partial(_exact_linear, module)
+    return model
+
+
+def _exact_linear(module: nnq.Linear, x: Tensor) -> Tensor:
+    weight, bias = module._weight_bias()
+    bias = None if bias is None else bias.double()
+    result = F.linear(x.dequantize().double(), weight.dequantize().double(), bias).float()
+    result = result.relu() if isinstance(module, nniq.LinearReLU) else result
+    return torch.quantize_per_tensor(result, module.scale, module.zero_point, torch.quint8)
