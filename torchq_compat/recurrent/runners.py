@@ -219,7 +219,10 @@ class DynamicQuantizeLSTMRunner(TracedRunner):
         return x, last
 
     def _linear(self, graph_module: GraphModule) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the weight (inputs, 4H), scale, zero point and bias (4H,) of the linear of a graph."""
+        """Return the weight (inputs, 4H), scale, zero point and bias (4H,) of the linear of a graph.
+
+        Its integers are unsigned: without VNNI, ONNX Runtime saturates sums of signed ones.
+        """
 
         def ordered(node: Any) -> Tensor:
             gates = attribute_of(graph_module, node).chunk(len(self.GATE_ORDER))
@@ -227,13 +230,14 @@ class DynamicQuantizeLSTMRunner(TracedRunner):
 
         (linear,) = graph_module.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)
         integers, scale, zero_point = linear.args[1].args[:3]
-        weight = ordered(integers).t()
         if isinstance(scale, Node):
-            qparams = ordered(scale).float(), ordered(zero_point).to(torch.int8)
+            scale, zero_point = ordered(scale).float(), ordered(zero_point)
         else:
-            qparams = torch.tensor(scale), torch.tensor(zero_point, dtype=torch.int8)
+            scale, zero_point = torch.tensor(scale), torch.tensor(zero_point)
         bias = linear.args[2] if len(linear.args) > 2 else None
-        return weight, *qparams, weight.new_zeros(weight.shape[1:]).float() if bias is None else ordered(bias)
+        weight, zero_point = ((each.short() + 128).byte() for each in (ordered(integers).t(), zero_point))
+        no_bias = scale.new_zeros(weight.shape[1:])
+        return weight, scale, zero_point, no_bias if bias is None else ordered(bias)
 
 
 class NativeRunner(PythonRunner):

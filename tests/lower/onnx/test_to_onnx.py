@@ -38,6 +38,7 @@ from tests.helpers.once import made_once
 from tests.helpers.oracle import leaves, sqnr
 from tests.helpers.quantizers import ByHand, annotate
 from torchq_compat import recurrent_parts
+from torchq_compat.comparison.fx_side import sums_saturate
 from torchq_compat.errors import ArgumentError, ExportError, PathError, QuantizationWarning
 from torchq_compat.lower.onnx import lowering as packages
 from torchq_compat.lower.onnx.lowering import OnnxModel, to_onnx
@@ -546,6 +547,36 @@ def test_other_results_are_told() -> None:
         packages.check_in_runtime(made, nn.Sequential(model, Negated()), [(x,)])
 
 
+def test_results_that_the_optimizer_changes_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without VNNI by its own kernels; here by hand, whatever the CPU."""
+    model, x = squeezed(), torch.randn(2, 7, 4)
+    made = tc.to_onnx(model, (x,))
+
+    class Session(onnxruntime.InferenceSession):
+        def run(self, *args: Any, **kwargs: Any) -> list[Any]:
+            results = super().run(*args, **kwargs)
+            level = self.get_session_options().graph_optimization_level
+            return [0.9 * result if level == LEVELS.ORT_ENABLE_ALL else result for result in results]
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", Session)
+    with pytest.warns(QuantizationWarning, match=r"optimizer changes .*: 20\.0 dB beside .*TQ443"):
+        packages.check_in_runtime(made, model, [(x,)])
+
+
+def test_whole_range_sums_on_this_cpu() -> None:
+    """They saturate without VNNI, and that is told; elsewhere the results are those of the model."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 4)).eval(), torch.randn(32, 64)
+    prepared = tc.prepare_fx(model, get_default_qconfig_mapping("qnnpack"), (x,))
+    prepared(x)
+    quantized = tc.convert_fx(prepared)
+    if sums_saturate():
+        with pytest.warns(QuantizationWarning, match="TQ443"):
+            tc.to_onnx(quantized, (x,))
+    else:
+        assert sqnr(quantized(x), run(tc.to_onnx(quantized, (x,)), x)[0]) > 40
+
+
 class Steps(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -572,7 +603,7 @@ def test_buffers_that_are_written_are_told() -> None:
 
 def test_fake_quantizes_become_quantize_and_dequantize() -> None:
     model, x = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()), torch.randn(4, 3, 8, 8)
-    trained = tc.prepare_qat_fx(model, get_default_qat_qconfig_mapping("qnnpack"), (x,))
+    trained = tc.prepare_qat_fx(model, get_default_qat_qconfig_mapping("x86"), (x,))
     trained(x).sum().backward()
     trained.eval().apply(disable_observer)
     with pytest.raises(ExportError, match=r"convert_fx or convert_to_reference_fx returned"):

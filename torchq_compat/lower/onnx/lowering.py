@@ -111,8 +111,8 @@ def read_model(proto: Any, opset: int) -> OnnxModel:
 # Loads what was written with ONNX Runtime, if it is installed, and compares.
 
 
-#: The SQNR in dB under which ONNX Runtime's results are told to be others.
-LEAST = 20.0
+#: The SQNR in dB under which ONNX Runtime's results are told to be others, and its optimizer's beside those.
+LEAST, LEAST_OPTIMIZED = 20.0, 30.0
 
 
 def check_in_runtime(model: OnnxModel, converted: torch.nn.Module, trials: Sequence[tuple[Any, ...]]) -> None:
@@ -125,13 +125,10 @@ def check_in_runtime(model: OnnxModel, converted: torch.nn.Module, trials: Seque
         onnxruntime = import_module("onnxruntime")
     except ImportError:
         return
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.log_severity_level = 4
-    try:
-        session = onnxruntime.InferenceSession(model.to_bytes(), options)
-    except Exception as cause:
-        raise _refused(str(cause)) from cause
+    content, levels = model.to_bytes(), onnxruntime.GraphOptimizationLevel
+    session, optimized = (
+        _session(onnxruntime, content, level) for level in (levels.ORT_DISABLE_ALL, levels.ORT_ENABLE_ALL)
+    )
     for args in trials:
         given = tensors_in(args)
         inputs = session.get_inputs()
@@ -145,18 +142,30 @@ def check_in_runtime(model: OnnxModel, converted: torch.nn.Module, trials: Seque
             continue
         try:
             named = {entry.name: value.cpu().numpy() for entry, value in zip(inputs, given, strict=True)}
-            results = session.run(None, named)
+            plain, changed = (_floats(each.run(None, named)) for each in (session, optimized))
         except Exception as cause:
             raise _refused(f"{cause}, at {shapes}") from cause
-        results = [torch.from_numpy(result) if hasattr(result, "dtype") else result for result in results]
-        expected = pytree.tree_map_only(Tensor, Tensor.cpu, expected)
-        problem = difference(_floats(expected), _floats(results), LEAST)
-        if problem is not None:
+        expected = _floats(pytree.tree_map_only(Tensor, Tensor.cpu, expected))
+        if (problem := difference(expected, plain, LEAST)) is not None:
             warn_user("TQ436", shapes=shapes, problem=problem)
+        elif (problem := difference(plain, changed, LEAST_OPTIMIZED)) is not None:
+            warn_user("TQ443", problem=problem)
+            return
+
+
+def _session(onnxruntime: Any, content: bytes, level: Any) -> Any:
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = level
+    options.log_severity_level = 4
+    try:
+        return onnxruntime.InferenceSession(content, options)
+    except Exception as cause:
+        raise _refused(str(cause)) from cause
 
 
 def _floats(results: Any) -> list[Tensor]:
-    leaves = pytree.tree_leaves(results)
+    arrays = pytree.tree_leaves(results)
+    leaves = [torch.from_numpy(leaf) if type(leaf).__module__ == "numpy" else leaf for leaf in arrays]
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
