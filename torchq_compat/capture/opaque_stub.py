@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from torchq_compat.capture.call_layouts import CallLayout, LeafKind, Structure
 from torchq_compat.capture.packed_sequences import batch_of_arguments, call_with_batch
-from torchq_compat.capture.sizes.size_reads import current_reads
+from torchq_compat.capture.sizes.size_reads import ShapesOfCall, current_reads
 from torchq_compat.errors import CustomModuleError
 from torchq_compat.support.process_state import held
 
@@ -31,12 +31,29 @@ from torchq_compat.support.process_state import held
 
 #: Computes the nested result of a call from fake arguments: shapes and dtypes only.
 FakeCall = Callable[..., Any]
+#: A shape that no result has.
+OF_ANOTHER_RANK = (0,) * 64
 
 
 @dataclass
 class _Stub:
     fake_call: FakeCall
     layouts: list[CallLayout] = field(default_factory=list)
+
+    def on_shapes(self, index: int) -> ShapesOfCall:
+        """Return what computes the shapes of the results of call ``index``, at any time after the capture."""
+        layout = self.layouts[index]
+        fake_call: FakeCall = getattr(self.fake_call, "on_shapes", lambda: self.fake_call)()
+
+        def compute(tensors: list[Tensor], sizes: list[int]) -> list[Tensor]:
+            args, kwargs = layout.inputs.put_together(tensors, sizes)
+            outputs, results = Structure.take_apart(fake_call(*args, **kwargs))
+            if outputs == layout.outputs:
+                return results
+            # Of another rank than any result, so that the guard on it refuses.
+            return [torch.empty(OF_ANOTHER_RANK, device="meta")] * layout.outputs.count()
+
+        return compute
 
 
 @dataclass
@@ -169,10 +186,13 @@ class CaptureStub(nn.Module):
         flat = torch.ops.torchq_compat.custom_module(
             tensors, [*sizes, *more], self.stub_handle, len(stub.layouts) - 1
         )
+        handed_on = [True] * len(shown)
         if (reads := current_reads()) is not None:
-            for built, item in zip(flat, shown, strict=True):
-                reads.hand_on_sizes(built, like=item)
-        result = outputs.put_together(_with_handed_on(flat, shown, tensors))
+            compute = stub.on_shapes(len(stub.layouts) - 1) if batch is None else None
+            has_constants = any(value is not None for value in outputs.constants())
+            if not reads.know_results(flat, shown, compute, has_constants=has_constants):
+                handed_on = outputs.holds_indices()
+        result = outputs.put_together(_with_handed_on(flat, shown, tensors, handed_on))
         registry.results.append(result)
         return result
 
@@ -198,12 +218,14 @@ def _custom_module_fake(tensors: list[Tensor], sizes: list[int], handle: str, la
 OPAQUE_OP = torch.ops.torchq_compat.custom_module.default
 
 
-def _with_handed_on(results: list[Tensor], shown: list[Tensor], tensors: list[Tensor]) -> list[Tensor]:
-    """Return ``results``, with the argument itself in place of each result that is an argument in ``shown``,
-    such as the batch sizes of a PackedSequence."""
+def _with_handed_on(
+    results: list[Tensor], shown: list[Tensor], tensors: list[Tensor], handed_on: list[bool]
+) -> list[Tensor]:
+    """Return ``results``, with the argument itself in place of each result that may be ``handed_on`` and is
+    an argument in ``shown``, such as the batch sizes of a PackedSequence."""
     return [
-        next((given for given in tensors if given is item), result)
-        for result, item in zip(results, shown, strict=True)
+        next((given for given in tensors if given is item), result) if may_be else result
+        for result, item, may_be in zip(results, shown, handed_on, strict=True)
     ]
 
 

@@ -117,7 +117,7 @@ class StandaloneHandler(registry.CustomModuleHandler):
     carries_standalone = True
 
     def fake_call(self, module: nn.Module, path: str) -> FakeCall:
-        return fake_call_of(module, path)
+        return fake_call_of(module, path, decides_at_calls=False)  # It is captured as a model of its own.
 
     def owns(self, opaque: nn.Module) -> bool:
         return isinstance(opaque, OpaqueStandalone)

@@ -1,29 +1,31 @@
 """The shapes of the results of a user's module: by fake tensors, or by calls with values."""
 
+from __future__ import annotations
+
 import functools
-import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from torchq_compat.capture.call_layouts import Structure, input_labels
 from torchq_compat.capture.opaque_stub import FakeCall
-from torchq_compat.capture.sizes.numbers import is_followed
+from torchq_compat.capture.sizes.numbers import plain
+from torchq_compat.capture.sizes.size_reads import current_reads
 from torchq_compat.errors import CustomModuleError, TorchQCompatError
 from torchq_compat.modules.registry import Parent, handlers
-from torchq_compat.support.graph_nodes import copied_model
+from torchq_compat.support.graph_nodes import copied_model, tensors_in
 from torchq_compat.support.process_state import alone, draws_kept, own_attribute
-from torchq_compat.support.upstream import detect_fake_mode, disable_current_modes
+from torchq_compat.support.upstream import FakeTensorMode, detect_fake_mode, disable_current_modes
 
 # Finds the shapes of a module's results if fake tensors fail: the module branches on data, or leaves torch.
 #
-# The module is run twice on real tensors, the second time with other sizes. A size of a result is taken to
-# be the size of an input that it equals both times, or else a constant. Sizes that the module does not
-# accept otherwise are fixed, and those that it accepts only if they are equal stay equal.
+# The module is run on real tensors, of zeros and of ones. At other sizes it is run again: how its results
+# depend on these cannot be seen.
 
 
 def probe(module: nn.Module, path: str, args: Any, kwargs: Any) -> Any:
@@ -33,163 +35,149 @@ def probe(module: nn.Module, path: str, args: Any, kwargs: Any) -> Any:
         CustomModuleError: if the module fails on example data, or its shapes depend on the data.
     """
     inputs, tensors, sizes = Structure.take_apart_with_sizes((args, kwargs))
-    call = _Call(module, path, inputs, tensors, sizes, [tuple(tensor.shape) for tensor in tensors])
-    outputs, first = call.run({}, torch.zeros)
-    moves, (other_outputs, second) = _move_sizes(call)
-    if outputs != other_outputs:
-        raise _shapes_depend_on_data(path, type(module))
-    _keep_equal(call.followed, moves)
-    results = []
-    for one, other in zip(first, second, strict=True):
-        if one.dim() != other.dim() or one.dtype != other.dtype:
-            raise _shapes_depend_on_data(path, type(module))
-        pairs = zip(one.shape, other.shape, strict=True)
-        shape = [_size(pair, call, moves) for pair in pairs]
-        results.append(call.tensors[0].new_empty(shape, dtype=one.dtype))
-    return outputs.put_together(results)
+    kind = type(module).__name__
+    shapes = [[*map(_value, tensor.shape)] for tensor in tensors]
 
-
-#: Expression of a size -> the value it has in place of that of the example.
-Moves = dict[Any, int]
-
-
-#: The structure of the results of a run, and the tensors in them.
-_Run = tuple[Structure, list[Tensor]]
-
-
-@dataclass(frozen=True)
-class _Call:
-    module: nn.Module
-    path: str
-    inputs: Structure
-    tensors: list[Tensor]
-    sizes: list[Any]
-    shapes: list[tuple[Any, ...]]
-
-    @property
-    def followed(self) -> list[torch.SymInt]:
-        """The sizes that the call is given and that are no constants."""
-        return [size for size in (*itertools.chain(*self.shapes), *self.sizes) if is_followed(size)]
-
-    def run(self, moves: Moves, fill: Callable[..., Tensor] = torch.ones) -> _Run:
-        """Run the module on real tensors at the sizes of the example, but for ``moves``."""
+    def run(fill: Callable[..., Tensor]) -> tuple[Structure, list[Tensor]]:
         # Inside torch.export every new tensor would be fake.
         with disable_current_modes():
+            given = zip(tensors, shapes, strict=True)
             real = [
-                fill([_value(size, moves) for size in shape], dtype=t.dtype, device=t.device)
-                for t, shape in zip(self.tensors, self.shapes, strict=True)
+                fill(shape, dtype=tensor.dtype, device=_device(tensor, module)) for tensor, shape in given
             ]
-            args, kwargs = self.inputs.put_together(real, [_value(size, moves) for size in self.sizes])
+            real_args, real_kwargs = inputs.put_together(real, [*map(_value, sizes)])
             try:
                 with alone(), draws_kept(), torch.no_grad():
-                    return Structure.take_apart(copied_model(self.module)(*args, **kwargs))
+                    return Structure.take_apart(copied_model(module)(*real_args, **real_kwargs))
             except Exception as cause:
-                kind = type(self.module).__name__
                 raise CustomModuleError.of(
-                    "TQ942.shapes_unknown", kind=kind, path=self.path, cause=cause
+                    "TQ942.shapes_unknown", kind=kind, path=path, cause=cause
                 ) from cause
 
-    def accepts(self, moves: Moves) -> bool:
-        try:
-            self.run(moves)
-        except CustomModuleError:
-            return False
-        return True
+    (outputs, results), (other_outputs, others) = run(torch.zeros), run(torch.ones)
+    if outputs != other_outputs or [*map(_form, results)] != [*map(_form, others)]:
+        raise CustomModuleError.of("TQ942.shapes_depend_on_data", kind=kind, path=path)
+    empty = (tensors[0].new_empty(result.shape, dtype=result.dtype) for result in results)
+    return outputs.put_together(empty)
 
 
-def _move_sizes(call: _Call) -> tuple[Moves, _Run]:
-    """Return other values of the sizes that the module accepts, as many as can be found, and its run on
-    them: each size on its own value; else those with equal values together."""
-    moves: Moves = {}
-    for size in call.followed:
-        moves.setdefault(size.node.expression, 2 * size.node.value + 1 + len(moves))
-    example = {size.node.expression: size.node.value for size in call.followed}
-    try:
-        return moves, call.run(moves)
-    except CustomModuleError as refused:
-        alone = {size: value for size, value in moves.items() if call.accepts({size: value})}
-        together: Moves = {}
-        for value in set(example.values()):
-            alike = [size for size in moves if size not in alone and example[size] == value]
-            group = dict.fromkeys(alike, moves[alike[0]]) if len(alike) > 1 else {}
-            together |= group if group and call.accepts(group) else {}
-        accepted = {**alone, **together}
-        if not accepted:
-            raise
-        try:
-            return accepted, call.run(accepted)
-        except CustomModuleError:
-            raise refused from None
+def _value(size: Any) -> int:
+    return int(plain(size))
 
 
-def _keep_equal(followed: list[torch.SymInt], moves: Moves) -> None:
-    """Let the captured graph accept no other sizes than the module does."""
-    moved: dict[int, torch.SymInt] = {}
-    for size in followed:
-        if size.node.expression not in moves:
-            int(size)  # fixes it
-        else:
-            first = moved.setdefault(moves[size.node.expression], size)
-            bool(first == size)  # a guard
+def _form(result: Tensor) -> tuple[Any, ...]:
+    return tuple(result.shape), result.dtype
 
 
-def _value(size: Any, moves: Moves) -> int:
-    """Return the value of ``size`` with ``moves``."""
-    return moves.get(size.node.expression, size.node.value) if is_followed(size) else int(size)
-
-
-def _size(pair: tuple[int, int], call: _Call, moves: Moves) -> Any:
-    for size in call.followed:
-        if (_value(size, {}), _value(size, moves)) == pair:
-            return size
-    if pair[0] != pair[1]:
-        raise _shapes_depend_on_data(call.path, type(call.module))
-    return pair[0]
-
-
-def _shapes_depend_on_data(path: str, cls: type) -> CustomModuleError:
-    return CustomModuleError.of("TQ942.shapes_depend_on_data", kind=cls.__name__, path=path)
+def _device(tensor: Tensor, module: nn.Module) -> torch.device:
+    """Return the device of ``tensor``; that of the module's weights for one that is a shape only."""
+    if not tensor.is_meta:
+        return tensor.device
+    return next((weight.device for weight in _weights(module).values()), torch.device("cpu"))
 
 
 # Computes the shapes of a module's results by running it on fake tensors.
 
 
-def fake_call_of(module: nn.Module, path: str) -> FakeCall:
+def fake_call_of(module: nn.Module, path: str, *, decides_at_calls: bool = True) -> WholeCall:
     """Return a function that runs ``module`` on fake tensors; its parameters may be real.
 
     Submodules that a handler keeps opaque, such as recurrent modules, are replaced by the handler's fake
-    calls. A module that needs data is run on example data; see ``probed_shapes``.
+    calls. A module that needs data is run on example data; see ``probe``.
+
+    Args:
+        decides_at_calls: whether the module's Python decides by sizes at each call; if not, what it decides
+            here holds for all.
 
     Raises:
         CustomModuleError: on the call, if no shapes can be found, or the module writes to an input.
     """
     # During torch.export the module itself has fake parameters, and its calls are recorded.
-    real = copied_model(module)
-    if is_users_own(module):
+    return WholeCall(copied_model(module), path, decides_at_calls)
+
+
+class WholeCall:
+    """See ``fake_call_of``."""
+
+    def __init__(self, real: nn.Module, path: str, decides_at_calls: bool) -> None:
+        self._real, self._path, self._decides_at_calls = real, path, decides_at_calls
         # On fake tensors torch writes its recurrent operator out, for as many steps as are tried.
-        return lambda *args, **kwargs: probe(real, path, args, kwargs)
-    faked = _with_fake_calls_inside(real, path)
+        self._needs_data = is_users_own(real)
+        self._faked = real if self._needs_data else _with_fake_calls_inside(real, path)
 
-    @functools.cache
-    def on_meta() -> nn.Module:
-        return copied_model(faked).to("meta")
+    @functools.cached_property
+    def _shapes(self) -> _OnShapes:
+        return _OnShapes(self._faked, self._path)
 
-    def fake(*args: Any, **kwargs: Any) -> Any:
-        inputs, tensors = Structure.take_apart((args, kwargs))
-        versions = [tensor._version for tensor in tensors]
-        try:
-            with alone(), draws_kept(), _real_parameters_allowed(tensors):
-                result = (on_meta() if tensors and tensors[0].is_meta else faked)(*args, **kwargs)
-        except TorchQCompatError:
-            raise
-        except Exception:
-            return probe(real, path, args, kwargs)
-        for label, tensor, version in zip(input_labels(type(module), inputs), tensors, versions, strict=True):
-            if tensor._version != version:
-                raise CustomModuleError.of("TQ942.changes_input", path=path, label=label)
-        return result
+    def on_shapes(self) -> FakeCall:
+        """Return a function for tensors on the meta device, which keeps weights only if the module needs
+        data."""
+        return self if self._needs_data else self._shapes
 
-    return fake
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        reads = current_reads()
+        with nullcontext() if reads is None or not self._decides_at_calls else reads.apart():
+            if not self._needs_data:
+                is_meta = any(tensor.is_meta for tensor in tensors_in((args, kwargs)))
+                try:
+                    if is_meta:
+                        return self._shapes(*args, **kwargs)
+                    return _run(self._faked, type(self._real), self._path, args, kwargs)
+                except TorchQCompatError:
+                    raise
+                except Exception:
+                    pass  # Data may tell.
+            result = probe(self._real, self._path, args, kwargs)
+            self._needs_data = True
+            if reads is not None:
+                reads.decide_unseen()
+            return result
+
+
+class _OnShapes:
+    """Runs a module on tensors of which only the shapes are read, and keeps none of its weights."""
+
+    def __init__(self, module: nn.Module, path: str) -> None:
+        self._path = path
+        with disable_current_modes():
+            self._module = copied_model(module).to("meta")
+        self._devices = {name: weight.device for name, weight in _weights(module).items()}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module, (inputs, tensors, sizes) = self._module, Structure.take_apart_with_sizes((args, kwargs))
+        if isinstance(module, torch.jit.ScriptModule):
+            return _run(module, type(module), self._path, args, kwargs)
+        device = next(iter(self._devices.values()), torch.device("cpu"))
+        # Not on the meta device: the module may make tensors of its own, and name no device.
+        with detect_fake_mode(tensors) or FakeTensorMode():
+            fakes = {name: _like(weight, self._devices[name]) for name, weight in _weights(module).items()}
+            given = inputs.put_together([_like(tensor, device) for tensor in tensors], sizes)
+            call = partial(_with_weights, module, fakes)
+            outputs, results = Structure.take_apart(_run(call, type(module), self._path, *given))
+        return outputs.put_together([_like(result, torch.device("meta")) for result in results])
+
+
+def _weights(module: nn.Module) -> dict[str, Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def _like(tensor: Tensor, device: torch.device) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+
+
+def _with_weights(module: nn.Module, weights: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
+    return functional_call(module, weights, args, kwargs)
+
+
+def _run(call: Callable[..., Any], kind: type[nn.Module], path: str, args: Any, kwargs: Any) -> Any:
+    inputs, tensors = Structure.take_apart((args, kwargs))
+    versions = [tensor._version for tensor in tensors]
+    with alone(), draws_kept(), _real_parameters_allowed(tensors):
+        result = call(*args, **kwargs)
+    for label, tensor, version in zip(input_labels(kind, inputs), tensors, versions, strict=True):
+        if tensor._version != version:
+            raise CustomModuleError.of("TQ942.changes_input", path=path, label=label)
+    return result
 
 
 class FakeCaller(Parent):

@@ -127,13 +127,13 @@ class DecidesByOwn(nn.Module):
         return y * 2 if y.size(0) > 4 else y - 1
 
 
-def test_a_size_that_a_custom_module_computes_is_not_free() -> None:
+def test_a_decision_by_a_size_that_a_custom_module_computes() -> None:
     model = DecidesByOwn().eval()
     config = PrepareCustomConfig().set_non_traceable_module_classes([Own])
-    with pytest.warns(QuantizationWarning, match=r"decides|fixed"):
+    with pytest.warns(QuantizationWarning, match="free: as long as it is 1 to 4"):
         prepared = tc.prepare_fx(model, QConfigMapping(), (torch.randn(3, 7, 6),), config)
-    x = torch.randn(3, 7, 6)
-    torch.testing.assert_close(prepared(x), model(x), rtol=1e-5, atol=1e-5)
-    for size in [(5, 7), (3, 12)]:
-        with pytest.raises(InputError):
-            prepared(torch.randn(*size, 6))
+    for size in [(3, 7), (3, 12), (1, 2), (4, 5)]:
+        x = torch.randn(*size, 6)
+        torch.testing.assert_close(prepared(x), model(x), rtol=1e-5, atol=1e-5)
+    with pytest.raises(InputError, match="size 5 in dimension 0"):
+        prepared(torch.randn(5, 7, 6))

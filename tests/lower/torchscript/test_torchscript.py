@@ -273,6 +273,30 @@ def test_a_fixed_size_is_checked() -> None:
         scripted(torch.randn(4, 8))
 
 
+class Whole(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x) if x.size(0) > 2 else -self.fc(x)
+
+
+def test_what_a_whole_module_decides_by_sizes_is_checked_in_a_script() -> None:
+    """Python decides it at each call, and a script has no Python."""
+    config = tc.get_default_prepare_custom_config().set_non_traceable_module_names(["1"])
+    prepared = tc.prepare_fx(
+        nn.Sequential(nn.Linear(8, 8), Whole()).eval(), MAPPING, (torch.randn(4, 8),), config
+    )
+    prepared(torch.randn(4, 8))
+    lowered = tc.convert_fx(prepared)
+    again = loaded_again(torch.jit.script(lowered))
+    check_equal(lowered, again, (torch.randn(3, 8),))
+    lowered(torch.randn(2, 8))
+    with pytest.raises(torch.jit.Error, match=r"argument 0 of 1.size\(0\) is not as captured: at least 3"):
+        again(torch.randn(2, 8))
+
+
 @pytest.mark.parametrize("how", [script, trace])
 def test_a_loop_is_a_loop(how: Callable[..., Any]) -> None:
     made = stages("rows")

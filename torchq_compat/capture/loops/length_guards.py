@@ -19,9 +19,10 @@ from torchq_compat.capture.sizes.numbers import (
     condition_of,
     map_sizes,
     simplified,
+    size_of,
     sizes_in,
 )
-from torchq_compat.capture.sizes.shape_program import depends_on_values, is_computable
+from torchq_compat.capture.sizes.shape_program import is_computable
 from torchq_compat.capture.sizes.size_reads import Guard, ReadSizes
 
 # What both captures decided alike is a guard of the rolled model too, in terms of its inputs: each trace
@@ -87,25 +88,21 @@ def keep_guards(short: ReadSizes, long: ReadSizes, lengths: Sequence[Length]) ->
     sizes that depend on values.
 
     Raises:
-        NotALoopError: a decision is about a size that does not grow evenly with a length, or that a custom
-            module computes by itself.
+        NotALoopError: a decision is about a size that does not grow evenly with a length.
     """
     graph = Graph()
     inputs = tuple(None if node is None else graph.node_copy(node) for node in short.inputs)
     longs = [replace(length, short=length.short + length.grown) for length in lengths]
     known = {**short.known, **long.known}
     known |= _at_lengths(short.inputs, inputs, lengths) | _at_lengths(long.inputs, inputs, longs)
-    read, computable = ReadSizes(inputs, (), known), set[Node]()
+    read, computable = ReadSizes(inputs, (), known, {**short.calls, **long.calls}), set[Node]()
     twins = dict(_named(long.guards))
     guards, doubtful = list[Guard](), tuple(dict[int, list[Guard]]() for _ in lengths)
     for name, guard in _named(short.guards):
         if name not in twins or not _has_numbers(guard) or not _has_numbers(twins[name]):
             continue
         expression = _in_lengths(guard, twins[name], short.inputs, inputs, lengths)
-        of_modules = [item for item in sizes_in(expression) if not is_computable(item.node, read, computable)]
-        if not all(depends_on_values(item.node.graph) for item in of_modules):
-            raise NotALoopError(f"{guard.place.line} decides by a size that a custom module computes")
-        if of_modules:
+        if not all(is_computable(item.node, read, computable) for item in sizes_in(expression)):
             continue  # As of what an encoder of packed sequences returns: trials have to do.
         kept = replace(guard, expression=expression)
         broken = [_broken_at(kept, length, length.size_in(inputs)) for length in lengths]
@@ -157,7 +154,9 @@ def _in_lengths(
 def _has_numbers(guard: Guard) -> bool:
     """Return whether the sizes of ``guard`` are known, and none depends on values."""
     sizes = list(sizes_in(guard.expression))
-    return all(size.node is not None and type(size.node.meta["val"].shape[size.dim]) is int for size in sizes)
+    return all(
+        size.node is not None and type(size_of(size.node.meta["val"], size.dim)) is int for size in sizes
+    )
 
 
 def _broken_at(guard: Guard, length: Length, own: Size) -> list[int]:

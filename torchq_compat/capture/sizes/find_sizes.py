@@ -63,16 +63,24 @@ def find_sizes(inputs: Mapping[str, Any], read: ReadSizes, accepts: Callable[[Si
         read: what the model's Python asked of sizes.
         accepts: returns whether the graph, or the float model, runs at given sizes of the inputs.
     """
-    example = sizes_of(inputs)
-    dimensions = tuple(Dimension(*place, int(size)) for place, size in example.items())
-    constants = {label: value for label, value in inputs.items() if not isinstance(value, Tensor)}
-    program, rules = _rules_of_guards(inputs, read, dimensions)
-    sizes = InputSizes(dimensions, constants, rules, program)
+    example, sizes = sizes_of(inputs), _sizes_of_reads(inputs, read)
     search = _Search(sizes, example, accepts)
     own = search.own_sizes()
-    operators = tuple(search.rules_of_operators(own, rules))
-    result = replace(sizes, dimensions=tuple(own), rules=(*rules, *operators))
+    operators = tuple(search.rules_of_operators(own, sizes.rules))
+    result = replace(sizes, dimensions=tuple(own), rules=(*sizes.rules, *operators))
     return accepted_range(result, example)
+
+
+def rules_of_reads(inputs: Mapping[str, Any], read: ReadSizes) -> tuple[SizeRule, ...]:
+    """Return what Python asked of sizes as rules on those of ``inputs``, by label."""
+    return accepted_range(_sizes_of_reads(inputs, read), sizes_of(inputs)).rules
+
+
+def _sizes_of_reads(inputs: Mapping[str, Any], read: ReadSizes) -> InputSizes:
+    dimensions = tuple(Dimension(*place, int(size)) for place, size in sizes_of(inputs).items())
+    constants = {label: value for label, value in inputs.items() if not isinstance(value, Tensor)}
+    program, rules = _rules_of_guards(inputs, read, dimensions)
+    return InputSizes(dimensions, constants, rules, program)
 
 
 def admit_ones(sizes: InputSizes, group: Group, example: Sizes) -> InputSizes:
@@ -138,7 +146,7 @@ def _rules_of_guards(
     """Return the rules that follow from guards, and the program of the sizes that no input has."""
     labels = dict(zip(read.inputs, inputs, strict=False))
     by_place = {dimension.place: dimension for dimension in dimensions}
-    asked: dict[tuple[Node, int], int] = {}
+    asked: dict[tuple[Node, int | None], int] = {}
     rules: dict[str, SizeRule] = {}
     computable: set[Node] = set()
     for guard in read.guards:
@@ -151,7 +159,7 @@ def _rules_of_guards(
         names: dict[Size, str] = {}
         places: dict[str, Place] = {}
         for size in sizes_in(expression):
-            if size.node in labels:
+            if size.node in labels and size.dim is not None:
                 place = labels[size.node], size.dim
             else:
                 place = "", asked.setdefault((size.node, size.dim), len(asked))

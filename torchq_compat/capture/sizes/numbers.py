@@ -90,15 +90,21 @@ NAMES = {operation: name for name, operation in OPERATIONS.items()}
 
 @dataclass(frozen=True)
 class Size:
-    """The size of dimension ``dim`` of the tensor that ``node`` of a graph computes; None if no node does."""
+    """The size of dimension ``dim`` of the tensor that ``node`` of a graph computes; None if no node does. If
+    ``dim`` is None, how many dimensions it has."""
 
     node: Any
-    dim: int
+    dim: int | None
 
     @property
     def value(self) -> int:
         """Its value in the trace."""
-        return int(self.node.meta["val"].shape[self.dim])
+        return int(size_of(self.node.meta["val"], self.dim))
+
+
+def size_of(tensor: Tensor, dim: int | None) -> Any:
+    """Return the size of a dimension of ``tensor``, or how many it has; see ``Size``."""
+    return tensor.dim() if dim is None else tensor.shape[dim]
 
 
 @dataclass(frozen=True)

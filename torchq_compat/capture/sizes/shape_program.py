@@ -9,15 +9,15 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import SymInt, Tensor, nn
+from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.fx.node import map_aggregate, map_arg
 
-from torchq_compat.capture.sizes.numbers import Computed, Size, sizes_in
+from torchq_compat.capture.sizes.numbers import Computed, Size, size_of, sizes_in
 from torchq_compat.capture.sizes.size_reads import ReadSizes
 from torchq_compat.support.process_state import Kept
-from torchq_compat.support.upstream import LazyGraphModule, OpOverload, pytree
+from torchq_compat.support.upstream import LazyGraphModule, OpOverload
 
 #: The operator that stands for a custom module in a trace.
 OPAQUE = "torchq_compat.custom_module.default"
@@ -47,7 +47,7 @@ class ShapeProgram:
 
     graph_module: GraphModule
     inputs: tuple[tuple[str, Any, int], ...]
-    asked: tuple[tuple[int, int], ...] = ()
+    asked: tuple[tuple[int, int | None], ...] = ()
 
     @classmethod
     def of(cls, graph_module: GraphModule, inputs: Mapping[str, Any]) -> ShapeProgram:
@@ -60,7 +60,7 @@ class ShapeProgram:
 
     @classmethod
     def of_sizes(
-        cls, asked: Sequence[tuple[Node, int]], read: ReadSizes, inputs: Mapping[str, Any]
+        cls, asked: Sequence[tuple[Node, int | None]], read: ReadSizes, inputs: Mapping[str, Any]
     ) -> ShapeProgram:
         """Return the program that computes sizes of nodes of a trace.
 
@@ -92,7 +92,7 @@ class ShapeProgram:
             values = self._on_shapes.run_at(self.inputs, known, partly=True)
             tensors = [values.get(node) for node in self._results]
             return {
-                ("", number): tensor.shape[dim]
+                ("", number): size_of(tensor, dim)
                 for number, (index, dim) in enumerate(self.asked)
                 if (tensor := tensors[index]) is not None
             }
@@ -228,23 +228,13 @@ def _form(value: Any) -> Any:
     return tuple(map(_form, value)) if isinstance(value, (tuple, list)) else (type(value), value)
 
 
-def depends_on_values(graph: Graph) -> bool:
-    """Return whether sizes in ``graph`` depend on values."""
-    values = (leaf for node in graph.nodes for leaf in pytree.tree_leaves(node.meta.get("val")))
-    return any(
-        isinstance(value, SymInt)
-        or (isinstance(value, Tensor) and any(isinstance(size, SymInt) for size in value.shape))
-        for value in values
-    )
-
-
 def is_computable(node: Node | None, read: ReadSizes, known: set[Node]) -> bool:
     """Return whether the shape of ``node`` can be computed: not if a custom module does it by itself. Those
     that can be are added to ``known``."""
     seen, waiting = set[Node](), [node]
     while waiting:
         node = waiting.pop()
-        if node is None or str(node.target) == OPAQUE:
+        if node is None or (str(node.target) == OPAQUE and node not in read.calls):
             return False
         if node in seen or node in known:
             continue
@@ -292,6 +282,10 @@ class _Writer:
             return self.graph.call_function(torch.ops.aten.empty.memory_format, (sizes,), options)
         if node.op in ("placeholder", "get_attr"):
             return self._constant(node)
+        compute = self.read.calls.get(node)
+        if compute is not None:
+            given: Any = map_arg(node.args[:2], self.twins.__getitem__)  # without its handle and layout
+            return self.graph.call_function(compute, given)
         value = node.meta.get("val")
         result = self.graph.node_copy(node, self.twins.__getitem__)
         result.meta = {"val": torch.empty(0, dtype=value.dtype)} if isinstance(value, Tensor) else {}

@@ -129,6 +129,8 @@ PARTS = Operation(
     "max(1, -(-{0} // max(1, -(-{0} // {1}))))",
 )
 _CURRENT: ContextVar[SizeReads | None] = ContextVar("torchq_compat_size_reads", default=None)
+#: Returns the flat results of a call for its tensors, of which only the shapes are read, and its sizes.
+ShapesOfCall = Callable[[list[Tensor], list[int]], list[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -139,11 +141,13 @@ class ReadSizes:
         inputs: the placeholder of each input of the model; None for one that is no tensor.
         guards: what it decided by sizes.
         known: node -> the expressions of its sizes, for results of custom modules.
+        calls: node of a call of a custom module -> what computes the shapes of its results.
     """
 
     inputs: tuple[Node | None, ...] = ()
     guards: tuple[Guard, ...] = ()
     known: Mapping[Node, tuple[Any, ...]] = field(default_factory=dict)
+    calls: Mapping[Node, ShapesOfCall] = field(default_factory=dict)
 
     def and_also(self, other: ReadSizes) -> ReadSizes:
         """Return what was asked in either trace, in terms of the inputs of ``other`` if it has any."""
@@ -154,7 +158,8 @@ class ReadSizes:
         known = {
             node: tuple(in_terms_of(size, nodes) for size in sizes) for node, sizes in self.known.items()
         }
-        return ReadSizes(other.inputs, (*guards, *other.guards), {**known, **other.known})
+        calls = {**self.calls, **other.calls}
+        return ReadSizes(other.inputs, (*guards, *other.guards), {**known, **other.known}, calls)
 
 
 @dataclass(frozen=True)
@@ -194,6 +199,9 @@ class SizeReads(ReplacedCalls):
         self._constants: Mapping[str, Tensor] = {}
         self.guards: dict[Any, Guard] = {}
         self.read = ReadSizes()
+        #: What modules that are called whole decided since one's results were last known.
+        self._apart: dict[Any, Guard] = {}
+        self._calls: dict[Node, ShapesOfCall] = {}
         self._known: dict[int, tuple[Tensor, tuple[Any, ...]]] = {}
         self._nodes_of: dict[Any, Node] = {}
         self._results: dict[int, Any] = {}
@@ -225,7 +233,7 @@ class SizeReads(ReplacedCalls):
             yield
             return
         states = (self.guards, self._known, self._nodes_of, self._inside, self._results, self._decided)
-        for state in (*states, self._values, self.asked, self._written):
+        for state in (*states, self._values, self.asked, self._written, self._apart, self._calls):
             state.clear()
         self._tracer = mode.tracer
         inputs = pytree.tree_leaves((args, kwargs))
@@ -295,7 +303,9 @@ class SizeReads(ReplacedCalls):
                 expressions = map(_expression, sizes)
                 known[twins[node]] = tuple(in_terms_of(item, twins) for item in expressions)
         guards = (replace(g, expression=in_terms_of(g.expression, twins)) for g in self.guards.values())
-        return ReadSizes(tuple(None if n is None else twins[n] for n in self._inputs), tuple(guards), known)
+        inputs = tuple(None if node is None else twins[node] for node in self._inputs)
+        calls = {twins[node]: compute for node, compute in self._calls.items()}
+        return ReadSizes(inputs, tuple(guards), known, calls)
 
     def __torch_function__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -482,9 +492,53 @@ class SizeReads(ReplacedCalls):
         if any(isinstance(size, torch.SymInt) for size in sizes):
             self._known[id(tensor)] = (tensor, sizes)
 
-    def hand_on_sizes(self, tensor: Tensor, like: Tensor) -> None:
-        """Answer reads of the sizes of ``tensor`` with those of ``like``, if it is known how these are
-        computed."""
+    # Modules that are called whole.
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Let Python decide by sizes at each call, as that of a module that is called whole does: what it
+        decides here guards nothing."""
+        with own_attribute(self, "guards", self._apart):
+            yield
+
+    def decide_unseen(self) -> None:
+        """Take it that a module decided by sizes, whose Python ran on values."""
+        self._apart[UNKNOWN, None] = Guard(UNKNOWN, None, CodePlace())
+
+    def know_results(
+        self,
+        results: list[Tensor],
+        like: list[Tensor],
+        compute: ShapesOfCall | None,
+        *,
+        has_constants: bool,
+    ) -> bool:
+        """Answer reads of the sizes of the ``results`` of a call of a module, and return whether the module's
+        Python decided nothing by sizes.
+
+        Args:
+            like: tensors of their shapes, whose sizes they have if the module decided nothing by sizes.
+            compute: computes their shapes at any other sizes; None if these depend on values.
+            has_constants: whether the module returns numbers, too, which are constants of the graph.
+        """
+        decided = list(self._apart.values())
+        self._apart.clear()
+        by_user = next((guard.place for guard in decided if guard.place.by_user), None)
+        for result, item in zip(results, like, strict=True):
+            node = self._slot(result)
+            if node is None:
+                continue
+            if compute is not None:
+                self._calls[node.all_input_nodes[0]] = compute
+            if not decided:
+                self._hand_on_sizes(result, item)
+            elif by_user is not None or has_constants:
+                # Nothing shows what Python decides by how many dimensions a result has.
+                rank, value = Size(node, None), result.dim()
+                self.guards[rank, value] = Guard(rank, value, by_user or CodePlace())
+        return not decided
+
+    def _hand_on_sizes(self, tensor: Tensor, like: Tensor) -> None:
         sizes = self.sizes(like)
         if not any(UNKNOWN in sizes_in(size.node.expression) for size in sizes if is_followed(size)):
             self.remember(tensor, sizes)

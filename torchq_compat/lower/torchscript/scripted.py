@@ -9,7 +9,7 @@ import math
 import operator
 import re
 from collections import namedtuple
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Optional
@@ -20,6 +20,9 @@ from torch.fx import GraphModule, Node
 
 from torchq_compat.capture.call_layouts import CallLayout
 from torchq_compat.capture.opaque_calls import OpaqueModule
+from torchq_compat.capture.sizes.find_sizes import rules_of_reads
+from torchq_compat.capture.sizes.input_sizes import SizeRule
+from torchq_compat.capture.sizes.size_reads import SizeReads
 from torchq_compat.capture.torch_export import EVERY_SIZE, capture, capture_freely, clean_captured
 from torchq_compat.errors import ExportError
 from torchq_compat.lower.torchscript.source import (
@@ -30,6 +33,7 @@ from torchq_compat.lower.torchscript.source import (
     write_function,
 )
 from torchq_compat.model.other_tools import is_asked_by_torch_jit
+from torchq_compat.modules.user_modules import OpaqueUserModule
 from torchq_compat.read.qparams import PerTensorQParams
 from torchq_compat.recurrent.contract import as_given
 from torchq_compat.recurrent.contracts import RecurrentContract
@@ -173,6 +177,7 @@ def _function_of_leaf(leaf: nn.Module, node: Node, model: QuantizationGraphModul
     if model.is_prepared and isinstance(leaf, RecurrentModule):
         raise observed  # Its loop would be unrolled.
     has_loop = any(isinstance(module, OpaqueLoop) for module in leaf.modules())
+    reads = SizeReads()
     try:
         with exporting_loops_as(LoopShape.ROLLED), torch.no_grad():
             called = Called().train(leaf.training)
@@ -182,13 +187,18 @@ def _function_of_leaf(leaf: nn.Module, node: Node, model: QuantizationGraphModul
                     captured, _ = capture(called, examples, EVERY_SIZE)
                 clean_captured(captured)
             else:
-                captured = capture_freely(called, examples)
+                captured = capture_freely(called, examples, reads)
     except Exception as cause:
         if model.is_prepared:
             raise observed from cause
         raise _refused(type(leaf).__name__, path, f"{type(cause).__name__}: {cause}") from cause
 
     source = _source_of_graph(captured, type(leaf).__name__, path)
+    if not is_opaque or isinstance(leaf, OpaqueUserModule | GraphModule):
+        # The function is what the module's Python decides at the sizes of the example.
+        labels = {f"argument {n} of {path}": name for n, (name, _) in enumerate(source.inputs)}
+        rules = rules_of_reads(dict(zip(labels, examples, strict=True)), reads.read)
+        source.lines[:0] = _checks_of(rules, labels)
     if not is_opaque:
         source.results = [_result_of_call(captured, source.results)]
     return source
@@ -363,8 +373,13 @@ def _checks(model: QuantizationGraphModule, inputs: dict[str, str]) -> Iterator[
         message = f"{label} is not as captured: {value!r}"
         same = "is" if value is None else "=="
         yield f"assert {inputs[label]} {same} {literal(value, '', {})}, {message!r}"
+    yield from _checks_of(sizes.rules, inputs)
+
+
+def _checks_of(rules: Iterable[SizeRule], inputs: Mapping[str, str]) -> Iterator[str]:
+    """Yield assertions of ``rules`` on the sizes of inputs, each called as in ``inputs``."""
     written = set[str]()
-    for rule in filter(None, (item.as_plain() for item in sizes.rules)):
+    for rule in filter(None, (item.as_plain() for item in rules)):
         condition = rule.condition
         if not PLAIN_CONDITION.fullmatch(condition):
             continue
