@@ -7,6 +7,7 @@ import gc
 import math
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -217,6 +218,19 @@ def test_a_bound_call_is_the_call_and_what_is_not_bound_is_refused() -> None:
     asked = uniform(2.0, 3, 2, 8).requires_grad_()
     with torch.enable_grad():
         assert not run(asked, states, newer, False, op.WORK_PER_THREAD)[0].requires_grad
+
+
+def test_an_operator_is_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch would warn of a second time; calls of modules and chains of operators use the same."""
+    assert kernel_build().is_loaded
+    registered: list[str] = []
+    monkeypatch.setattr(op, "_OPERATORS", {})
+    monkeypatch.setattr(op._IMPLEMENTED, "impl", lambda name, *_: registered.append(name))
+    with ThreadPoolExecutor(4) as pool:
+        found = set(pool.map(op.kernel_operator, ["recurrent_bound", "run_chain"] * 8))
+    assert found == {OPS.recurrent_bound.default, OPS.run_chain.default}
+    assert op.bound_operator.__wrapped__() == OPS.recurrent_bound.default._op  # type: ignore[attr-defined]
+    assert sorted(registered) == ["recurrent_bound", "run_chain"]
 
 
 def test_weights_made_in_inference_mode_are_looked_at_in_the_operator() -> None:

@@ -11,7 +11,6 @@ import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -25,10 +24,10 @@ from torchq_compat.recurrent.kernel.build import OF_LIBRARY
 from torchq_compat.recurrent.kernel.op import (
     NAMESPACE,
     OPS,
-    WITHOUT_GRADIENTS,
     WORK_PER_THREAD,
     drop_forgotten,
     forget,
+    kernel_operator,
 )
 from torchq_compat.support.dtypes import dtype_name
 from torchq_compat.support.upstream import OpOverload, are_operators_watched
@@ -162,7 +161,7 @@ class ChainedLoop:
     def of(cls, graph: Graph, form: LoopForm, compiled: Callable[[Graph], Forward]) -> ChainedLoop:
         """Return the loop of ``form`` whose step is ``graph``, which has chains."""
         others = [node for node in graph.nodes if node.op in ("call_function", "call_module")]
-        chains = [node for node in others if node.target is _operator()]
+        chains = [node for node in others if node.target is kernel_operator("run_chain")]
         others = [node for node in others if node not in chains and TICKET not in node.kwargs]
         if len(chains) != 1 or any(not _only_reads(node) for node in others):
             return cls()
@@ -191,13 +190,7 @@ class ChainedLoop:
         given = self.given(model, *args)
         if torch.is_grad_enabled() and any(item.requires_grad for item in (*given[0], *wholes)):
             return None
-        return tuple(_operator("run_loop")(*given, self.chain, wholes[:read], steps, *described))
-
-
-@cache
-def _operator(name: str = "run_chain") -> Any:
-    WITHOUT_GRADIENTS.impl(name, torch.library.fallthrough_kernel, "Autograd")  # type: ignore[no-untyped-call]
-    return getattr(OPS, name).default
+        return tuple(kernel_operator("run_loop")(*given, self.chain, wholes[:read], steps, *described))
 
 
 def with_chains(graph: Graph, *, sums: bool, least: int = LEAST) -> tuple[Graph, list[int]]:
@@ -224,7 +217,7 @@ def with_chains(graph: Graph, *, sums: bool, least: int = LEAST) -> tuple[Graph,
         numbers.append(OPS.bind_chain.default(chain.text()))
         tickets = [_ticket(written, node) for node in chain.calls]
         tensors, sizes = ([copies[node] for node in part] for part in (chain.tensors, chain.sizes))
-        call = written.call_function(_operator(), (tensors, [*sizes, *tickets], numbers[-1]))
+        call = written.call_function(kernel_operator("run_chain"), (tensors, [*sizes, *tickets], numbers[-1]))
         for position, node in enumerate(chain.results):
             copies[node] = written.call_function(operator.getitem, (call, position))
     return written, numbers
@@ -238,7 +231,7 @@ def _written_call(written: Graph, node: Node, call: BoundCall, copies: Mapping[N
     """Write a call of a module that is in no chain, as one of the bound operator."""
     x, *states = (copies[node.args[place]] for place in call.places)  # type: ignore[index]
     arguments = (x, states, _ticket(written, node), call.batch_first, WORK_PER_THREAD)
-    return written.call_function(_operator("recurrent_bound"), arguments)
+    return written.call_function(kernel_operator("recurrent_bound"), arguments)
 
 
 def _bound_calls(graph: Graph) -> Iterator[tuple[Node, BoundCall]]:

@@ -18,7 +18,7 @@ from torchq_compat.read.qdq import are_large_read_one_by_one
 from torchq_compat.recurrent.kernel.build import OF_LIBRARY, kernel_build
 from torchq_compat.recurrent.kernel.interpreter import run_by_operators
 from torchq_compat.recurrent.kernel.program import last_result_dtype
-from torchq_compat.support.process_state import is_compiling, once
+from torchq_compat.support.process_state import Lock, is_compiling, once
 
 NAMESPACE = "torchq_compat_native"
 SCHEMA = (
@@ -36,8 +36,21 @@ FORGOTTEN: deque[tuple[str, int]] = deque()
 NO_SIZES = (0,)
 
 
-# Integers have no gradients; without this every result would require grad, because biases are parameters.
-WITHOUT_GRADIENTS = torch.library.Library(NAMESPACE, "IMPL")  # type: ignore[no-untyped-call]
+_IMPLEMENTED = torch.library.Library(NAMESPACE, "IMPL")  # type: ignore[no-untyped-call]
+_OPERATORS, _OPERATORS_LOCK = dict[str, Any](), Lock()
+
+
+def kernel_operator(name: str) -> Any:
+    """Return an operator that is defined, here or by the library once that is loaded."""
+    if name not in _OPERATORS:
+        with _OPERATORS_LOCK:
+            if name not in _OPERATORS:
+                operator = getattr(OPS, name).default
+                # Integers have no gradients; without this every result would require grad, because biases are
+                # parameters. Of a second time torch warns the user.
+                _IMPLEMENTED.impl(name, torch.library.fallthrough_kernel, "Autograd")  # type: ignore[no-untyped-call]
+                _OPERATORS[name] = operator
+    return _OPERATORS[name]
 
 
 def define_operator(
@@ -56,8 +69,7 @@ def define_operator(
         torch.library.define(f"{NAMESPACE}::{name}", schema)
     torch.library.impl(f"{NAMESPACE}::{name}", "default")(before_the_kernel)
     torch.library.register_fake(f"{NAMESPACE}::{name}")(shapes)
-    WITHOUT_GRADIENTS.impl(name, torch.library.fallthrough_kernel, "Autograd")  # type: ignore[no-untyped-call]
-    return getattr(OPS, name).default
+    return kernel_operator(name)
 
 
 def _by_operators(*call: Any) -> list[Tensor]:
@@ -151,11 +163,7 @@ def bound_operator() -> Callable[..., list[Tensor]]:
 
     The function is the one the operator's overload calls after it has inspected every argument in Python.
     """
-    overload = OPS.recurrent_bound.default
-    WITHOUT_GRADIENTS.impl(  # type: ignore[no-untyped-call]
-        "recurrent_bound", torch.library.fallthrough_kernel, "Autograd"
-    )
-    operator: Callable[..., list[Tensor]] = overload._op
+    operator: Callable[..., list[Tensor]] = kernel_operator("recurrent_bound")._op
     return operator
 
 
