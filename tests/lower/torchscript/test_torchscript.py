@@ -74,6 +74,17 @@ class Rows(nn.Module):
         return torch.stack(results), h
 
 
+class Each(nn.Module):
+    """A loop without a state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self.out(row).relu() for row in x])
+
+
 class Between(nn.Module):
     """A recurrent module that reads a quantized layer's integers and passes integers to another one."""
 
@@ -93,6 +104,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Tens
     "classifier": (Classifier, lambda: (torch.randn(4, 3, 9, 9),) * 2),
     "tagger": (Tagger, lambda: (torch.randint(20, (5, 3)),) * 2),
     "rows": (Rows, lambda: (torch.randn(4, 2, 8), torch.randn(9, 3, 8))),
+    "each": (Each, lambda: (torch.randn(4, 2, 8), torch.randn(9, 3, 8))),
     "LSTM": (lambda: Between(nn.LSTM(8, 4, bidirectional=True)), lambda: (torch.randn(5, 2, 6),) * 2),
     "GRU": (lambda: Between(nn.GRU(8, 8)), lambda: (torch.randn(5, 2, 6),) * 2),
 }
@@ -295,6 +307,14 @@ def test_what_a_whole_module_decides_by_sizes_is_checked_in_a_script() -> None:
     lowered(torch.randn(2, 8))
     with pytest.raises(torch.jit.Error, match=r"argument 0 of 1.size\(0\) is not as captured: at least 3"):
         again(torch.randn(2, 8))
+
+
+@pytest.mark.parametrize("how", [script, trace])
+def test_a_loop_without_a_state(how: Callable[..., Any]) -> None:
+    made = stages("each")
+    again = loaded_again(how(made["lowered"], made["inputs"][:1]))
+    for rows in (4, 9, 1):
+        check_equal(made["lowered"], again, (torch.randn(rows, 2, 8),))
 
 
 @pytest.mark.parametrize("how", [script, trace])

@@ -267,7 +267,8 @@ class _Writer:
         inner.lines += [
             f"{name}.append({result})" for name, result in zip(stacked, results[len(carried) :], strict=True)
         ]
-        inner.lines.append(f"{', '.join(carried)} = {', '.join(results[: len(carried)])}")
+        if carried:
+            inner.lines.append(f"{', '.join(carried)} = {', '.join(results[: len(carried)])}")
         self.lines += [f"{INDENT}{line}" for line in inner.lines]
         return f"({', '.join([*carried, *(f'torch.stack({name})' for name in stacked)])},)"
 
