@@ -54,11 +54,23 @@ def probe(module: nn.Module, path: str, args: Any, kwargs: Any) -> Any:
                     "TQ942.shapes_unknown", kind=kind, path=path, cause=cause
                 ) from cause
 
-    (outputs, results), (other_outputs, others) = run(torch.zeros), run(torch.ones)
+    outputs, results = run(torch.zeros)
+    try:
+        other_outputs, others = run(torch.ones)
+    except CustomModuleError:  # As where a mask hides all there is.
+        other_outputs, others = run(_ones_but_in_masks)
     if outputs != other_outputs or [*map(_form, results)] != [*map(_form, others)]:
         raise CustomModuleError.of("TQ942.shapes_depend_on_data", kind=kind, path=path)
     empty = (tensors[0].new_empty(result.shape, dtype=result.dtype) for result in results)
     return outputs.put_together(empty)
+
+
+def _ones_but_in_masks(shape: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return ones; of truth values only the last in each row are true, and none where there is but one."""
+    result = torch.ones(shape, dtype=dtype, device=device)
+    if dtype is torch.bool and shape:
+        result[..., : max(1, shape[-1] - 1)] = False
+    return result
 
 
 def _value(size: Any) -> int:
@@ -142,15 +154,24 @@ class _OnShapes:
         with disable_current_modes():
             self._module = copied_model(module).to("meta")
         self._devices = {name: weight.device for name, weight in _weights(module).items()}
+        self._parameters = {name for name, item in module.named_parameters() if item.is_floating_point()}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module, (inputs, tensors, sizes) = self._module, Structure.take_apart_with_sizes((args, kwargs))
         if isinstance(module, torch.jit.ScriptModule):
             return _run(module, type(module), self._path, args, kwargs)
         device = next(iter(self._devices.values()), torch.device("cpu"))
-        # Not on the meta device: the module may make tensors of its own, and name no device.
-        with detect_fake_mode(tensors) or FakeTensorMode():
-            fakes = {name: _like(weight, self._devices[name]) for name, weight in _weights(module).items()}
+        # Not on the meta device: the module may make tensors of its own, and name no device. With gradients:
+        # without them modules of torch take ways with nested tensors, of which there are no fake ones.
+        with (
+            detect_fake_mode(tensors) or FakeTensorMode(),
+            torch.inference_mode(mode=False),
+            torch.enable_grad(),
+        ):
+            fakes = {
+                name: _like(weight, self._devices[name]).requires_grad_(name in self._parameters)
+                for name, weight in _weights(module).items()
+            }
             given = inputs.put_together([_like(tensor, device) for tensor in tensors], sizes)
             call = partial(_with_weights, module, fakes)
             outputs, results = Structure.take_apart(_run(call, type(module), self._path, *given))

@@ -187,6 +187,57 @@ def test_a_decision_by_a_result_is_kept_at_the_sizes_it_has(make: Callable[[], W
     assert 2 < taken < 6 or (taken == 6 and make is WHOLE["padded"])
 
 
+class Padded(nn.Module):
+    """Padded as its mask says. In evaluation and without gradients it has nested tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.first, self.middle = nn.Linear(8, 8), nn.TransformerEncoder(layer, 2)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        y: Tensor = self.middle(self.first(x), src_key_padding_mask=mask)
+        return y * 2 if y.size(1) > 2 else y
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_decision_by_what_a_padded_transformer_returns(*, trained: bool) -> None:
+    def given(batch: int, length: int) -> tuple[Tensor, Tensor]:
+        mask = torch.arange(length) >= torch.randint(1, length + 1, (batch, 1))
+        return torch.randn(batch, length, 8), mask & (torch.arange(batch)[:, None] > 0)
+
+    torch.manual_seed(0)
+    model = Padded().eval().requires_grad_(trained)
+    prepared = tc.prepare_fx(model, MAPPING, given(3, 5))
+    with torch.no_grad():
+        for size in [(3, 5), (2, 9), (1, 3), (4, 12)]:
+            args = given(*size)
+            assert torch.equal(run_prepared(prepared, args), model(*args))
+        for size in [(3, 2), (1, 1)]:
+            with pytest.raises(InputError, match=r"in dimension 1.*because of test_sizes_decided_inside\.py"):
+                prepared(*given(*size))
+
+
+def test_what_needs_data_at_other_sizes_is_refused_there() -> None:
+    """The shapes of its results in the example need no data, so its weights are not kept to compute them."""
+
+    def needs_data(linear: nn.Module, x: Tensor) -> Tensor:
+        y = linear(x)
+        if x.size(1) < 5 and y.sum() > 1e9:
+            y = -y
+        return y[:, :7]
+
+    torch.manual_seed(0)
+    model = Decides(Whole(needs_data)).eval()
+    prepared, converted = prepared_and_converted(model)
+    with torch.no_grad():
+        for size in [EXAMPLE, (3, 9, 8), (1, 5, 8)]:
+            assert_same(model, prepared, converted, torch.randn(*size))
+        for refusing in (prepared, converted):
+            with pytest.raises(InputError, match="dimension 1"):
+                refusing(torch.randn(2, 4, 8))
+
+
 class Results(Around):
     def forward(self, x: Tensor) -> Any:
         y, mean, flat = self.middle(self.first(x))

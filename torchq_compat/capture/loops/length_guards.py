@@ -22,7 +22,7 @@ from torchq_compat.capture.sizes.numbers import (
     size_of,
     sizes_in,
 )
-from torchq_compat.capture.sizes.shape_program import is_computable
+from torchq_compat.capture.sizes.shape_program import depends_on_values, is_computable
 from torchq_compat.capture.sizes.size_reads import Guard, ReadSizes
 
 # What both captures decided alike is a guard of the rolled model too, in terms of its inputs: each trace
@@ -88,7 +88,8 @@ def keep_guards(short: ReadSizes, long: ReadSizes, lengths: Sequence[Length]) ->
     sizes that depend on values.
 
     Raises:
-        NotALoopError: a decision is about a size that does not grow evenly with a length.
+        NotALoopError: a decision is about a size that does not grow evenly with a length, or that only a
+            custom module's own computation tells.
     """
     graph = Graph()
     inputs = tuple(None if node is None else graph.node_copy(node) for node in short.inputs)
@@ -102,7 +103,10 @@ def keep_guards(short: ReadSizes, long: ReadSizes, lengths: Sequence[Length]) ->
         if name not in twins or not _has_numbers(guard) or not _has_numbers(twins[name]):
             continue
         expression = _in_lengths(guard, twins[name], short.inputs, inputs, lengths)
-        if not all(is_computable(item.node, read, computable) for item in sizes_in(expression)):
+        of_modules = [item for item in sizes_in(expression) if not is_computable(item.node, read, computable)]
+        if not all(depends_on_values(item.node.graph) for item in of_modules):
+            raise NotALoopError(f"{guard.place.line} decides by a size that a custom module computes")
+        if of_modules:
             continue  # As of what an encoder of packed sequences returns: trials have to do.
         kept = replace(guard, expression=expression)
         broken = [_broken_at(kept, length, length.size_in(inputs)) for length in lengths]

@@ -112,9 +112,12 @@ class SizeRule:
         return test
 
     def holds(self, sizes: Mapping[Place, Any]) -> bool:
-        """Return whether the rule holds for ``sizes``; a rule about an unknown size holds."""
+        """Return whether the rule holds for ``sizes``; a rule about a size that is missing there holds, and
+        none about one that is None."""
         if any(place not in sizes for place in self.places.values()):
             return True
+        if any(sizes[place] is None for place in self.places.values()):
+            return False
         try:
             return bool(self._test(*[sizes[place] for place in self.places.values()]))
         except (ArithmeticError, ValueError):

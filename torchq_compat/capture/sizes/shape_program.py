@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import SymInt, Tensor, nn
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.fx.node import map_aggregate, map_arg
@@ -17,7 +17,7 @@ from torch.fx.node import map_aggregate, map_arg
 from torchq_compat.capture.sizes.numbers import Computed, Size, size_of, sizes_in
 from torchq_compat.capture.sizes.size_reads import ReadSizes
 from torchq_compat.support.process_state import Kept
-from torchq_compat.support.upstream import LazyGraphModule, OpOverload
+from torchq_compat.support.upstream import LazyGraphModule, OpOverload, pytree
 
 #: The operator that stands for a custom module in a trace.
 OPAQUE = "torchq_compat.custom_module.default"
@@ -43,11 +43,13 @@ class ShapeProgram:
         graph_module: the graph; its results are the tensors whose sizes are asked for.
         inputs: for each input its label, and its dtype and rank if it is a tensor, else its value.
         asked: for each size that is asked for, the index of the result and the dimension.
+        calls: the calls of custom modules in the graph.
     """
 
     graph_module: GraphModule
     inputs: tuple[tuple[str, Any, int], ...]
     asked: tuple[tuple[int, int | None], ...] = ()
+    calls: frozenset[Node] = frozenset()
 
     @classmethod
     def of(cls, graph_module: GraphModule, inputs: Mapping[str, Any]) -> ShapeProgram:
@@ -78,7 +80,8 @@ class ShapeProgram:
         writer = _Writer(graph, twins, read)
         graph.output(tuple(writer.written(node) for node in results))
         whole = cls.of(LazyGraphModule(writer.owner, graph), inputs)
-        return replace(whole, asked=tuple((results.index(node), dim) for node, dim in asked))
+        places = tuple((results.index(node), dim) for node, dim in asked)
+        return replace(whole, asked=places, calls=frozenset(writer.calls))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShapeProgram:
         """Return the program itself, which nothing changes."""
@@ -86,15 +89,17 @@ class ShapeProgram:
 
     def sizes(self, known: Mapping[tuple[str, int], Any]) -> dict[tuple[str, int], Any]:
         """Return the sizes that are asked for, by ``("", number)``, where the inputs have the ``known`` ones;
-        those in front of the first operator that refuses its arguments, if one does."""
+        those in front of the first operator that refuses its arguments, if one does. Those behind a call of a
+        custom module whose results are not known are None."""
 
         def computed() -> dict[tuple[str, int], Any]:
             values = self._on_shapes.run_at(self.inputs, known, partly=True)
+            refusing = next((node for node in self.graph_module.graph.nodes if node not in values), None)
             tensors = [values.get(node) for node in self._results]
             return {
-                ("", number): size_of(tensor, dim)
+                ("", number): None if tensor is None else size_of(tensor, dim)
                 for number, (index, dim) in enumerate(self.asked)
-                if (tensor := tensors[index]) is not None
+                if (tensor := tensors[index]) is not None or refusing in self.calls
             }
 
         key = tuple(known.get((label, dim)) for label, _, rank in self.inputs for dim in range(rank))
@@ -228,13 +233,23 @@ def _form(value: Any) -> Any:
     return tuple(map(_form, value)) if isinstance(value, (tuple, list)) else (type(value), value)
 
 
+def depends_on_values(graph: Graph) -> bool:
+    """Return whether sizes in ``graph`` depend on values."""
+    values = (leaf for node in graph.nodes for leaf in pytree.tree_leaves(node.meta.get("val")))
+    return any(
+        isinstance(value, SymInt)
+        or (isinstance(value, Tensor) and any(isinstance(size, SymInt) for size in value.shape))
+        for value in values
+    )
+
+
 def is_computable(node: Node | None, read: ReadSizes, known: set[Node]) -> bool:
     """Return whether the shape of ``node`` can be computed: not if a custom module does it by itself. Those
     that can be are added to ``known``."""
     seen, waiting = set[Node](), [node]
     while waiting:
         node = waiting.pop()
-        if node is None or (str(node.target) == OPAQUE and node not in read.calls):
+        if node is None or (str(node.target) == OPAQUE and not _computes_example(node, read)):
             return False
         if node in seen or node in known:
             continue
@@ -242,6 +257,25 @@ def is_computable(node: Node | None, read: ReadSizes, known: set[Node]) -> bool:
         waiting.extend(_read_by(node, read))
     known |= seen
     return True
+
+
+def _computes_example(call: Node, read: ReadSizes) -> bool:
+    """Return whether the shapes of the results of ``call`` in the example are what is computed of its
+    arguments' shapes."""
+    compute, results = read.calls.get(call), call.meta["val"]
+    if compute is None:
+        return False
+    given = map_arg(call.args[:2], lambda node: node.meta["val"])
+    tensors, sizes = pytree.tree_map_only(Tensor, _on_meta, given)
+    try:
+        computed = compute(tensors, sizes)
+    except Exception:
+        return False
+    return [tensor.shape for tensor in computed] == [result.shape for result in results]
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=META)
 
 
 def _read_by(node: Node, read: ReadSizes) -> list[Node]:
@@ -259,6 +293,7 @@ class _Writer:
     twins: dict[Node, Any]
     read: ReadSizes
     owner: nn.Module = field(default_factory=nn.Module)
+    calls: set[Node] = field(default_factory=set)
 
     def written(self, expected: Node) -> Node:
         """Return the twin of ``wanted``, written after those that it reads."""
@@ -285,7 +320,9 @@ class _Writer:
         compute = self.read.calls.get(node)
         if compute is not None:
             given: Any = map_arg(node.args[:2], self.twins.__getitem__)  # without its handle and layout
-            return self.graph.call_function(compute, given)
+            call = self.graph.call_function(compute, given)
+            self.calls.add(call)
+            return call
         value = node.meta.get("val")
         result = self.graph.node_copy(node, self.twins.__getitem__)
         result.meta = {"val": torch.empty(0, dtype=value.dtype)} if isinstance(value, Tensor) else {}
