@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from torchq_compat.errors import InputError
 from torchq_compat.read.qparams import QParams
 from torchq_compat.support.upstream import pytree
 
@@ -206,6 +207,7 @@ class CallLayout:
         output_qparams: for each tensor output, the qparams if it leaves as integers, or None for floats.
         float_qparams: for each tensor input that arrives as floats, the qparams that represent these exactly,
             or None.
+        ranks: for each tensor output, how many dimensions it has; empty if that cannot change with sizes.
     """
 
     inputs: Structure
@@ -213,12 +215,35 @@ class CallLayout:
     input_qparams: tuple[QParams | None, ...] = field(default=())
     output_qparams: tuple[QParams | None, ...] = field(default=())
     float_qparams: tuple[QParams | None, ...] = field(default=())
+    ranks: tuple[int, ...] = ()
 
     def with_qparams(
         self, inputs: tuple[QParams | None, ...], outputs: tuple[QParams | None, ...]
     ) -> CallLayout:
         """Return the layout with the qparams of a quantized boundary."""
         return replace(self, input_qparams=inputs, output_qparams=outputs)
+
+
+def check_form(path: str, result: Any, layouts: Iterable[CallLayout]) -> None:
+    """Raise if the ``result`` of the module at ``path`` has another form than in all of its ``layouts``.
+
+    Raises:
+        InputError: it is nested otherwise, or a tensor in it has another number of dimensions.
+    """
+    structure, tensors = Structure.take_apart(result)
+    ranks = tuple(tensor.dim() for tensor in tensors)
+    layout = None
+    for layout in layouts:
+        if structure == layout.outputs and (ranks == layout.ranks or not layout.ranks):
+            return
+    if layout is not None:
+        shown, expected = _shown(structure, ranks), _shown(layout.outputs, layout.ranks)
+        raise InputError.of("TQ901.other_form", path=path, result=shown, expected=expected)
+
+
+def _shown(structure: Structure, ranks: tuple[int, ...]) -> str:
+    names = [f"a tensor of {rank} dimensions" for rank in ranks] or ["a tensor"] * structure.count()
+    return str(structure.put_together(names)).replace("'", "")
 
 
 # Names for the flat tensors of a call (``x``, ``batch.mask``) and of a result (``0``, ``logits``).

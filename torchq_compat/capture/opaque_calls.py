@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from torch.nn.utils.rnn import PackedSequence
 from torchao.quantization.pt2e.quantizer import QuantizationSpec
 
-from torchq_compat.capture.call_layouts import CallLayout, Field, Structure
+from torchq_compat.capture.call_layouts import CallLayout, Field, Structure, check_form
 from torchq_compat.capture.opaque_stub import OPAQUE_OP, ORIGINAL, StubRegistry
 from torchq_compat.errors import ConvertError
 from torchq_compat.ops import those
@@ -165,6 +165,27 @@ class OpaqueModule(nn.Module):
 
 
 ATEN = torch.ops.aten
+
+
+class ChecksForm:
+    """A hook of a float module that is called whole, for what it decides by sizes that were not tried."""
+
+    def __init__(self, path: str, layouts: Sequence[CallLayout]) -> None:
+        self.path, self.layouts = path, tuple(layouts)
+
+    def __call__(self, module: nn.Module, args: Any, result: Any) -> None:
+        if not torch.compiler.is_dynamo_compiling():
+            check_form(self.path, result, self.layouts)
+
+
+def check_forms(stubs: StubRegistry, modules: Mapping[str, nn.Module]) -> None:
+    """Let float ``modules``, by handle, refuse sizes at which their results have another form than in
+    capture."""
+    for handle, module in modules.items():
+        layouts = stubs.layouts(handle)
+        may_be_other = any(layout.ranks for layout in layouts)
+        if may_be_other and not isinstance(module, OpaqueModule | torch.jit.ScriptModule):
+            module.register_forward_hook(ChecksForm(handle, layouts))
 
 
 def insert_calls(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -192,6 +192,7 @@ class CaptureStub(nn.Module):
             has_constants = any(value is not None for value in outputs.constants())
             if not reads.know_results(flat, shown, compute, has_constants=has_constants):
                 handed_on = outputs.holds_indices()
+                stub.layouts[-1] = replace(stub.layouts[-1], ranks=tuple(item.dim() for item in shown))
         result = outputs.put_together(_with_handed_on(flat, shown, tensors, handed_on))
         registry.results.append(result)
         return result

@@ -156,6 +156,8 @@ class OpaqueUserModule(OpaqueModule):
         result, _ = call_layouts.Structure.take_apart(results)
         if result != layout.outputs:
             raise _other_results(self, self.opaque_path, _shown(layout.outputs), _shown(result))
+        if layout.ranks and not torch.compiler.is_dynamo_compiling():
+            call_layouts.check_form(self.opaque_path, results, [layout])
 
 
 def _other_results(opaque: OpaqueUserModule, path: str, expected: str, result: str) -> CustomModuleError:

@@ -196,6 +196,7 @@ def place_modules(
     of their parameters that the graph has a copy of."""
     graph_module = captured.attempt.graph_module
     copied = opaque_calls.insert_calls(graph_module, captured.stubs, modules, writers)
+    opaque_calls.check_forms(captured.stubs, modules)
     classes = {swap.paths[0]: type(swap.module) for swap in swaps}
     write_op_records(
         (node, module_record(classes[str(node.target)], str(node.target)))

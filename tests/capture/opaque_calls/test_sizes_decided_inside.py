@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -274,6 +275,17 @@ class Numbers(Around):
 class Sums(Around):
     def forward(self, x: Tensor) -> Any:
         return self.last(sum(self.middle(self.first(x))))
+
+
+def test_another_rank_at_sizes_that_were_not_tried_is_refused() -> None:
+    torch.manual_seed(0)
+    model = Ranks(Whole(lambda linear, x: linear(x).mean(1) if x.size(1) > 50 else linear(x))).eval()
+    prepared, converted = prepared_and_converted(model)
+    with torch.no_grad():
+        assert_same(model, prepared, converted, torch.randn(2, 50, 8))
+        for refusing in (prepared, converted, copy.deepcopy(converted)):
+            with pytest.raises(InputError, match="'middle' returns a tensor of 2 dimensions at the sizes"):
+                refusing(torch.randn(2, 51, 8))
 
 
 OTHERS: dict[str, tuple[type[Around], Compute, tuple[int, ...]]] = {

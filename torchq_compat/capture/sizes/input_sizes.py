@@ -161,12 +161,6 @@ class InputSizes:
             ranks[dimension.label] = dimension.index + 1
         return ranks
 
-    def is_about_rank(self, rule: SizeRule) -> bool:
-        """Return whether ``rule`` says how many dimensions a result of a custom module has: no sizes that
-        were tried show that it holds at all."""
-        asked = () if self.program is None else self.program.asked
-        return any(not label and asked[number][1] is None for label, number in rule.places.values())
-
     def broken_rule(self, sizes: Mapping[Place, Any]) -> SizeRule | None:
         """Return the first rule that ``sizes`` break; None if they break none."""
         known = dict(sizes)
@@ -339,7 +333,6 @@ def accepted_range(sizes: InputSizes, example: Mapping[Place, int]) -> InputSize
         for rule in sizes.rules
         for mover in [tries.mover(rule)]
         if rule.condition in by_condition
-        or sizes.is_about_rank(rule)
         or (
             mover and rule.is_unbroken if rule.is_computed else rule.line or rule.dimension.place not in fixed
         )
