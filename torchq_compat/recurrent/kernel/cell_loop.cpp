@@ -869,6 +869,14 @@ class Loop {
       const QParams& qparams =
           input.is_dynamic() ? own_[work.worker.index].chosen[product.input] : input.segments[p].qparams;
       const Line* w = product.packed[p].data() + (group * product.column_count() + c) * quads;
+      const bool is_last = p + 1 == input.segments.size();
+      // Since a step before, weights have passed through L1; the products take as long as it takes to load these.
+      for (int64_t k = 0; k < columns; ++k) {
+        const int64_t at = (c + k) * lanes + group * kLanes;
+        __builtin_prefetch(product.row_sums[p].data() + at);
+        __builtin_prefetch(product.scales.data() + at);
+        if (is_last) __builtin_prefetch(product.biases.data() + at);
+      }
       if (excess && !excess[p].has_too_many[tile.first_row / kTileVectors]) {
         const bool is_cut = excess[p].total > 0;
         kernels_.narrow_products[columns](
@@ -891,7 +899,6 @@ class Loop {
                                sums + k * kTileVectors * kLanes);
         }
       }
-      const bool is_last = p + 1 == input.segments.size();
       for (int64_t k = 0; k < columns; ++k) {
         const int64_t at = (c + k) * lanes + group * kLanes;
         const ColumnNumbers numbers{product.row_sums[p].data() + at,

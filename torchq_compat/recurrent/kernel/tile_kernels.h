@@ -521,6 +521,10 @@ bool is_on(const Quantizer& quantize, const float* values, int64_t count) {
 INLINE void store_bytes(uint8_t* to, I integers) {
 #if TARGET_AVX512
   _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(reinterpret_cast<__m512i>(integers)));
+#elif TARGET_AVX2
+  const __m256i all_of = reinterpret_cast<__m256i>(integers);
+  const __m128i pairs = _mm_packus_epi32(_mm256_castsi256_si128(all_of), _mm256_extracti128_si256(all_of, 1));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm_packus_epi16(pairs, pairs));
 #else
   for (int64_t lane = 0; lane < kWidth; ++lane) to[lane] = static_cast<uint8_t>(integers[lane]);
 #endif
