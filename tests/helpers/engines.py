@@ -31,7 +31,7 @@ def using(engine: str) -> Iterator[None]:
 def with_exact_sums(model: Model) -> Model:
     """Let linears of FX sum exactly also where they would saturate: the oracle is FX, and not the CPU."""
     for module in model.modules() if sums_saturate() else ():
-        if isinstance(module, nnq.Linear):
+        if type(module) in (nnq.Linear, nniq.LinearReLU):
             module.forward = partial(_exact_linear, module)
     return model
 

@@ -38,7 +38,7 @@ def by_ours(
 ) -> tuple[GraphModule, GraphModule]:
     prepared = tc.prepare_fx(model, mapping, data[0], configs[0])
     calibrate(prepared, data)
-    return prepared, with_exact_sums(tc.convert_fx(prepared, configs[1]))
+    return prepared, tc.convert_fx(prepared, configs[1])
 
 
 class Custom(nn.Module):
@@ -80,7 +80,7 @@ class StaticCustom(nn.Module):
         assert hasattr(observed, "activation_post_process")
         observed.linear.qconfig = observed.qconfig
         observed.linear.activation_post_process = observed.activation_post_process
-        return cls(nnq.Linear.from_float(observed.linear))
+        return cls(with_exact_sums(nnq.Linear.from_float(observed.linear)))
 
 
 CLASSIC = settings_for(Custom, ObservedCustom, StaticCustom)
