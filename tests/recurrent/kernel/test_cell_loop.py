@@ -6,7 +6,6 @@ import copy
 import ctypes
 import itertools
 import re
-import resource
 import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -350,9 +349,7 @@ def test_a_compiler_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_pa
 @pytest.mark.slow
 def test_a_built_kernel_is_found_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setenv("TORCHQ_COMPAT_CACHE_DIR", str(tmp_path))
-    began = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     assert build.build_kernel().library is not None
-    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - began < 30
     (built,) = tmp_path.iterdir()
     before = built.stat().st_mtime_ns
     assert build.build_kernel().library is not None
