@@ -423,7 +423,7 @@ def test_integers_of_the_whole_range_are_multiplied_exactly() -> None:
             x[row, list(high or [])] = float(255 - row)
         expected = (x.double() @ weight.double().T).float()
         try:
-            for name in ("avx512_vnni", "avx_vnni", "avx2", "sse2", "neon_dotprod", "plain"):
+            for name in ("avx512_vnni", "avx_vnni", "avx2", "sse2", "neon_i8mm", "neon_dotprod", "plain"):
                 if library.torchq_compat_use_instruction_set(name.encode()) == 0:
                     assert products_of_integers(x, weight).equal(expected), (name, high)
                     assert products_of_integers(x[18:], weight).equal(expected[18:]), (name, high)
@@ -433,7 +433,7 @@ def test_integers_of_the_whole_range_are_multiplied_exactly() -> None:
 
 def test_dynamic_integers_beyond_their_range_do_not_saturate() -> None:
     library = ctypes.CDLL(str(build.kernel_build().library))
-    names = ("avx512_vnni", "avx_vnni", "avx2", "sse2", "neon_dotprod", "plain")
+    names = ("avx512_vnni", "avx_vnni", "avx2", "sse2", "neon_i8mm", "neon_dotprod", "plain")
     expected = [torch.full((4, 16), 64.0 * 64 * value) for value in (127, -128)]
     for row in expected:
         row[0] -= row[1] / 32  # -63.5 became -64

@@ -46,6 +46,14 @@ TARGET_POP
 #include "tile_kernels.h"
 
 #if TORCHQ_COMPAT_ARM
+TARGET_PUSH("arch=armv8.2-a+dotprod+i8mm")
+#define TARGET_NAME neon_i8mm
+#define TARGET_SHOWN "neon_i8mm"
+#define TARGET_NEON_I8MM 1
+#define TARGET_REST plain
+#include "tile_kernels.h"
+TARGET_POP
+
 TARGET_PUSH("arch=armv8.2-a+dotprod")
 #define TARGET_NAME neon_dotprod
 #define TARGET_SHOWN "neon_dotprod"
@@ -76,6 +84,7 @@ inline const InstructionSet* instruction_sets(int64_t* count) {
       {&sse2::kKernels, true}};
 #elif TORCHQ_COMPAT_ARM
   static const InstructionSet kSets[] = {
+      {&neon_i8mm::kKernels, (getauxval(AT_HWCAP2) & HWCAP2_I8MM) != 0},
       {&neon_dotprod::kKernels, (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0}, {&plain::kKernels, true}};
 #else
   static const InstructionSet kSets[] = {{&plain::kKernels, true}};

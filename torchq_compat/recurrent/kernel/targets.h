@@ -12,6 +12,9 @@
 #include <arm_neon.h>
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
+#ifndef HWCAP2_I8MM  // in Linux's headers since 5.10
+#define HWCAP2_I8MM (1 << 13)
+#endif
 #endif
 
 // Functions between TARGET_PUSH and TARGET_POP are built for these instructions. Clang would ignore GCC's

@@ -1,8 +1,8 @@
 // The kernels of one instruction set. This file is included once for each set, with TARGET_NAME as its
-// namespace, and compiled for TARGET_AVX512, TARGET_AVX2, TARGET_AVX_VNNI, TARGET_SSE2 or TARGET_NEON_DOT;
-// without any of them, in plain C++ with the compiler's generic vectors. With TARGET_REST a set has only
-// products of its own; the rest is that of the set TARGET_REST, included before, with vectors of the same
-// width.
+// namespace, and compiled for TARGET_AVX512, TARGET_AVX2, TARGET_AVX_VNNI, TARGET_SSE2, TARGET_NEON_DOT or
+// TARGET_NEON_I8MM; without any of them, in plain C++ with the compiler's generic vectors. With TARGET_REST a
+// set has only products of its own; the rest is that of the set TARGET_REST, included before, with vectors of
+// the same width.
 //
 // All sets do the same operations on floats in the same order, none of them fused, so that all compute the
 // same bits.
@@ -248,6 +248,61 @@ struct Narrow : Bytes {
 };
 #define TARGET_NARROW 1
 #endif
+#elif TARGET_NEON_I8MM
+// One row; pairs of rows are multiplied by pair_tile.
+struct Whole {
+  static constexpr int32_t kInputShift = 0;
+  static constexpr int64_t kMostRows[kColumns + 1] = {0, 4, 1, 1, 1};
+  using Four = uint8x16_t;
+  using Weights = int8x16_t;
+  static INLINE Four four(int32_t integers) { return vreinterpretq_u8_s32(vdupq_n_s32(integers)); }
+  static INLINE Weights weights(const uint8_t* line) { return vld1q_s8(reinterpret_cast<const int8_t*>(line)); }
+  static INLINE I add(I sums, Four x, Weights w) {
+    return reinterpret_cast<I>(vusdotq_s32(reinterpret_cast<int32x4_t>(sums), x, w));
+  }
+};
+
+// Computes the products of R rows and one column: an instruction multiplies eight integers of two rows with
+// those of two lanes. An odd last row is computed twice.
+template <int64_t R>
+INLINE void pair_tile(const uint8_t* x, int64_t stride, const Line* w, int64_t quads, int32_t* out) {
+  constexpr int64_t kPairs = (R + 1) / 2;
+  int32x4_t sums[kPairs][kParts][2];
+  for (auto& of_pair : sums)
+    for (auto& of_part : of_pair) of_part[0] = of_part[1] = vdupq_n_s32(0);
+  const auto accumulate = [&](int64_t quad, bool is_alone) __attribute__((always_inline)) {
+    uint8x16_t of_x[kPairs];
+    for (int64_t pair = 0; pair < kPairs; ++pair) {
+      uint64_t first = 0, second = 0;
+      const uint8_t* row = x + 2 * pair * stride + 4 * quad;
+      __builtin_memcpy(&first, row, is_alone ? 4 : 8);
+      __builtin_memcpy(&second, 2 * pair + 1 < R ? row + stride : row, is_alone ? 4 : 8);
+      of_x[pair] = vreinterpretq_u8_u64(vcombine_u64(vcreate_u64(first), vcreate_u64(second)));
+    }
+    for (int64_t p = 0; p < kParts; ++p) {
+      const auto four = [&](int64_t at) __attribute__((always_inline)) {
+        return vreinterpretq_s32_s8(Whole::weights(w[at].integers + 4 * kWidth * p));
+      };
+      const int32x4_t low = four(quad), high = is_alone ? vdupq_n_s32(0) : four(quad + 1);
+      const int8x16_t of_lanes[2] = {vreinterpretq_s8_s32(vzip1q_s32(low, high)),
+                                     vreinterpretq_s8_s32(vzip2q_s32(low, high))};
+      for (int64_t pair = 0; pair < kPairs; ++pair)
+        for (int64_t half = 0; half < 2; ++half)
+          sums[pair][p][half] = vusmmlaq_s32(sums[pair][p][half], of_x[pair], of_lanes[half]);
+    }
+  };
+  int64_t quad = 0;
+  for (; quad + 2 <= quads; quad += 2) accumulate(quad, false);
+  if (quad < quads) accumulate(quad, true);
+  for (int64_t r = 0; r < R; ++r) {
+    for (int64_t p = 0; p < kParts; ++p) {
+      const int32x4_t* of_two = sums[r / 2][p];
+      const int32x4_t of_row = r % 2 ? vcombine_s32(vget_high_s32(of_two[0]), vget_high_s32(of_two[1]))
+                                     : vcombine_s32(vget_low_s32(of_two[0]), vget_low_s32(of_two[1]));
+      vst1q_s32(out + r * kLanes + p * kWidth, of_row);
+    }
+  }
+}
 #elif TARGET_NEON_DOT
 // The operands of the instruction are either both signed or both unsigned.
 struct Whole {
@@ -364,7 +419,14 @@ INLINE void products_from(const uint8_t* x, int64_t stride, int64_t rows, const 
   constexpr int64_t kSums = R * C * kParts;
   constexpr int64_t U = kSums >= 8 ? 1 : kSums >= 4 ? 2 : kSums >= 2 ? 4 : 8;
   for (; rows >= R; rows -= R) {
-    product_tile<M, R, C, U>(x, stride, w, quads, out);
+#if TARGET_NEON_I8MM
+    if constexpr (R > 1) {
+      pair_tile<R>(x, stride, w, quads, out);
+    } else
+#endif
+    {
+      product_tile<M, R, C, U>(x, stride, w, quads, out);
+    }
     x += R * stride;
     out += R * kLanes;
   }
@@ -623,6 +685,7 @@ constexpr Kernels kKernels = [] {
 #undef TARGET_SHOWN
 #undef TARGET_AVX512
 #undef TARGET_AVX2
+#undef TARGET_NEON_I8MM
 #undef TARGET_AVX_VNNI
 #undef TARGET_SSE2
 #undef TARGET_NEON_DOT
