@@ -30,12 +30,12 @@ from tests.helpers.once import made_once
 from tests.helpers.oracle import MAP_LSTM, by_fx, by_us, fx_activation_qparams, leaves, sqnr
 from torchq_compat import lstm_utils
 from torchq_compat.comparison import causes
-from torchq_compat.comparison.fx_side import sums_saturate
 from torchq_compat.comparison.page import Comparison
 from torchq_compat.comparison.results import FxOutcome, Kind, Point, Status
 from torchq_compat.errors import QuantizationWarning, ScriptError
 from torchq_compat.nn import quantizable
 from torchq_compat.port.running.redirections import fx_is_called
+from torchq_compat.support.quantized_tensors import sums_saturate
 
 INPUTS, HIDDEN = 8, 16
 #: Exact minima and maxima: errors come from the graph, not from a histogram's clipping.

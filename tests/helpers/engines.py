@@ -13,7 +13,7 @@ import torch.ao.nn.quantized as nnq
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchq_compat.comparison.fx_side import sums_saturate
+from torchq_compat.support.quantized_tensors import sums_saturate
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -263,7 +263,7 @@ def quantize_by_fx(case: Case, places: Mapping[sides.Key, KeyFacts]) -> sides.Qu
         if case.fx_state is not None:
             prepared.load_state_dict(case.fx_state)
         case.calibrate(prepared)
-        with _exact_sums() if quantized is not None and sums_saturate() else nullcontext():
+        with _exact_sums() if quantized is not None and quantized_tensors.sums_saturate() else nullcontext():
             reference = fx.convert_to_reference_fx(
                 copy.deepcopy(prepared), quantized, backend_config=case.backend_config
             )
@@ -277,15 +277,6 @@ def quantize_by_fx(case: Case, places: Mapping[sides.Key, KeyFacts]) -> sides.Qu
             error = error_line(cause)
         run, output_qparams = observe_places(prepared, reference, places)
     return sides.QuantizedModel(run, output_qparams, deployed, error)
-
-
-def sums_saturate() -> bool:
-    """Return whether this engine's kernels saturate sums of integers over the whole range, as those of x86 do
-    on CPUs without VNNI."""
-    x = torch.quantize_per_tensor(torch.full((1, 4), 255.0), 1.0, 0, torch.quint8)
-    weight = torch.quantize_per_tensor(torch.full((1, 4), 127.0), 1.0, 0, torch.qint8)
-    result = torch.ops.quantized.linear(x, torch.ops.quantized.linear_prepack(weight, None), 1000.0, 0)
-    return int(result.int_repr()) < 4 * 255 * 127 // 1000
 
 
 # Quantized custom modules run kernels in the reference, too: what they lose by saturating is no decision of

@@ -140,3 +140,12 @@ def qparams_of(quantized: Tensor) -> tuple[float, int]:
 def channel_qparams(quantized: Tensor) -> tuple[Tensor, Tensor]:
     """Return scales and zero points, of shape (channels,); torch may reuse their memory."""
     return quantized.q_per_channel_scales(), quantized.q_per_channel_zero_points()
+
+
+def sums_saturate() -> bool:
+    """Return whether this engine's kernels saturate sums of integers over the whole range, as those of x86 do
+    on CPUs without VNNI."""
+    x = quantize(torch.full((1, 4), 255.0), 1.0, 0, torch.quint8)
+    weight = quantize(torch.full((1, 4), 127.0), 1.0, 0, torch.qint8)
+    result = KERNELS.linear(x, KERNELS.linear_prepack(weight, None), 1000.0, 0)
+    return int(integers_of(result)) < 4 * 255 * 127 // 1000

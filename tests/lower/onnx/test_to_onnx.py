@@ -38,11 +38,11 @@ from tests.helpers.once import made_once
 from tests.helpers.oracle import leaves, sqnr
 from tests.helpers.quantizers import ByHand, annotate
 from torchq_compat import recurrent_parts
-from torchq_compat.comparison.fx_side import sums_saturate
 from torchq_compat.errors import ArgumentError, ExportError, PathError, QuantizationWarning
 from torchq_compat.lower.onnx import lowering as packages
 from torchq_compat.lower.onnx.lowering import OnnxModel, to_onnx
 from torchq_compat.nn import quantizable
+from torchq_compat.support.quantized_tensors import sums_saturate
 
 X86 = get_default_qconfig_mapping("x86")
 DYNAMIC = QConfigMapping().set_global(default_dynamic_qconfig)

@@ -584,7 +584,7 @@ INLINE void store_bytes(uint8_t* to, I integers) {
 #if TARGET_AVX512
   _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(reinterpret_cast<__m512i>(integers)));
 #elif TARGET_AVX2
-  const __m256i all_of = reinterpret_cast<__m256i>(integers);
+  const __m256i all_of = reinterpret_cast<__m256i>(integers & all(int32_t{255}));
   const __m128i pairs = _mm_packus_epi32(_mm256_castsi256_si128(all_of), _mm256_extracti128_si256(all_of, 1));
   _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm_packus_epi16(pairs, pairs));
 #else
