@@ -17,6 +17,7 @@ from torchq_compat.capture.opaque_stub import FakeCall
 from torchq_compat.capture.sizes.numbers import plain
 from torchq_compat.capture.sizes.size_reads import current_reads
 from torchq_compat.errors import CustomModuleError, TorchQCompatError
+from torchq_compat.model.graph_module import record_of
 from torchq_compat.modules.registry import Parent, handlers
 from torchq_compat.support.graph_nodes import copied_model, tensors_in
 from torchq_compat.support.process_state import alone, draws_kept, own_attribute
@@ -147,12 +148,15 @@ class WholeCall:
 
 
 class _OnShapes:
-    """Runs a module on tensors of which only the shapes are read, and keeps none of its weights."""
+    """Runs a module on tensors of which only the shapes are read, and keeps none of its weights, except for a
+    converted model, which would be lowered again for others."""
 
     def __init__(self, module: nn.Module, path: str) -> None:
-        self._path = path
-        with disable_current_modes():
-            self._module = copied_model(module).to("meta")
+        self._path, self._module = path, module
+        self._has_weights = any(record_of(part) is not None for part in module.modules())
+        if not self._has_weights:
+            with disable_current_modes():
+                self._module = copied_model(module).to("meta")
         self._devices = {name: weight.device for name, weight in _weights(module).items()}
         self._parameters = {name for name, item in module.named_parameters() if item.is_floating_point()}
 
@@ -173,7 +177,7 @@ class _OnShapes:
                 for name, weight in _weights(module).items()
             }
             given = inputs.put_together([_like(tensor, device) for tensor in tensors], sizes)
-            call = partial(_with_weights, module, fakes)
+            call = module if self._has_weights else partial(_with_weights, module, fakes)
             outputs, results = Structure.take_apart(_run(call, type(module), self._path, *given))
         return outputs.put_together([_like(result, torch.device("meta")) for result in results])
 
