@@ -539,6 +539,15 @@ class Negated(nn.Module):
         return -x
 
 
+class NegatedFrom(nn.Module):
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.length = length
+
+    def forward(self, x: Tensor) -> Tensor:
+        return -x if x.shape[1] >= self.length else x
+
+
 def test_other_results_are_told() -> None:
     model, x = squeezed(), torch.randn(2, 7, 4)
     made = tc.to_onnx(model, (x,))
@@ -561,6 +570,10 @@ def test_results_that_the_optimizer_changes_are_told(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(onnxruntime, "InferenceSession", Session)
     with pytest.warns(QuantizationWarning, match=r"optimizer changes .*: 20\.0 dB beside .*TQ443"):
         packages.check_in_runtime(made, model, [(x,)])
+    wrong = nn.Sequential(model, NegatedFrom(5))  # at another size, which is told beside it
+    with pytest.warns(QuantizationWarning) as said:
+        packages.check_in_runtime(made, wrong, [(x,), (x[:, :6],), (torch.randn(2, 9, 4),)])
+    assert [str(each.message)[-6:-1] for each in said] == ["TQ443", "TQ436"]
 
 
 def test_whole_range_sums_on_this_cpu() -> None:
