@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import partial, wraps
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, TypeVarTuple
 from weakref import WeakSet
 
 import torch
@@ -26,6 +26,7 @@ from torchao.quantization.pt2e.quantizer import Quantizer
 from torchq_compat.support import upstream
 
 Result = TypeVar("Result")
+Arguments = TypeVarTuple("Arguments")
 
 
 class Lock:
@@ -70,18 +71,18 @@ class Lock:
 _LOCKS: WeakSet[Lock] = WeakSet()
 
 
-def once(function: Callable[[], Result]) -> Callable[[], Result]:
-    """Call ``function`` once in the process, however many threads ask; the child of a fork in the middle of
-    the call calls it again."""
-    lock, results = Lock(), list[Result]()
+def once(function: Callable[[*Arguments], Result]) -> Callable[[*Arguments], Result]:
+    """Call ``function`` once in the process for each arguments, however many threads ask; the child of a fork
+    in the middle of the call calls it again."""
+    lock, results = Lock(), dict[Any, Result]()
 
     @wraps(function)
-    def result() -> Result:
-        if not results:
+    def result(*args: *Arguments) -> Result:
+        if args not in results:
             with lock:
-                if not results:
-                    results.append(function())
-        return results[0]
+                if args not in results:
+                    results[args] = function(*args)
+        return results[args]
 
     return result
 

@@ -18,7 +18,7 @@ from torchq_compat.read.qdq import are_large_read_one_by_one
 from torchq_compat.recurrent.kernel.build import OF_LIBRARY, kernel_build
 from torchq_compat.recurrent.kernel.interpreter import run_by_operators
 from torchq_compat.recurrent.kernel.program import last_result_dtype
-from torchq_compat.support.process_state import Lock, is_compiling, once
+from torchq_compat.support.process_state import is_compiling, once
 
 NAMESPACE = "torchq_compat_native"
 SCHEMA = (
@@ -37,20 +37,15 @@ NO_SIZES = (0,)
 
 
 _IMPLEMENTED = torch.library.Library(NAMESPACE, "IMPL")  # type: ignore[no-untyped-call]
-_OPERATORS, _OPERATORS_LOCK = dict[str, Any](), Lock()
 
 
+@once  # Of a second time torch warns the user.
 def kernel_operator(name: str) -> Any:
     """Return an operator that is defined, here or by the library once that is loaded."""
-    if name not in _OPERATORS:
-        with _OPERATORS_LOCK:
-            if name not in _OPERATORS:
-                operator = getattr(OPS, name).default
-                # Integers have no gradients; without this every result would require grad, because biases are
-                # parameters. Of a second time torch warns the user.
-                _IMPLEMENTED.impl(name, torch.library.fallthrough_kernel, "Autograd")  # type: ignore[no-untyped-call]
-                _OPERATORS[name] = operator
-    return _OPERATORS[name]
+    operator = getattr(OPS, name).default
+    # Integers have no gradients; without this every result would require grad, because biases are parameters.
+    _IMPLEMENTED.impl(name, torch.library.fallthrough_kernel, "Autograd")  # type: ignore[no-untyped-call]
+    return operator
 
 
 def define_operator(
