@@ -172,14 +172,16 @@ class _OnShapes:
             torch.inference_mode(mode=False),
             torch.enable_grad(),
         ):
-            fakes = {
-                name: _like(weight, self._devices[name]).requires_grad_(name in self._parameters)
-                for name, weight in _weights(module).items()
-            }
             given = inputs.put_together([_like(tensor, device) for tensor in tensors], sizes)
-            call = module if self._has_weights else partial(_with_weights, module, fakes)
+            call = module if self._has_weights else partial(_with_weights, module, self._fakes())
             outputs, results = Structure.take_apart(_run(call, type(module), self._path, *given))
         return outputs.put_together([_like(result, torch.device("meta")) for result in results])
+
+    def _fakes(self) -> dict[str, Tensor]:
+        return {
+            name: _like(weight, self._devices[name]).requires_grad_(name in self._parameters)
+            for name, weight in _weights(self._module).items()
+        }
 
 
 def _weights(module: nn.Module) -> dict[str, Tensor]:
