@@ -66,10 +66,10 @@ def not_in_smoke(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
 @pytest.fixture
 def engine() -> Iterator[Callable[[str], object]]:
     """Return a function that chooses the quantized engine until the test ends."""
-    from tests.helpers.engines import using
+    from torchq_compat.support.quantized_tensors import using_engine
 
     with ExitStack() as stack:
-        yield lambda name: stack.enter_context(using(name))
+        yield lambda name: stack.enter_context(using_engine(name))
 
 
 def pytest_deselected(items: Sequence[pytest.Item]) -> None:

@@ -21,10 +21,10 @@ from torch.ao.quantization.qconfig import (
 import torchq_compat as tc
 from tests.fx_state.more_models import Patches, TokensAndMask
 from tests.fx_state.pairs import Saved, differences_of, saved_from
-from tests.helpers.engines import using
 from tests.parity.models import MODELS
 from torchq_compat.checkpoints import load_fx_state
 from torchq_compat.errors import CheckpointError
+from torchq_compat.support.quantized_tensors import using_engine
 
 
 def transposed() -> nn.Module:
@@ -87,7 +87,7 @@ def mapping(engine: str, is_qat: bool) -> Any:
 def saved(kind: str, engine: str, is_qat: bool) -> Saved:
     torch.manual_seed(0)
     make, batch = KINDS[kind]
-    with using(engine):
+    with using_engine(engine):
         batches = [batch() for _ in range(3)]
         return saved_from(make(), lambda: mapping(engine, is_qat), batches, is_qat)
 

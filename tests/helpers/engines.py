@@ -1,9 +1,7 @@
-"""Quantized engines, and what their kernels do on a CPU without VNNI."""
+"""FX's kernels as an oracle on a CPU without VNNI, where they saturate."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
@@ -16,16 +14,6 @@ from torch import Tensor, nn
 from torchq_compat.support.quantized_tensors import sums_saturate
 
 Model = TypeVar("Model", bound=nn.Module)
-
-
-@contextmanager
-def using(engine: str) -> Iterator[None]:
-    before = torch.backends.quantized.engine
-    torch.backends.quantized.engine = engine
-    try:
-        yield
-    finally:
-        torch.backends.quantized.engine = before
 
 
 def with_exact_sums(model: Model) -> Model:

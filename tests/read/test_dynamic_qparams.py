@@ -19,15 +19,15 @@ from torch.ao.quantization import (
 from torch.ao.quantization.backend_config import BackendConfig, BackendPatternConfig, DTypeConfig
 
 import torchq_compat as tc
-from tests.helpers.engines import using
 from tests.helpers.oracle import by_us, quantize_nodes
 from torchq_compat.errors import QuantizationWarning
 from torchq_compat.read.observers import DynamicQuantization
+from torchq_compat.support.quantized_tensors import using_engine
 
 
 @pytest.fixture(params=["x86", "qnnpack"])
 def engine(request: pytest.FixtureRequest) -> Iterator[str]:
-    with using(request.param):
+    with using_engine(request.param):
         yield request.param
 
 

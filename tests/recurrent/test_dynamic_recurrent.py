@@ -21,9 +21,9 @@ from torch.fx import GraphModule
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import torchq_compat as tc
-from tests.helpers.engines import using
 from tests.helpers.once import made_once
 from tests.helpers.oracle import MAP_LSTM, count_nodes, leaves, sqnr
+from torchq_compat.support.quantized_tensors import using_engine
 
 INPUTS, HIDDEN = 12, 24
 QCONFIGS = {
@@ -60,7 +60,7 @@ ENGINES = ("x86", "qnnpack")
 
 @pytest.fixture(params=ENGINES)
 def engine(request: pytest.FixtureRequest) -> Iterator[str]:
-    with using(request.param):
+    with using_engine(request.param):
         yield request.param
 
 
@@ -110,7 +110,7 @@ def all_prepared(qconfig: str) -> tuple[nn.Module, GraphModule]:
 def all_converted(qconfig: str, engine: str) -> tuple[nn.Module, GraphModule, GraphModule]:
     """Return the float model, FX's and ours; the engine is asked while converting."""
     model, prepared = all_prepared.itself(qconfig)
-    with using(engine):
+    with using_engine(engine):
         theirs = by_fx(model, QConfigMapping().set_global(QCONFIGS[qconfig]), *inputs_of_all(7, 3))
         return model, theirs, tc.convert_to_reference_fx(prepared)
 

@@ -4,7 +4,7 @@ import copy
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -263,7 +263,11 @@ def quantize_by_fx(case: Case, places: Mapping[sides.Key, KeyFacts]) -> sides.Qu
         if case.fx_state is not None:
             prepared.load_state_dict(case.fx_state)
         case.calibrate(prepared)
-        with _exact_sums() if quantized is not None and quantized_tensors.sums_saturate() else nullcontext():
+        # Quantized custom modules run kernels in the reference, too: what they lose by saturating is no
+        # decision of FX. qnnpack's sum exactly.
+        inexact = quantized is not None and quantized_tensors.sums_saturate()
+        can_be_exact = "qnnpack" in torch.backends.quantized.supported_engines
+        with quantized_tensors.using_engine("qnnpack") if inexact and can_be_exact else nullcontext():
             reference = fx.convert_to_reference_fx(
                 copy.deepcopy(prepared), quantized, backend_config=case.backend_config
             )
@@ -277,19 +281,6 @@ def quantize_by_fx(case: Case, places: Mapping[sides.Key, KeyFacts]) -> sides.Qu
             error = error_line(cause)
         run, output_qparams = observe_places(prepared, reference, places)
     return sides.QuantizedModel(run, output_qparams, deployed, error)
-
-
-# Quantized custom modules run kernels in the reference, too: what they lose by saturating is no decision of
-# FX. qnnpack's sum exactly.
-@contextmanager
-def _exact_sums() -> Iterator[None]:
-    engines, before = torch.backends.quantized, torch.backends.quantized.engine
-    if "qnnpack" in engines.supported_engines:
-        engines.engine = "qnnpack"
-    try:
-        yield
-    finally:
-        engines.engine = before
 
 
 def _custom_configs(

@@ -8,7 +8,8 @@ torch removes them. No converted model has any. Without these tensors this modul
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -140,6 +141,17 @@ def qparams_of(quantized: Tensor) -> tuple[float, int]:
 def channel_qparams(quantized: Tensor) -> tuple[Tensor, Tensor]:
     """Return scales and zero points, of shape (channels,); torch may reuse their memory."""
     return quantized.q_per_channel_scales(), quantized.q_per_channel_zero_points()
+
+
+@contextmanager
+def using_engine(engine: str) -> Iterator[None]:
+    """Let kernels on quantized tensors be packed for ``engine``; what is packed stays with it."""
+    before = torch.backends.quantized.engine
+    torch.backends.quantized.engine = engine
+    try:
+        yield
+    finally:
+        torch.backends.quantized.engine = before
 
 
 def sums_saturate() -> bool:
