@@ -130,6 +130,27 @@ def test_settings_and_what_is_gone(both: tuple[nn.Module, nn.Module, Tensor]) ->
         ours.conv1(torch.randn(1, 3, 9, 9))
 
 
+@pytest.mark.parametrize("path", ["fc", "block.0", "block"])
+def test_a_module_put_where_a_view_stands_is_refused(
+    path: str, both: tuple[nn.Module, nn.Module, Tensor]
+) -> None:
+    """FX would call it; no graph of ours does."""
+    _, model, x = both
+    expected = model(x)
+    parent, name = model.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]
+    puts = (setattr, lambda module, key, value: module.add_module(key, value))
+    for put in puts:
+        with pytest.raises(ModuleAttributeError, match=rf"'{path}(\.0)?' is a view.*'{name}'"):
+            put(parent, name, nn.Identity())
+        put(parent, name, model.get_submodule(path))
+    copied = copy.deepcopy(model)
+    with pytest.raises(ModuleAttributeError, match="before prepare_fx"):
+        copied.set_submodule(path, nn.Identity())
+    model.added = nn.Identity()
+    assert torch.equal(model(x), expected)
+    del model.added
+
+
 def test_views_hold_nothing(both: tuple[nn.Module, nn.Module, Tensor]) -> None:
     _, ours, x = both
     names = {name for name, _ in ours.named_parameters()} | {name for name, _ in ours.named_buffers()}

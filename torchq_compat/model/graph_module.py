@@ -114,7 +114,7 @@ class LastCall:
         return self
 
 
-class QuantizationGraphModule(GraphModule):
+class QuantizationGraphModule(views.HoldsViews, GraphModule):
     """A captured model that supports the float model's call forms, ``train()`` and ``eval()``."""
 
     #: Properties that torch.jit.trace would compile.

@@ -124,7 +124,7 @@ def _put_views(
     for path, fact in facts.items():
         parent, name = parent_of(model, path) if kinds[path] else (None, "")
         standing = None if parent is None else parent._modules.get(name)
-        is_plain = standing is None or type(standing) is nn.Module or isinstance(standing, ModuleView)
+        is_plain = standing is None or type(standing) in CONTAINERS or isinstance(standing, ModuleView)
         if parent is None or not is_plain or (standing is None and name in vars(parent)):
             continue
         view = _view_class(kinds[path], is_prepared)(model, path, fact)
@@ -133,6 +133,8 @@ def _put_views(
             stand_in_for(standing, view)
         view.training = model.training
         parent._modules[name] = view
+        if type(parent) is nn.Module:
+            parent.__class__ = Container
         views.append(view)
     order_as_float_model(model, facts)
     return views
@@ -168,6 +170,46 @@ def stand_in_for(standing: nn.Module, view: ModuleView) -> None:
 READ_OWN_CLASS = ("torch.distributed.", "torch.nn.utils.parametrize", "torch._dynamo.")
 #: What a view holds of its own.
 OWN = ("_view", "_stands_for", "_batch_norm")
+
+
+class HoldsViews(nn.Module):
+    """A module with views in it, in whose place the graph would call nothing else."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute as ``nn.Module`` does.
+
+        Raises:
+            ModuleAttributeError: ``value`` is a module in place of a view, or of a module with views.
+        """
+        self._check_kept(name, value)
+        super().__setattr__(name, value)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Add a module as ``nn.Module`` does.
+
+        Raises:
+            ModuleAttributeError: as for ``__setattr__``.
+        """
+        self._check_kept(name, module)
+        super().add_module(name, module)
+
+    def _check_kept(self, name: str, value: Any) -> None:
+        standing = vars(self).get("_modules", {}).get(name)
+        if isinstance(value, nn.Module) and standing is not None and value is not standing:
+            view = next((module for module in standing.modules() if isinstance(module, ModuleView)), None)
+            if view is not None:
+                raise ModuleAttributeError.of("TQ970.replaced", path=vars(view)["_view"][1], name=name)
+
+
+class Container(HoldsViews):
+    """A plain module on the path of a view."""
+
+    def _get_name(self) -> str:
+        return nn.Module.__name__
+
+
+#: The classes of modules that only hold others.
+CONTAINERS = (nn.Module, Container)
 
 
 class BiasParameter(nn.Parameter):
@@ -338,7 +380,7 @@ def parent_of(model: nn.Module, path: str) -> tuple[nn.Module | None, str]:
                 return None, name
             module._modules[parent] = nn.Module()
         child = module._modules[parent]
-        if child is None or type(child) is not nn.Module:
+        if child is None or type(child) not in CONTAINERS:
             return None, name
         module = child
     return module, name

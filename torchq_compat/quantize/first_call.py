@@ -24,7 +24,7 @@ from torchao.quantization.pt2e.quantizer import Quantizer
 
 from torchq_compat.errors import InputError, ModuleAttributeError
 from torchq_compat.model.view_hooks import HOOK_STATE, HOOKED, check_hookable
-from torchq_compat.model.views import ModuleView, hand_over_views
+from torchq_compat.model.views import CONTAINERS, ModuleView, hand_over_views
 from torchq_compat.read.example_inputs import by_position, is_old_config
 from torchq_compat.read.qconfig_mappings import read_qconfig_mapping
 from torchq_compat.read.qspecs import OpSpecs
@@ -384,7 +384,7 @@ def _give_hooks(module: nn.Module, path: str, state: dict[str, Any]) -> None:
             check_hookable(cast("GraphModule", module), path)
             HOOKED.add(owner)
         # A plain module only holds others, as in FX.
-        is_called = owner is not None and type(owner) is not nn.Module
+        is_called = owner is not None and type(owner) not in CONTAINERS
         reason = "" if is_called else "the captured model calls no module there"
     except ModuleAttributeError as error:
         reason = error.message
