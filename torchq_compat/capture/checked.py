@@ -37,6 +37,7 @@ from torchq_compat.capture.sizes.input_sizes import (
     sizes_of,
 )
 from torchq_compat.capture.sizes.numbers import DependsOnValuesError
+from torchq_compat.capture.sizes.other_ranks import words_of_ranks
 from torchq_compat.capture.sizes.shape_program import ShapeProgram
 from torchq_compat.capture.sizes.size_reads import ReadSizes, SizeReads
 from torchq_compat.capture.torch_export import EVERY_SIZE, capture, capture_flat, clean_captured
@@ -494,6 +495,8 @@ def decide_sizes(case: CaptureCase, result: Attempt) -> Iterator[Decision]:
     for dimension in result.sizes.dimensions:
         own = rules.get((dimension.label, dimension.index), [])
         yield _decide(case, result, dimension, own)
+    for label, words in words_of_ranks(result.sizes.other_ranks):
+        yield Decision(f"input {label}", "rank", Action.FREE, words)
     for label, value in result.sizes.constants.items():
         if isinstance(value, (int, float)):
             reason = f"at {value!r}, its value in example_inputs; only tensors stay free"

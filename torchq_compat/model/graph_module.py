@@ -25,7 +25,7 @@ from torchq_compat.capture.training import STALE, freeze_batch_norm, set_trainin
 from torchq_compat.model import failed_calls, other_tools, quantized_interface, views
 from torchq_compat.model import state as states
 from torchq_compat.model.quantized_boundary import refresh_boundaries
-from torchq_compat.model.signature import CallSignature
+from torchq_compat.model.signature import NOT_CALLED, CallSignature
 from torchq_compat.model.view_hooks import HOOKED, calling_hooks, is_of_a_hook
 from torchq_compat.read.backend_configs import BackendTable
 from torchq_compat.read.qconfig_mappings import QConfigRules
@@ -203,7 +203,11 @@ class QuantizationGraphModule(views.HoldsViews, GraphModule):
             raise errors.ExportError.of("TQ933.old_exporter", stage=record.stage.value)
         bound = args
         if is_compiled or is_traced or kwargs or not record.signature.knows(args):
-            bound = record.signature.bind(args, kwargs)
+            bound = record.signature.by_position(args, kwargs)
+            result = record.signature.call_at_rank(self, bound)
+            if result is not NOT_CALLED:
+                return result
+            record.signature.check(bound)
             if not is_compiled and any(isinstance(arg, Proxy) for arg in bound):
                 other_tools.leaves_for_tracers(self)
                 return super().__call__(*bound)
@@ -496,7 +500,7 @@ class ConvertedGraphModule(ConvertedModel):
             return later_stages.run_for_onnx(self, self.record.signature.bind(args, kwargs))
         if not self.record.interface.inputs:
             return super().__call__(*args, **kwargs)
-        bound = self.record.signature.bind(args, kwargs)
+        bound = self.record.signature.by_position(args, kwargs)
         return super().__call__(*quantized_interface.take_integers(bound, self.input_qparams()))
 
     def load_state_dict(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,6 +18,8 @@ from torchq_compat.support.upstream import pytree
 
 #: The most forms of calls that are remembered.
 MOST_ACCEPTED = 512
+#: What ``call_at_rank`` returns where it called nothing.
+NOT_CALLED: Any = object()
 
 
 @dataclass(frozen=True)
@@ -61,11 +63,28 @@ class CallSignature:
         Raises:
             InputError: missing or unexpected arguments, or sizes that the captured model does not accept.
         """
-        bound = self._bind(args, kwargs)
+        bound = self.by_position(args, kwargs)
+        self.check(bound)
+        return bound
+
+    def check(self, bound: tuple[Any, ...]) -> None:
+        """Raise if the captured model does not accept the sizes of ``bound``, positional arguments.
+
+        Raises:
+            InputError: it does not.
+        """
         # Under torch.jit.trace sizes are tensors, on which conditions cannot be checked.
         if is_compiling() or not torch._C._is_tracing():
             self.sizes.check(self.labelled(bound))
-        return bound
+
+    def call_at_rank(self, model: Callable[..., Any], bound: tuple[Any, ...]) -> Any:
+        """Return the result of ``model`` for ``bound`` if that is a call of another rank than the example's,
+        as one of its rank; else ``NOT_CALLED``."""
+        if not self.sizes.other_ranks:
+            return NOT_CALLED
+        inputs = self.labelled(bound)
+        other = self.sizes.other_rank(inputs)
+        return NOT_CALLED if other is None else other[0].call(model, bound, inputs, other[1])
 
     def knows(self, args: tuple[Any, ...]) -> bool:
         """Return whether a call with the same shapes and dtypes was accepted before: no check is needed.
@@ -83,7 +102,12 @@ class CallSignature:
                 self.sizes.accepted.clear()
             self.sizes.accepted.add(forms)
 
-    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    def by_position(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Return ``args`` and ``kwargs`` as positional arguments, of whatever sizes.
+
+        Raises:
+            InputError: missing or unexpected arguments.
+        """
         if self.names is None:
             if kwargs:
                 unexpected = f"unexpected argument {next(iter(kwargs))!r}"

@@ -195,7 +195,8 @@ class HoldsViews(nn.Module):
 
     def _check_kept(self, name: str, value: Any) -> None:
         standing = vars(self).get("_modules", {}).get(name)
-        if isinstance(value, nn.Module) and standing is not None and value is not standing:
+        is_view = isinstance(standing, ModuleView) or type(standing) in CONTAINERS
+        if is_view and isinstance(value, nn.Module) and value is not standing:
             view = next((module for module in standing.modules() if isinstance(module, ModuleView)), None)
             if view is not None:
                 raise ModuleAttributeError.of("TQ970.replaced", path=vars(view)["_view"][1], name=name)

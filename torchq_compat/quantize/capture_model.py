@@ -21,6 +21,7 @@ from torchq_compat.annotate.sharing import has_several
 from torchq_compat.capture import opaque_calls, torch_export
 from torchq_compat.capture.checked import Attempt, CaptureCase, capture_checked
 from torchq_compat.capture.opaque_stub import RecordedCalls, StubRegistry, recording
+from torchq_compat.capture.rank_trials import other_ranks
 from torchq_compat.capture.sizes.size_reads import ReadSizes
 from torchq_compat.capture.trial_runs import FloatRun, Runs, trial_copy
 from torchq_compat.capture.unseen_python import show_identities
@@ -152,6 +153,7 @@ def capture_model(
     try:
         with logs_held_back(torch_export.OF_ATTEMPTS):
             case, result = capture_checked(case)
+            result.sizes = replace(result.sizes, other_ranks=other_ranks(case, result))
     except Exception as cause:
         raise torch_export.explain_failure(model, args, cause) from torch_export.without_frames_of_torch(
             cause

@@ -12,6 +12,7 @@ import torch
 from torch import SymInt, Tensor
 from torch.fx import Graph
 
+from torchq_compat.capture.sizes.other_ranks import OtherRank
 from torchq_compat.capture.sizes.shape_program import ShapeProgram
 from torchq_compat.errors import InputError
 from torchq_compat.support.argument_checks import shown
@@ -133,12 +134,14 @@ class InputSizes:
         constants: label -> value of the inputs that are no tensors, which capture fixed.
         rules: the conditions on the sizes.
         program: computes the sizes that rules are about and inputs do not have.
+        other_ranks: the calls of other ranks than the example's that are calls of its rank.
     """
 
     dimensions: tuple[Dimension, ...] = ()
     constants: Mapping[str, Any] = field(default_factory=dict)
     rules: tuple[SizeRule, ...] = ()
     program: ShapeProgram | None = None
+    other_ranks: tuple[OtherRank, ...] = ()
 
     @property
     def free(self) -> tuple[Dimension, ...]:
@@ -160,6 +163,12 @@ class InputSizes:
         for dimension in self.dimensions:
             ranks[dimension.label] = dimension.index + 1
         return ranks
+
+    def other_rank(self, inputs: Mapping[str, Any]) -> tuple[OtherRank, tuple[int, ...]] | None:
+        """Return what makes ``inputs``, by label, a call of the example's rank, and the sizes in place of the
+        one dimension; None if they have that rank, or no other one that is known."""
+        forms = ((form, form.sizes(inputs, self._ranks)) for form in self.other_ranks)
+        return next(((form, sizes) for form, sizes in forms if sizes is not None), None)
 
     def broken_rule(self, sizes: Mapping[Place, Any]) -> SizeRule | None:
         """Return the first rule that ``sizes`` break; None if they break none."""

@@ -312,7 +312,7 @@ class LoweredGraphModule(ConvertedModel):
         lowering = self._lowering
         assert lowering.generation > 0  # Dynamo compiles again when the number has changed.
         if self.record.interface.inputs:
-            bound = self.record.signature.bind(args, kwargs)
+            bound = self.record.signature.by_position(args, kwargs)
             return super().__call__(*take_integers(bound, lowering.input_qparams))
         return super().__call__(*args, **kwargs)
 

@@ -1,0 +1,109 @@
+"""Finds at which other ranks than the example's the float model computes what it does at the example's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchq_compat.capture.checked import Attempt, CaptureCase, short_run
+from torchq_compat.capture.sizes.input_sizes import InputSizes
+from torchq_compat.capture.sizes.other_ranks import OtherRank
+from torchq_compat.capture.trial_runs import CAPTURED, difference, with_sizes
+from torchq_compat.support.graph_nodes import tensors_in
+from torchq_compat.support.upstream import pytree
+
+#: What the sizes of a trial are in place of the one dimension.
+NONE, SEVERAL = [()], [(2, 3), (2, 1, 3)]
+#: The dimension of a result that is the same at every rank.
+SAME = -1
+
+
+def other_ranks(case: CaptureCase, result: Attempt) -> tuple[OtherRank, ...]:
+    """Return the calls of other ranks that the float model takes as it does those of the example's rank: a
+    batch of one without its dimension, and each row of several leading dimensions by itself.
+
+    A graph has the ranks of its example; modules such as ``nn.Linear`` and ``nn.LSTM`` take others too.
+    """
+    sizes, run = result.sizes, short_run(case, result)
+    if case.is_step or run.error is not None or any(tensor.is_meta for tensor in tensors_in(run.args)):
+        return ()
+    inputs = dict(zip(case.inputs, pytree.tree_leaves(run.args), strict=True))
+    found = []
+    for places in _leading(sizes):
+        for several, shapes in ((False, NONE), (True, SEVERAL)):
+            forms = [_form(case, sizes, run.args, inputs, OtherRank(places, (), several), s) for s in shapes]
+            if forms[0] is not None and forms.count(forms[0]) == len(forms):
+                found.append(forms[0])
+    return tuple(found)
+
+
+def _leading(sizes: InputSizes) -> Iterator[Mapping[str, int]]:
+    """Yield the first two dimensions of the first input that have sizes of their own, each with those of
+    other inputs that are the same size."""
+    first = next(iter(sizes.dimensions), None)
+    for item in sizes.free:
+        if first is not None and item.label == first.label and item.index < 2:
+            alike = [other for other in sizes.dimensions if item.place in (other.place, other.root)]
+            if len({other.label for other in alike}) == len(alike):
+                yield {other.label: other.index for other in alike}
+
+
+def _form(
+    case: CaptureCase,
+    sizes: InputSizes,
+    args: tuple[Any, ...],
+    inputs: Mapping[str, Any],
+    form: OtherRank,
+    shape: tuple[int, ...],
+) -> OtherRank | None:
+    """Return ``form`` with the dimensions of its results, if the float model computes the same with ``shape``
+    in place of one dimension; None if it does not."""
+    expected = {place: math.prod(shape) for place in form.of_inputs.items()}
+    known = {(item.label, item.index): inputs[item.label].shape[item.index] for item in sizes.dimensions}
+    if sizes.broken_rule({**known, **expected}) is not None:
+        return None
+    one = _varied(with_sizes(args, inputs, expected))
+    labels = iter(inputs)
+
+    def reshaped(leaf: Any) -> Any:
+        dim = form.of_inputs.get(next(labels))
+        return leaf if dim is None else leaf.unflatten(dim, shape) if shape else leaf.squeeze(dim)
+
+    run = case.runs.of_float_model(pytree.tree_map(reshaped, one))
+    run_of_one = run if run.error is not None else case.runs.of_float_model(one)
+    if run_of_one.error is not None:
+        return None
+    (leaves, spec), (own, own_spec) = map(pytree.tree_flatten, (run.value, run_of_one.value))
+    dims = [next(_dims(*pair, shape), None) for pair in zip(leaves, own, strict=False)]
+    is_same = spec == own_spec and all(dim is not None for dim in dims)
+    return replace(form, of_results=tuple(None if dim == SAME else dim for dim in dims)) if is_same else None
+
+
+def _dims(leaf: Any, own: Any, shape: tuple[int, ...]) -> Iterator[int]:
+    """Yield the dimensions of ``own`` at which it is ``leaf`` with ``shape`` in place of them."""
+    if difference(leaf, own, CAPTURED) is None:
+        yield SAME
+    for dim, size in enumerate(own.shape if isinstance(own, Tensor) else ()):
+        if size == math.prod(shape):
+            given = own.reshape(*own.shape[:dim], *shape, *own.shape[dim + 1 :])
+            if difference(leaf, given, CAPTURED) is None:
+                yield dim
+
+
+def _varied(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return ``args`` with other floats: of equal rows every mean is the row itself."""
+    generator = torch.Generator().manual_seed(0)
+
+    def other(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+            return leaf
+        factors = torch.rand(leaf.shape, generator=generator).to(leaf.device, leaf.dtype)
+        return leaf * (factors + 0.5) if leaf.any() else factors
+
+    varied: tuple[Any, ...] = pytree.tree_map(other, args)
+    return varied
