@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from collections.abc import Callable
@@ -165,6 +166,44 @@ def test_functions_that_methods_call_follow_sizes_too() -> None:
         x = torch.randn(shape)
         assert torch.equal(prepared(x), Image()(x))
     assert _positions.__globals__ is globals()
+
+
+def logged(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+class Decorated(nn.Module):
+    """Roots of sizes in decorated methods, a static one, and a function that a method closes over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    @staticmethod
+    def scale(x: Tensor) -> Any:
+        return 1 / math.sqrt(x.shape[1])
+
+    @torch.no_grad()
+    def scale_without_gradient(self, x: Tensor) -> Any:
+        return math.sqrt(len(x))
+
+    @logged
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x) * self.scale(x) + self.scale_without_gradient(x)
+
+
+def test_decorated_and_static_methods_follow_sizes_too() -> None:
+    torch.manual_seed(0)
+    model = Decorated().eval()
+    prepared = tc.prepare_fx(model, QConfigMapping(), (torch.randn(2, 6, 8),))
+    for shape in ((2, 6, 8), (3, 4, 8), (1, 9, 8)):
+        x = torch.randn(shape)
+        torch.testing.assert_close(prepared(x), model(x))
+    assert Decorated.forward.__wrapped__.__globals__ is globals()  # type: ignore[attr-defined]
 
 
 def in_windows(model: Any, x: Tensor, _lengths: Tensor) -> Any:

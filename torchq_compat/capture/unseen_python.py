@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, update_wrapper
-from types import CodeType, FunctionType, MethodType, SimpleNamespace
+from types import CellType, CodeType, FunctionType, MethodType, SimpleNamespace
 from typing import Any, TypeGuard
 
 import torch
@@ -52,9 +52,12 @@ def seen_python(model: nn.Module, replaced: Replaced) -> Iterator[None]:
     with ExitStack() as bound:
         for module in model.modules():
             for name, method in _own_methods(type(module)).items():
-                own = functions.rebound(method)
-                if own is not method and name not in vars(module):
-                    bound.enter_context(own_attribute(module, name, MethodType(own, module)))
+                is_static = isinstance(method, staticmethod)
+                function = method.__func__ if is_static else method
+                own = functions.rebound(function)
+                if own is not function and name not in vars(module):
+                    value = own if is_static else MethodType(own, module)
+                    bound.enter_context(own_attribute(module, name, value))
         yield
 
 
@@ -168,20 +171,25 @@ def _tensor_of(value: Any) -> Any:
     return value.tensor if isinstance(value, ListOfTensor) else value
 
 
-def _own_methods(module_type: type[nn.Module]) -> dict[str, FunctionType]:
-    """Return the methods in ``module_type`` that the user wrote, by name."""
+def _own_methods(module_type: type[nn.Module]) -> dict[str, Any]:
+    """Return the methods in ``module_type`` that the user wrote, static ones too, by name."""
     matches: dict[str, Any] = {}
     for base in reversed(module_type.__mro__):
         matches.update(vars(base))
     return {
-        name: method for name, method in matches.items() if _is_users(method) and not name.startswith("__")
+        name: method
+        for name, method in matches.items()
+        if _is_users(method.__func__ if isinstance(method, staticmethod) else method)
+        and not name.startswith("__")
     }
 
 
 def _is_users(value: Any) -> TypeGuard[FunctionType]:
-    """Return whether ``value`` is a function that the user wrote in Python."""
-    is_function = isinstance(value, FunctionType)
-    return is_function and str(value.__globals__.get("__name__")).partition(".")[0] not in LIBRARIES
+    """Return whether ``value`` is a function that the user wrote in Python, or a decorator's around one."""
+    if not isinstance(value, FunctionType):
+        return False
+    is_own = str(value.__globals__.get("__name__")).partition(".")[0] not in LIBRARIES
+    return is_own or _is_users(vars(value).get("__wrapped__"))
 
 
 class _Functions:
@@ -195,9 +203,20 @@ class _Functions:
         """Return the copy of ``function``; the function itself if it uses nothing that is replaced."""
         if function not in self._rebound:
             self._rebound[function] = function  # What calls itself calls the user's.
-            used = self._used(function)
-            self._rebound[function] = with_globals(function, used) if used else function
+            used, cells = self._used(function), function.__closure__ or ()
+            closure = tuple(map(self._cell, cells))
+            if used or any(new is not old for new, old in zip(closure, cells, strict=True)):
+                self._rebound[function] = with_globals(function, used, closure)
         return self._rebound[function]
+
+    def _cell(self, cell: CellType) -> CellType:
+        """Return a cell with what is used in place of what ``cell`` holds, as a decorator's function."""
+        try:
+            value = cell.cell_contents
+        except ValueError:  # It is empty.
+            return cell
+        new = value if isinstance(value, type) else self._in_place_of(value)
+        return cell if new is value else CellType(new)
 
     def _used(self, function: FunctionType) -> dict[str, Any]:
         """Return the global names that ``function`` reads -> what is used in place of what they mean; not for
@@ -237,12 +256,16 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
             yield from _codes(constant)
 
 
-def with_globals(function: FunctionType, changed: Mapping[str, Any]) -> FunctionType:
-    """Return a copy of ``function`` in which the names in ``changed`` mean something else."""
-    names = {**function.__globals__, **changed}
-    result = FunctionType(
-        function.__code__, names, function.__name__, function.__defaults__, function.__closure__
-    )
+def with_globals(
+    function: FunctionType, changed: Mapping[str, Any], closure: tuple[CellType, ...] | None = None
+) -> FunctionType:
+    """Return a copy of ``function`` in which the names in ``changed`` mean something else.
+
+    Args:
+        closure: the cells of the copy, if not those of ``function``.
+    """
+    names, cells = {**function.__globals__, **changed}, function.__closure__ if closure is None else closure
+    result = FunctionType(function.__code__, names, function.__name__, function.__defaults__, cells)
     result.__kwdefaults__ = function.__kwdefaults__
     return update_wrapper(result, function)  # type: ignore[return-value]
 

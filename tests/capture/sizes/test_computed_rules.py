@@ -78,6 +78,7 @@ def test_rules_are_told_in_numbers(condition: str, expected: str, right: int, wr
         ("not n % 4", "a multiple of 4"),
         ("n > 3 and n * 2 > 10", "at least 6"),
         ("n // 2 == 8", "16 to 17"),
+        ("-(-n // -(-n // 4)) == 4", "4, 7, 8 or at least 10"),
         ("n != 5", r"x.size\(1\) != 5"),
     ],
 )

@@ -187,7 +187,7 @@ def _words(rule: SizeRule, dimensions: Mapping[Place, Dimension]) -> str:
         plain = replace(rule, condition=code)
         if all(plain.holds({place: size}) == rule.holds({place: size}) for size in COMMON):
             return words
-    text = rule.condition
+    text = ast.unparse(ast.parse(rule.condition, mode="eval"))  # without parentheses that say nothing
     for name, place in sorted(rule.places.items(), key=lambda item: -len(item[0])):
         if place in dimensions:
             text = text.replace(name, dimensions[place].name)

@@ -262,6 +262,8 @@ def _fixed_size(
 FARTHEST = 4
 #: How many sizes next to the example's are tried one by one.
 NEAR = 16
+#: How many sizes are told one by one.
+FEW = 3
 #: What is told of a rule that no dimension breaks alone.
 AS_IN_EXAMPLE = "a size at which the model decides as in the example"
 
@@ -276,6 +278,9 @@ def range_around(size: int, accepts: Callable[[int], bool], own: str) -> tuple[s
         return f"a multiple of {step}", f"{own} % {step} == 0"
     low, high = (_last_accepted(size, end, accepts) for end in (0, FARTHEST * size + 1))
     if high == FARTHEST * size:
+        below = [other for other in range(1, min(low, NEAR)) if accepts(other)]
+        if 0 < len(below) <= FEW:
+            return f"{', '.join(map(str, below))} or at least {low}", f"{own} in {below} or {own} >= {low}"
         return f"at least {low}", f"{own} >= {low}"
     period = next((item for item in range(high - low + 2, high + 1) if _repeats(low, high, item, accepts)), 0)
     if period:

@@ -159,6 +159,8 @@ def simplified(expression: Any) -> Any:
         return OF_EQUALS[name]
     if name in NEUTRAL and others == [NEUTRAL[name]]:
         return first
+    if name in ("add", "mul") and first == NEUTRAL[name]:
+        return others[0]
     return Computed(operation, operands)
 
 
