@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import sys
@@ -21,7 +22,8 @@ PACKAGE = str(Path(__file__).parents[1])
 IMPORTING = "<frozen importlib"
 #: Called with each warning, whatever the filters say: ``torchq-compat run`` reports them.
 LISTENERS: list[Callable[[QuantizationWarning], None]] = []
-NOT_THE_USERS = (PACKAGE, IMPORTING, str(importlib.__file__))
+#: Frames of the package, of imports, and of contexts that decorate functions of the package.
+NOT_THE_USERS = (PACKAGE, IMPORTING, str(importlib.__file__), str(contextlib.__file__))
 
 
 def warn_user(code: str, /, **places: object) -> None:

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.ao.quantization import get_default_qconfig_mapping
 from torch.export import Dim
 from torch.fx import GraphModule
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import torchq_compat as tc
 from tests.helpers import executorch_models
@@ -132,3 +134,37 @@ def test_the_model_and_the_file_are_as_they_were_after_a_failure(linear: GraphMo
         to_executorch(linear, (rows(),), dynamic_shapes=({0: Dim("rows")},), path=path)
     assert path.read_bytes() == b"of yesterday"
     assert torch.equal(linear(rows(2).fill_(1)), before)
+
+
+class Packs(nn.Module):
+    def __init__(self, *, packs: bool) -> None:
+        super().__init__()
+        self.lstm, self.packs = nn.LSTM(4, 8, batch_first=True), packs
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        if not self.packs:
+            return self.lstm(x)[0] * lengths[:, None, None]
+        packed, _ = self.lstm(pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False))
+        return pad_packed_sequence(packed, batch_first=True)[0]
+
+
+def test_sizes_that_depend_on_values_are_named_as_the_cause() -> None:
+    args = torch.randn(3, 7, 4), torch.tensor([7, 5, 3])
+    mapped = tc.get_default_prepare_custom_config()
+    prepared = tc.prepare_fx(Packs(packs=True), get_default_qconfig_mapping("x86"), args, mapped)
+    prepared(*args)
+    with pytest.raises(ExportError, match=r"Hint: .* packed sequences do: give it padded sequences"):
+        to_executorch(tc.convert_fx(prepared), args)
+
+
+@pytest.mark.filterwarnings("error::FutureWarning")
+def test_warnings_point_at_the_line_that_lowers() -> None:
+    """A context that decorates ``to_executorch`` has frames of its own around it."""
+    args = torch.randn(3, 7, 4), torch.tensor([7, 5, 3])
+    with pytest.warns(QuantizationWarning, match="stays float"):
+        prepared = tc.prepare_fx(Packs(packs=False), get_default_qconfig_mapping("x86"), args)
+    prepared(*args)
+    with pytest.warns(QuantizationWarning) as told:
+        to_executorch(tc.convert_fx(prepared), args)
+    assert any("fixes sizes" in str(each.message) for each in told)
+    assert {each.filename for each in told} == {__file__}

@@ -30,7 +30,7 @@ from torchq_compat.support.dtypes import dtype_name
 from torchq_compat.support.process_state import alone, without_autocast
 from torchq_compat.support.report import slow_stages
 from torchq_compat.support.upstream import pytree
-from torchq_compat.support.user_warnings import warn_user
+from torchq_compat.support.user_warnings import is_of_treespec, silenced, warn_user
 
 # The inputs of an ExecuTorch program, with their largest sizes, for which it plans its memory.
 
@@ -400,7 +400,7 @@ def to_executorch(
         structure = exported.call_spec.out_spec
         try:
             # With gradients enabled, every pass over the graph would also trace the backward of its loops.
-            with alone(), torch.no_grad():
+            with alone(), torch.no_grad(), silenced(is_of_treespec, FutureWarning):
                 pte, report = _lower(exported, backend)
         except ExportError:
             raise
@@ -469,4 +469,6 @@ def _check_kernels(program: Any) -> None:
 
 def _cannot_lower(stage: str, cause: BaseException) -> ExportError:
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
-    return ExportError.of("TQ932.cannot_lower", stage=stage, cause=cause, lines=" ".join(lines[:2]))
+    # What ExecuTorch says of a loop whose length is that of the longest packed sequence.
+    key = "TQ932.data_sizes" if "symbolic metadata" in str(cause) else "TQ932.cannot_lower"
+    return ExportError.of(key, stage=stage, cause=cause, lines=" ".join(lines[:2]))
