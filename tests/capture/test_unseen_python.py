@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from math import sqrt as root
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -204,6 +205,87 @@ def test_decorated_and_static_methods_follow_sizes_too() -> None:
         x = torch.randn(shape)
         torch.testing.assert_close(prepared(x), model(x))
     assert Decorated.forward.__wrapped__.__globals__ is globals()  # type: ignore[attr-defined]
+
+
+def halves(x: Tensor) -> Tensor:
+    half, remaining = divmod(x.shape[1], 2)
+    return x[:, : half + remaining]
+
+
+def rounded(x: Tensor) -> Tensor:
+    return x[:, : max(1, round(x.shape[1] * 0.5))] * round(x.shape[1] / 3, 1)
+
+
+def root_of_numpy(x: Tensor) -> Tensor:
+    return x / np.sqrt(x.size(1)) + x.size(0) // np.floor(2.5)
+
+
+def padded_by_numpy(x: Tensor) -> Tensor:
+    return nn.functional.pad(x, (0, 0, 0, int(np.ceil(x.shape[1] / 4)) * 4 - x.shape[1]))
+
+
+def product_of_numpy(x: Tensor) -> Tensor:
+    return x.reshape(int(np.prod(x.shape[:-1])), 8).view(x.shape)
+
+
+def imports_inside(x: Tensor) -> Tensor:
+    import math as numbers
+    from math import sqrt
+
+    return x * numbers.sqrt(x.shape[1]) / sqrt(x.shape[0])
+
+
+def new_tensor(x: Tensor) -> Tensor:
+    return x / x.new_tensor(float(x.shape[1])) + x.new_tensor([1.0, 2.0]).sum()
+
+
+class Around(nn.Module):
+    """A layer, and what a function does with its result."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.fc, self.function = nn.Linear(8, 8), function
+
+    @logged
+    def forward(self, x: Tensor) -> Tensor:
+        return self.apply_to(self.fc(x))
+
+    def apply_to(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+def around(function: Callable[[Tensor], Tensor]) -> nn.Module:
+    class Own(Around):
+        def apply_to(self, x: Tensor) -> Tensor:
+            return function(x)
+
+    return Own(function).eval()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [halves, rounded, root_of_numpy, padded_by_numpy, product_of_numpy, imports_inside, new_tensor],
+)
+def test_numbers_of_sizes_are_free(function: Callable[[Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    model, x = around(function), torch.randn(2, 6, 8)
+    prepared = tc.prepare_fx(model, get_default_qconfig_mapping("x86"), (x,))
+    calibrate(prepared, [(torch.randn(8, steps, 8),) for steps in (2, 4, 11)])
+    converted = tc.convert_fx(prepared)
+    program = tc.export(converted, (x,)).module()
+    for shape in ((2, 6, 8), (3, 11, 8), (1, 4, 8), (4, 2, 8)):
+        x = torch.randn(shape)
+        assert 20 < sqnr(model(x), converted(x)) < 60
+        assert torch.equal(program(x), converted(x))
+
+
+def test_a_function_of_numpy_that_no_graph_has_asks_for_the_size() -> None:
+    model = around(lambda x: x * np.log(x.shape[1]))
+    with pytest.warns(UserWarning, match="dimension 1"):
+        prepared = tc.prepare_fx(model, QConfigMapping(), (torch.randn(2, 6, 8),))
+    torch.testing.assert_close(prepared(torch.ones(5, 6, 8)), model(torch.ones(5, 6, 8)))
+    with pytest.raises(InputError, match=r"fixed to 6 there, because of test_unseen_python.*np\.log"):
+        prepared(torch.randn(2, 7, 8))
 
 
 def in_windows(model: Any, x: Tensor, _lengths: Tensor) -> Any:

@@ -6,11 +6,12 @@ import builtins
 import dis
 import itertools
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, update_wrapper
-from types import CellType, CodeType, FunctionType, MethodType, SimpleNamespace
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeGuard
 
 import torch
@@ -40,6 +41,9 @@ from torchq_compat.support.upstream import WRAPPED_FUNCTIONS, pytree
 #: Packages whose methods are not rebound: they do not convert tensors to numbers.
 LIBRARIES = ("torch", __name__.partition(".")[0])
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+#: Functions of one number in ``math`` and numpy -> what computes them of a size; an exported program has no
+#: others.
+OF_SIZES: dict[str, Callable[[Any], Any]] = {"sqrt": torch.sym_sqrt, "ceil": math.ceil, "floor": math.floor}
 #: Pairs of something of Python's, and what methods use in its place.
 Replaced = Sequence[tuple[object, Any]]
 
@@ -75,6 +79,29 @@ class _Called:
         return self.kind[item]
 
 
+class _Changed:
+    """A replacement of ``module`` with other ``functions`` of some names; numpy's take sizes as numbers."""
+
+    def __init__(self, module: ModuleType, functions: Mapping[str, Any]) -> None:
+        vars(self).update(functions)
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._module, name)
+        return partial(_with_numbers, value) if type(value).__name__ == "ufunc" else value
+
+
+def _with_numbers(function: Callable[..., Any], *values: Any, **named: Any) -> Any:
+    """Call ``function`` after asking for the value of each size."""
+    return function(*map(_as_plain, values), **named)
+
+
+def _as_plain(value: Any) -> Any:
+    if isinstance(value, torch.SymInt):
+        return builtins.int(value)
+    return builtins.float(value) if isinstance(value, torch.SymFloat) else value
+
+
 class SeenFunctions:
     """The functions that methods call in place of Python's builtins.
 
@@ -94,10 +121,32 @@ class SeenFunctions:
             (tuple, _Called(tuple, self._list_as_tuple)),
             (sorted, self._sorted),
             (range, self._range),
+            (divmod, self._divmod),
             *((getattr(builtins, name), partial(self._reduced, name)) for name in ("max", "min", "sum")),
-            (math, SimpleNamespace(**{**vars(math), "sqrt": self._sqrt})),
-            (math.sqrt, self._sqrt),
+            *self._of_module(math),
+            *(() if (numpy := sys.modules.get("numpy")) is None else self._of_module(numpy)),
         )
+
+    def _of_module(self, module: Any) -> Iterator[tuple[object, Any]]:
+        """Yield what is used in place of the functions in ``module`` of one number, and of itself."""
+        functions = {
+            name: partial(self._of_number, getattr(module, name), function)
+            for name, function in OF_SIZES.items()
+            if hasattr(module, name)
+        }
+        yield module, _Changed(module, functions)
+        yield from ((getattr(module, name), function) for name, function in functions.items())
+
+    def _of_number(
+        self, plain: Callable[..., Any], function: Callable[..., Any], *values: Any, **named: Any
+    ) -> Any:
+        is_size = len(values) == 1 and isinstance(values[0], (torch.SymInt, torch.SymFloat))
+        return function(values[0]) if self._is_asked(is_size) else plain(*values, **named)
+
+    def _divmod(self, over: Any, under: Any) -> Any:
+        if not self._is_asked(isinstance(over, torch.SymInt) or isinstance(under, torch.SymInt)):
+            return builtins.divmod(over, under)
+        return over // under, over % under
 
     def _len(self, value: Any) -> Any:
         if not self._is_asked(isinstance(value, Tensor) and bool(value.dim())):
@@ -116,11 +165,6 @@ class SeenFunctions:
         if not self._is_asked(isinstance(value, (torch.SymInt, torch.SymFloat))):
             return builtins.float(value)
         return torch.sym_float(value)  # type: ignore[no-untyped-call]
-
-    def _sqrt(self, value: Any) -> Any:
-        if not self._is_asked(isinstance(value, (torch.SymInt, torch.SymFloat))):
-            return math.sqrt(value)
-        return torch._sym_sqrt(value)  # type: ignore[attr-defined]
 
     def _list(self, *values: Any) -> Any:
         if not self._is_asked(len(values) == 1 and _are_numbers(values[0])):
@@ -228,16 +272,23 @@ class _Functions:
             name: new for name, value in meanings.items() if (new := self._in_place_of(value)) is not value
         }
         reads: dict[str, list[bool]] = {}
-        for code in codes if result else ():
+        modules = {old.__name__ for old, _ in self.replaced if isinstance(old, ModuleType)}
+        for code in codes if result or not modules.isdisjoint(names) else ():
             for instruction in dis.get_instructions(code):
+                if instruction.opname == "IMPORT_NAME" and instruction.argval in modules:
+                    own = {**vars(builtins), "__import__": self._imported}
+                    result["__builtins__"], reads["__builtins__"] = own, [True]
                 if instruction.opname == "LOAD_GLOBAL":
                     # The lowest bit is set if the instruction prepares a call.
                     reads.setdefault(instruction.argval, []).append(bool((instruction.arg or 0) & 1))
         return {
             name: new
             for name, new in result.items()
-            if name in reads and (all(reads[name]) or not isinstance(meanings[name], type))
+            if name in reads and (all(reads[name]) or not isinstance(meanings.get(name), type))
         }
+
+    def _imported(self, *args: Any, **kwargs: Any) -> Any:
+        return self._in_place_of(__import__(*args, **kwargs))
 
     def _in_place_of(self, value: Any) -> Any:
         if isinstance(value, _Marked) and _is_users(value.function):

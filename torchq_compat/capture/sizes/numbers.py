@@ -80,8 +80,10 @@ OPERATIONS = {
     "round": Operation(round, "round({}, {})"),
     "abs": Operation(abs, "abs({})"),
     "sym_float": Operation(torch.sym_float, "float({})"),
-    "sym_sqrt": Operation(torch._sym_sqrt, "math.sqrt({})"),  # type: ignore[attr-defined]
+    "sym_sqrt": Operation(torch.sym_sqrt, "math.sqrt({})"),
 }
+#: What ``round`` computes without a number of digits.
+ROUND_TO_INTEGER = Operation(round, "round({})", True)
 
 
 #: An operation -> one of its names; those that stand for other code have none.
@@ -267,22 +269,26 @@ class Followed:
 
     _graph_repr = __str__
 
+    def round(self, digits: int | None = None) -> Followed:
+        """Return the number rounded to ``digits``, or to an integer."""
+        if digits is None:
+            return self._computed(ROUND_TO_INTEGER)
+        return self._computed(OPERATIONS["round"], digits)
+
     def __getattr__(self, name: str) -> Any:
         if name == "str":
             return self.__str__
-        operation = OPERATIONS.get(name)
-        if operation is None:
+        if name not in OPERATIONS:
             raise AttributeError(name)
+        return functools.partial(self._computed, OPERATIONS[name])
 
-        def compute(*others: Any) -> Any:
-            if not all(isinstance(other, (Followed, int, float)) for other in others):
-                raise DependsOnValuesError
-            values = [_value(other) for other in others]
-            expressions = [_expression(other) for other in others]
-            result = _in_integers(Computed(operation, (self.expression, *expressions)))
-            return Followed(self.guards, operation.function(self.value, *values), result)
-
-        return compute
+    def _computed(self, operation: Operation, *others: Any) -> Followed:
+        if not all(isinstance(other, (Followed, int, float)) for other in others):
+            raise DependsOnValuesError
+        values = [_value(other) for other in others]
+        expressions = [_expression(other) for other in others]
+        result = _in_integers(Computed(operation, (self.expression, *expressions)))
+        return Followed(self.guards, operation.function(self.value, *values), result)
 
 
 def _in_integers(computed: Computed) -> Computed:

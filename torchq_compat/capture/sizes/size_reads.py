@@ -402,6 +402,12 @@ class SizeReads(ReplacedCalls):
         result: Tensor = self._called_as(function, lambda: ATEN.contiguous.default(tensor, **named))
         return result
 
+    def _new_tensor(self, function: Any, tensor: Tensor, data: Any, **named: Any) -> Tensor:
+        """``torch.tensor`` of a number that was computed from sizes is an operator; this is a constant."""
+        if not any(map(is_followed, pytree.tree_leaves(data))):
+            return function(tensor, data, **named)  # type: ignore[no-any-return]
+        return torch.tensor(data, **{"dtype": tensor.dtype, "device": tensor.device, **named})
+
     def _squeeze(self, function: Any, tensor: Tensor, *dim: Any, **named: Any) -> Any:
         """The rank of the result is decided by whether sizes are 1."""
         sizes = self.sizes(tensor)
@@ -679,6 +685,7 @@ READS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.stride: SizeReads._stride,
     torch.Tensor.__iter__: SizeReads._iter,
     torch.Tensor.contiguous: SizeReads._contiguous,
+    torch.Tensor.new_tensor: SizeReads._new_tensor,
     **dict.fromkeys((torch.squeeze, torch.Tensor.squeeze, torch.Tensor.squeeze_), SizeReads._squeeze),
     **dict.fromkeys((torch.split, torch.Tensor.split), SizeReads._split),
     **dict.fromkeys((torch.chunk, torch.Tensor.chunk), SizeReads._chunk),
