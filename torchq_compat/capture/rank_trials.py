@@ -90,7 +90,7 @@ def _dims(leaf: Any, own: Any, shape: tuple[int, ...]) -> Iterator[int]:
         yield SAME
     for dim, size in enumerate(own.shape if isinstance(own, Tensor) else ()):
         if size == math.prod(shape):
-            given = own.reshape(*own.shape[:dim], *shape, *own.shape[dim + 1 :])
+            given = own.reshape([*own.shape[:dim], *shape, *own.shape[dim + 1 :]])
             if difference(leaf, given, CAPTURED) is None:
                 yield dim
 

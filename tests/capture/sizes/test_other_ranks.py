@@ -141,6 +141,26 @@ def test_inputs_and_results_without_the_dimension_stay() -> None:
         assert torch.equal(result["rows"], ours(x.reshape(-1, 4), example[1])["rows"].reshape(x.shape))
 
 
+class Best(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.fc(x)
+        return y.argmax(-1), y.amax(-1)
+
+
+def test_results_of_a_row_may_have_no_dimension() -> None:
+    torch.manual_seed(0)
+    ours, x = converted(Best().eval(), (torch.randn(3, 4),)), torch.randn(2, 3, 4)
+    for given in (x[0, 0], x):
+        index, value = ours(given)
+        assert index.shape == value.shape == given.shape[:-1]
+        assert torch.equal(index.reshape(-1), ours(given.reshape(-1, 4))[0])
+        assert torch.equal(value.reshape(-1), ours(given.reshape(-1, 4))[1])
+
+
 def traced(model: Any, x: Tensor) -> Any:
     return torch.jit.trace(model, (x,), check_trace=False)
 

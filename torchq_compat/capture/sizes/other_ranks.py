@@ -58,12 +58,12 @@ class OtherRank:
     def _as_one(self, leaf: Any, dim: int | None, sizes: tuple[int, ...]) -> Any:
         if dim is None:
             return leaf
-        return leaf.reshape(*leaf.shape[:dim], math.prod(sizes), *leaf.shape[dim + len(sizes) :])
+        return leaf.reshape([*leaf.shape[:dim], math.prod(sizes), *leaf.shape[dim + len(sizes) :]])
 
     def _as_given(self, leaf: Any, dim: int | None, sizes: tuple[int, ...]) -> Any:
         if dim is None:
             return leaf
-        return leaf.reshape(*leaf.shape[:dim], *sizes, *leaf.shape[dim + 1 :])
+        return leaf.reshape([*leaf.shape[:dim], *sizes, *leaf.shape[dim + 1 :]])
 
 
 def words_of_ranks(forms: Iterable[OtherRank]) -> Iterator[tuple[str, str]]:
