@@ -16,8 +16,6 @@ from torchq_compat.read import qconfig_mappings
 from torchq_compat.support import metadata
 from torchq_compat.support.graph_nodes import attribute_of
 
-# Writes decisions into a graph in the form that torchao's prepare reads.
-
 
 @dataclass
 class NodeSpecs:

@@ -17,8 +17,6 @@ from torchq_compat.errors import InputError
 from torchq_compat.read.qparams import QParams
 from torchq_compat.support.upstream import pytree
 
-# Call layouts: how the nested arguments and results of one call map to flat tuples of tensors.
-#
 # The outer graph has only tensors. FX rerouted tuples in the graph; here Python takes the nested structure
 # of a call apart in front of the graph, and puts it together again behind it. pytree handles tuples, lists,
 # dicts and named tuples; this module handles dataclasses, registered or not, and PackedSequence, whose

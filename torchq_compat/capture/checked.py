@@ -161,7 +161,7 @@ def attempt(case: CaptureCase, reads: SizeReads | None) -> Attempt:
         sizes = sizes_of_symbols(graph_module, case.inputs, case.read, conditions)
     clean_captured(graph_module)
     make_out_of_place(graph_module)
-    result = Attempt(graph_module, sizes, tuple(case.packing.blocks.found), None)
+    result = Attempt(graph_module, sizes, tuple(case.packing.blocks.seen), None)
     result.problem = _compare(case, result, case.example)
     if result.problem is None and case.packing.packs:
         check_row_order(graph_module, case.runs, case.args)
@@ -176,7 +176,7 @@ def attempt(case: CaptureCase, reads: SizeReads | None) -> Attempt:
 
 
 def _with_ones(case: CaptureCase, result: Attempt) -> InputSizes:
-    """Return the sizes of ``found`` with every size of 1 at which Python decides otherwise, and the graph
+    """Return the sizes of ``result`` with every size of 1 at which Python decides otherwise, and the graph
     computes what the float model does all the same, as where a batch of one need not be expanded."""
     sizes = result.sizes
     for group in dict.fromkeys(group_of(item) for item in sizes.free if item.example > 1):
@@ -192,7 +192,7 @@ def _with_ones(case: CaptureCase, result: Attempt) -> InputSizes:
 
 
 def _with_needless(case: CaptureCase, result: Attempt) -> InputSizes:
-    """Return the sizes of ``found`` with those at which Python leaves out what changes nothing there, as a
+    """Return the sizes of ``result`` with those at which Python leaves out what changes nothing there, as a
     padding to a multiple of a window."""
     sizes, example = result.sizes, sizes_of(case.inputs)
     for rule in result.sizes.rules:
@@ -258,7 +258,7 @@ def _acceptance(case: CaptureCase, graph_module: GraphModule) -> Callable[[Mappi
 
 
 def try_sizes(case: CaptureCase, result: Attempt, groups: SizeGroups) -> None:
-    """Add the trial at the sizes ``groups`` to ``made``, or, if the float model does not accept them
+    """Add the trial at the sizes ``groups`` to ``result``, or, if the float model does not accept them
     together, a trial of each size alone."""
     run = case.runs.of_float_model(resized(case.args, case.inputs, result.sizes, groups))
     if run.error is None:
@@ -325,8 +325,6 @@ def differs(case: CaptureCase, stage: str, problem: str) -> CaptureError:
     return CaptureError.of("TQ920.random", model=name, what=itself)
 
 
-# Checked capture: returns a graph that computes what the float model computes, or raises.
-#
 # The captured graph runs beside the float model, at the example's sizes and at two others. A capture that
 # fails or differs is followed by one that answers the model's Python with less freedom.
 
@@ -380,7 +378,7 @@ def attempts(case: CaptureCase) -> Iterator[tuple[CaptureCase, SizeReads | None]
 
 
 def _fix_wrong_sizes(case: CaptureCase, result: Attempt) -> Attempt:
-    """Return ``found`` with rules that exclude the sizes at which it differs from the float model."""
+    """Return ``result`` with rules that exclude the sizes at which it differs from the float model."""
     rules: dict[Group, list[SizeRule]] = {}
     for trial in [trial for trial in result.trials if trial.problem is not None]:
         alone = replace(result, trials=[], unknown=dict(result.unknown))
@@ -487,7 +485,7 @@ def check_prepared(
 
 
 def decide_sizes(case: CaptureCase, result: Attempt) -> Iterator[Decision]:
-    """Yield a decision about every dimension of ``found``, and every input that is a number; a warning if
+    """Yield a decision about every dimension of ``result``, and every input that is a number; a warning if
     Python code fixed a dimension that the float model accepts at other sizes too."""
     rules: dict[tuple[str, int], list[SizeRule]] = {}
     for rule in result.sizes.rules:

@@ -42,11 +42,11 @@ class Blocks:
     """Hides blocks from torch.export. Autocast is lost, as in FX: ops run in the dtype of their inputs.
 
     Attributes:
-        found: the blocks of the last capture.
+        seen: the blocks of the last capture.
     """
 
     def __init__(self) -> None:
-        self.found: dict[Block, None] = {}
+        self.seen: dict[Block, None] = {}
 
     @contextmanager
     def inlined(self) -> Iterator[None]:
@@ -55,7 +55,7 @@ class Blocks:
         if mode is None:
             yield
             return
-        self.found.clear()
+        self.seen.clear()
         graph, see, around = mode.tracer.graph, mode.__torch_function__, torch.is_grad_enabled()
         #: The last node in front of each open block, and the name of its context.
         opened: list[tuple[Node, str, bool]] = []
@@ -67,7 +67,7 @@ class Blocks:
             last, context, casts = opened.pop()
             nodes = [node for node in nodes_behind(last) if node.op == "call_function"]
             if nodes:
-                self.found[Block(_path_of(nodes), context, casts)] = None
+                self.seen[Block(_path_of(nodes), context, casts)] = None
             for node in nodes if context == "torch.no_grad" else ():
                 node.meta[CUSTOM] = {**(node.meta.get(CUSTOM) or {}), metadata.WITHOUT_GRADIENT.name: True}
 

@@ -21,8 +21,6 @@ from torchq_compat.capture.sizes.size_reads import ShapesOfCall, current_reads
 from torchq_compat.errors import CustomModuleError
 from torchq_compat.support.process_state import held
 
-# The opaque op, which represents a custom module in torch.export.
-#
 # During capture a ``CaptureStub`` takes the place of the float module. It flattens its arguments and calls
 # one custom operator, of which torch.export runs only the fake kernel; so the module is never traced, and
 # none of its sizes is fixed. After capture every such node becomes a ``call_module`` of the observed

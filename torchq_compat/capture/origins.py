@@ -171,7 +171,7 @@ def _function_types(node: Node) -> Iterator[ObjectType]:
 
 
 def computes_like(result: type[nn.Module], base: type[nn.Module]) -> bool:
-    """Return whether ``found`` is ``base``, or is derived from ``base``, a class of torch.nn, and inherits
+    """Return whether ``result`` is ``base``, or is derived from ``base``, a class of torch.nn, and inherits
     its ``forward``."""
     if result is base:
         return True

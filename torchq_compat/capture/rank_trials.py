@@ -33,13 +33,13 @@ def other_ranks(case: CaptureCase, result: Attempt) -> tuple[OtherRank, ...]:
     if case.is_step or run.error is not None or any(tensor.is_meta for tensor in tensors_in(run.args)):
         return ()
     inputs = dict(zip(case.inputs, pytree.tree_leaves(run.args), strict=True))
-    found = []
+    forms = []
     for places in _leading(sizes):
         for several, shapes in ((False, NONE), (True, SEVERAL)):
-            forms = [_form(case, sizes, run.args, inputs, OtherRank(places, (), several), s) for s in shapes]
-            if forms[0] is not None and forms.count(forms[0]) == len(forms):
-                found.append(forms[0])
-    return tuple(found)
+            trials = [_form(case, sizes, run.args, inputs, OtherRank(places, (), several), s) for s in shapes]
+            if trials[0] is not None and trials.count(trials[0]) == len(trials):
+                forms.append(trials[0])
+    return tuple(forms)
 
 
 def _leading(sizes: InputSizes) -> Iterator[Mapping[str, int]]:

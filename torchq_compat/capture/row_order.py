@@ -111,7 +111,7 @@ def _leading(node: Any) -> Any:
 
 
 def _are_rows(whole: Any, value: Any, part: slice, count: int) -> bool:
-    """Return whether ``found`` equals the rows ``part`` of ``whole``, which has ``count`` rows."""
+    """Return whether ``value`` equals the rows ``part`` of ``whole``, which has ``count`` rows."""
     pairs = list(zip(pytree.tree_leaves(whole), pytree.tree_leaves(value), strict=True))
     for item, other in pairs:
         if not isinstance(item, Tensor):

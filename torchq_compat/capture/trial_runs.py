@@ -112,7 +112,7 @@ def resized(
 def with_sizes(
     args: tuple[Any, ...], inputs: Mapping[str, Any], expected: Mapping[tuple[str, int], int]
 ) -> tuple[Any, ...]:
-    """Return ``args`` resized to the sizes in ``wanted``, by label and dimension."""
+    """Return ``args`` resized to the sizes in ``expected``, by label and dimension."""
     labels = iter(inputs)
     tensors = {label: value for label, value in inputs.items() if isinstance(value, Tensor)}
 

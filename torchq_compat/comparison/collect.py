@@ -21,9 +21,6 @@ from torchq_compat.support.argument_checks import FLAG, checked_arguments, insta
 from torchq_compat.support.graph_nodes import tensors_in
 from torchq_compat.support.report import slow_stages
 
-# Run the float model, this package and FX on the same weights and batches, and measure every place.
-
-
 FxSetting = bool | Literal["auto"]
 MAX_POINTS = 400
 #: A dimension with fewer values is not treated as time.

@@ -13,9 +13,6 @@ from torchq_compat.recurrent.states import CallKey, Streams
 from torchq_compat.support import argument_checks
 from torchq_compat.support.user_warnings import warn_user
 
-# ``streaming``: a converted model that keeps its recurrent states.
-
-
 STREAMS = argument_checks.optional(
     argument_checks.Expected("an int, a list of ints or a mask", lambda given: _are_whole(given))
 )

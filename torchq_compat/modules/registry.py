@@ -26,8 +26,6 @@ from torchq_compat.support.argument_checks import checked_arguments, instance_of
 from torchq_compat.support.decisions import Decision
 from torchq_compat.support.torch_ao import QConfig
 
-# The registry of custom-module kinds, and the interface through which the stages use them.
-#
 # A new kind is one file with a handler that calls ``register``; no stage changes.
 
 

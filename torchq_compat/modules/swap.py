@@ -70,7 +70,7 @@ def decide_swaps(
         swap, decision = _decide(module, paths, rules, settings, backend)
         if swap is None and untraced_because and is_untraced_in_fx(module, backend):
             mapped = {kind for mapping in settings.float_to_observed.values() for kind in mapping}
-            ignored = sorted({type(each).__name__ for each in module.modules() if type(each) in mapped})
+            ignored = sorted({type(item).__name__ for item in module.modules() if type(item) in mapped})
             reason, code = untraced_because, ""
             if ignored:
                 reason = f"{reason.rstrip('.')}; mapped, and float all the same: {', '.join(ignored)}"

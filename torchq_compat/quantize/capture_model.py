@@ -70,7 +70,7 @@ class CapturedModel:
 
     Attributes:
         case: the model that was captured, its inputs, and the runs of the float model.
-        found: the graph, with custom modules as opaque ops, and the sizes it accepts.
+        attempt: the graph, with custom modules as opaque ops, and the sizes it accepts.
     """
 
     case: CaptureCase

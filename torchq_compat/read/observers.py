@@ -24,8 +24,6 @@ from torchq_compat.support.torch_ao import fake_quantize as legacy_fake_quantize
 from torchq_compat.support.torch_ao import observer as legacy_observer
 from torchq_compat.support.user_warnings import silenced
 
-# Translate a torch.ao observer or fake-quantize to the torchao class that PT2E recognizes.
-#
 # With legacy objects in a torchao QuantizationSpec, prepare and calibration raise no error but yield no
 # q-dq at all, because torchao tests for its own base classes. A class that torchao has under the same name
 # is rebuilt from the attributes of a legacy instance; any other class, such as a user's own, is wrapped in

@@ -264,7 +264,7 @@ def make_observer(spec: QuantizationSpec) -> nn.Module:
 
 
 def _choosing_on_the_fly(module: nn.Module) -> nn.Module:
-    """Return ``made``, or a replacement if it is dynamic and its eps is a tensor: torchao's convert would
+    """Return ``module``, or a replacement if it is dynamic and its eps is a tensor: torchao's convert would
     write the tensor into the graph's code. Convert reads only the settings of a dynamic observer."""
     settings: Any = module
     if not getattr(module, "is_dynamic", False) or not isinstance(getattr(module, "eps", None), Tensor):

@@ -161,7 +161,7 @@ class ObserverSettings:
 
 
 def read_settings(module: nn.Module, legacy: nn.Module, setting: str = "qconfig") -> ObserverSettings:
-    """Return the settings of ``made``, the torchao observer or fake-quantize translated from ``legacy``.
+    """Return the settings of the torchao observer or fake-quantize translated from ``legacy``.
 
     Raises:
         ConfigError: the channel axis is no valid axis; names ``setting``.

@@ -38,7 +38,7 @@ RANK_AGNOSTIC = (
 
 
 class SplitGraph(NamedTuple):
-    """A graph split in two. The inputs of ``rest`` are the results of ``first``, then the inputs that
+    """A graph split in two. The inputs of ``outside`` are the results of ``first``, then the inputs that
     ``first`` does not have."""
 
     first: Graph

@@ -26,8 +26,6 @@ from torchq_compat.support.later_stages import scripted_recurrent
 from torchq_compat.support.process_state import draws_kept
 from torchq_compat.support.torch_ao import QConfig, quantizable, quantized
 
-# The one table of torch.nn's recurrent modules and the observed and converted class of each.
-#
 # Legacy: ``torch.ao.nn.quantizable.LSTM`` and ``LSTMCell`` (observed; FX cannot map the cell, whose result
 # is a tuple) and ``torch.ao.nn.quantized.LSTM`` (converted). Our classes derive from them. GRU and RNN are
 # new.

@@ -235,7 +235,7 @@ class DynamicQuantizeLSTMRunner(TracedRunner):
         else:
             scale, zero_point = torch.tensor(scale), torch.tensor(zero_point)
         bias = linear.args[2] if len(linear.args) > 2 else None
-        weight, zero_point = ((each.short() + 128).byte() for each in (ordered(integers).t(), zero_point))
+        weight, zero_point = ((value.short() + 128).byte() for value in (ordered(integers).t(), zero_point))
         no_bias = scale.new_zeros(weight.shape[1:])
         return weight, scale, zero_point, no_bias if bias is None else ordered(bias)
 

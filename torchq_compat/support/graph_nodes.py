@@ -152,7 +152,7 @@ def module_path_of(node: Node) -> str:
 
 
 def free_name(graph_module: nn.Module, expected: str) -> str:
-    """Return ``wanted``, or the first of ``wanted_1``, ... that is no attribute of ``graph_module``."""
+    """Return ``expected``, or with ``_1``, ``_2``, ... behind it the first that ``graph_module`` has not."""
     name, count = expected, 0
     while hasattr(graph_module, name):
         count += 1

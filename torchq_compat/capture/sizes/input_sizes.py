@@ -17,9 +17,6 @@ from torchq_compat.capture.sizes.shape_program import ShapeProgram
 from torchq_compat.errors import InputError
 from torchq_compat.support.argument_checks import shown
 
-# The sizes a captured model may be called with: free, fixed, or related to each other.
-
-
 #: Sizes at which a rule about one of them is tried: small ones, and powers of two.
 COMMON = (*range(1, 64), *(1 << power for power in range(6, 31)))
 #: The label of an input, such as ``x`` or ``states[0]``, and a dimension; or an empty label and the number of

@@ -296,7 +296,7 @@ class _Writer:
     calls: set[Node] = field(default_factory=set)
 
     def written(self, expected: Node) -> Node:
-        """Return the twin of ``wanted``, written after those that it reads."""
+        """Return the twin of ``expected``, written after those that it reads."""
         waiting = [expected]
         while waiting:
             node = waiting[-1]

@@ -18,9 +18,6 @@ from torchq_compat.read.qparams import PerTensorQParams
 from torchq_compat.support.dtypes import KERNEL_DTYPES
 from torchq_compat.support.upstream import OpOverload
 
-# Read a q-dq graph: arguments by name, constants, integers behind a value, and what becomes of a result.
-
-
 ATEN = torch.ops.aten
 SCALARS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 #: Op -> the range to which it clamps, from its arguments; None is no bound.

@@ -197,7 +197,7 @@ def _steps(tensor: Tensor, expected: Tensor) -> float:
 
 
 def _taught(value: Any, expected: Any) -> Any:
-    """Return ``wanted`` in the memory layout of ``found``."""
+    """Return ``expected`` in the memory layout of ``value``."""
     if not isinstance(value, Tensor) or not isinstance(expected, Tensor) or value.shape != expected.shape:
         return value
     if value.dtype != expected.dtype:

@@ -143,7 +143,7 @@ def check_in_runtime(model: OnnxModel, converted: torch.nn.Module, trials: Seque
             continue
         try:
             named = {entry.name: value.cpu().numpy() for entry, value in zip(inputs, given, strict=True)}
-            plain, changed = (_floats(each.run(None, named)) for each in (session, optimized))
+            plain, changed = (_floats(item.run(None, named)) for item in (session, optimized))
         except Exception as cause:
             raise _refused(f"{cause}, at {shapes}") from cause
         expected = _floats(pytree.tree_map_only(Tensor, Tensor.cpu, expected))

@@ -309,7 +309,7 @@ def redirect_pt2e(tell: Callable[[str], None]) -> None:
     """Put ``torchq_compat.pt2e`` in the place of torchao's prepare and convert, by their first names too.
 
     Args:
-        told: is given one line for each model, for the summary.
+        tell: is given one line for each model, for the summary.
     """
     flow, replacements = importlib.import_module(names.MOVED_PT2E[0].legacy), dict[int, Function]()
     for name, new in names.PT2E_FUNCTIONS.items():

@@ -22,9 +22,6 @@ from torchq_compat.recurrent.kernel.program import (
     QParamsRow,
 )
 
-# The cell loop written with torch's own operators: used if the kernel cannot be built.
-
-
 ELEMENTWISE: dict[int, Callable[[Tensor, Tensor], Tensor]] = {
     Op.ADD: lambda a, b: a + b,
     Op.MUL: lambda a, b: a * b,
