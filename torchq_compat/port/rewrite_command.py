@@ -34,10 +34,9 @@ COLOURS = {"+": "green", "-": "red", "@": "cyan"}
 
 @dataclass(frozen=True)
 class Change:
-    """The rewritten text of one file."""
+    """The rewritten content of one file."""
 
     document: Document
-    text: str
     content: bytes
 
 
@@ -116,7 +115,7 @@ def _changes(scan: scanner.Scan, args: argparse.Namespace, problems: list[Proble
         if problem:
             problems.append(Problem(document.path, problem))
         elif text != document.text:
-            yield Change(document, text, document.bytes_with(text))
+            yield Change(document, document.bytes_with(text))
 
 
 def _changed(
@@ -157,10 +156,10 @@ def _print_diffs(changes: list[Change]) -> None:
 
 
 def diff_lines(change: Change) -> Iterator[str]:
-    """Yield a unified diff that ``patch`` accepts; for a notebook, the diff of its code."""
-    before = change.document.text.splitlines(keepends=True)
-    after = change.text.splitlines(keepends=True)
-    name = change.document.path.as_posix()
+    """Yield a unified diff of the file, a notebook's JSON as well, that ``patch`` accepts."""
+    document = change.document
+    before, after = (raw.decode(document.encoding).splitlines(True) for raw in (document.raw, change.content))
+    name = document.path.as_posix()
     for line in difflib.unified_diff(before, after, f"a/{name.lstrip('/')}", f"b/{name.lstrip('/')}"):
         body = line.rstrip("\r\n")
         yield body

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -45,6 +46,24 @@ def test_it_prints_a_diff_that_patch_takes(script: Path, capsys: Capture, tmp_pa
     shutil.copy(script, copy)
     subprocess.run(["patch", "-s", str(copy)], input=captured.out, text=True, check=True, cwd=tmp_path)
     assert copy.read_text() == "import torch\n" + AFTER.rstrip("\n")
+
+
+@pytest.mark.parametrize("indent", [1, None])
+def test_the_diff_of_a_notebook_is_that_of_its_file(
+    tmp_path: Path, capsys: Capture, indent: int | None
+) -> None:
+    cell = {"cell_type": "code", "source": ["%matplotlib inline\n", "!pip install torch\n", BEFORE]}
+    notebook = tmp_path / "notebook.ipynb"
+    notebook.write_text(json.dumps({"cells": [cell], "metadata": {}}, indent=indent) + "\n")
+    copy = tmp_path / "copy"
+    shutil.copy(notebook, copy)
+    assert rewrite(notebook) == 0
+    diff = capsys.readouterr().out
+    assert "<torchq-compat" not in diff
+    subprocess.run(["patch", "-s", str(copy)], input=diff, text=True, check=True, cwd=tmp_path)
+    assert rewrite(notebook, "--write") == 0
+    assert copy.read_bytes() == notebook.read_bytes()
+    assert json.dumps(AFTER)[1:-1] in copy.read_text()
 
 
 def test_write_and_again(script: Path, capsys: Capture) -> None:
