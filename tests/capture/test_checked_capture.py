@@ -261,6 +261,17 @@ class Recognizer(nn.Module):
         return self.fc(y.permute(2, 0, 1).reshape(w * b, c))
 
 
+class Broadcast(nn.Module):
+    """A function of torch written in Python asks whether sizes are 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x).expand(torch.broadcast_shapes(x.shape, (1, 1, 6))) * x.size(1)
+
+
 OF_ONE: list[tuple[nn.Module, tuple[Tensor, ...], tuple[Tensor, ...]]] = [
     (Squeezed(), (torch.randn(1, 1, 6),), (torch.randn(3, 1, 4),)),
     (Flagged(), (torch.randn(1, 6), torch.ones(1, 1)), (torch.randn(3, 6), torch.rand(3, 1))),
@@ -270,6 +281,8 @@ OF_ONE: list[tuple[nn.Module, tuple[Tensor, ...], tuple[Tensor, ...]]] = [
         (torch.randn(2, 7, 8), torch.ones(2, 1, 1, 7)),
     ),
     (Recognizer(), (torch.randn(1, 1, 8, 12),), (torch.randn(2, 1, 8, 17),)),
+    (Broadcast(), (torch.randn(2, 4, 6),), (torch.randn(1, 3, 6),)),
+    (Broadcast(), (torch.randn(3, 5, 6),), (torch.randn(2, 1, 6),)),
 ]
 
 

@@ -181,7 +181,7 @@ def _with_ones(case: CaptureCase, result: Attempt) -> InputSizes:
     sizes = result.sizes
     for group in dict.fromkeys(group_of(item) for item in sizes.free if item.example > 1):
         rule = sizes.broken_rule(sizes_at(sizes, {group: 1}))
-        if rule is None or not rule.by_python:
+        if rule is None or rule.line is None:
             continue
         admitted = admit_ones(sizes, group, sizes_of(case.inputs))
         others = next(trial_sizes(result.sizes), {})

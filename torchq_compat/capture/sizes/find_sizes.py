@@ -95,7 +95,7 @@ def admit_ones(sizes: InputSizes, group: Group, example: Sizes) -> InputSizes:
     are_ones = " and ".join(f"{name} == 1" for name in members)
     rules: list[SizeRule] = []
     for rule in sizes.rules:
-        if not rule.by_python or rule.holds(known):
+        if rule.line is None or rule.holds(known):  # It is an operator's.
             rules.append(rule)
             continue
         condition, of_both = f"({rule.condition}) or {are_ones}", {**rule.places, **places}
