@@ -283,6 +283,8 @@ def test_a_fixed_size_is_checked() -> None:
     scripted(torch.randn(3, 8))
     with pytest.raises(torch.jit.Error, match=r"x.size\(0\) is not as captured: 3"):
         scripted(torch.randn(4, 8))
+    with pytest.raises(torch.jit.Error, match="x has to have 2 dimensions in TorchScript"):
+        scripted(torch.randn(3, 8, 8))
 
 
 class Whole(nn.Module):

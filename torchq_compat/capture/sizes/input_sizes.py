@@ -155,7 +155,8 @@ class InputSizes:
         return [tuple(next(waiting, ())) if isinstance(v, Tensor) and v.dim() else () for v in values]
 
     @cached_property
-    def _ranks(self) -> dict[str, int]:
+    def ranks(self) -> dict[str, int]:
+        """Label of an input that has dimensions -> their number."""
         ranks: dict[str, int] = {}
         for dimension in self.dimensions:
             ranks[dimension.label] = dimension.index + 1
@@ -164,7 +165,7 @@ class InputSizes:
     def other_rank(self, inputs: Mapping[str, Any]) -> tuple[OtherRank, tuple[int, ...]] | None:
         """Return what makes ``inputs``, by label, a call of the example's rank, and the sizes in place of the
         one dimension; None if they have that rank, or no other one that is known."""
-        forms = ((form, form.sizes(inputs, self._ranks)) for form in self.other_ranks)
+        forms = ((form, form.sizes(inputs, self.ranks)) for form in self.other_ranks)
         return next(((form, sizes) for form, sizes in forms if sizes is not None), None)
 
     def broken_rule(self, sizes: Mapping[Place, Any]) -> SizeRule | None:
@@ -183,7 +184,7 @@ class InputSizes:
 
     def prepared_for_calls(self) -> InputSizes:
         """Return the sizes after computing what is kept: Dynamo enters no lock of a cached property."""
-        _ = self._ranks, [rule._test for rule in (*self.rules, *self._plain_rules)]
+        _ = self.ranks, [rule._test for rule in (*self.rules, *self._plain_rules)]
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> InputSizes:
@@ -204,7 +205,7 @@ class InputSizes:
         for label, value in inputs.items():
             if isinstance(value, Tensor) and value.is_nested:
                 raise InputError.of("TQ901.nested", label=label)
-        for label, rank in self._ranks.items():
+        for label, rank in self.ranks.items():
             value = inputs.get(label)
             if isinstance(value, Tensor) and value.dim() != rank and self.rules:
                 raise InputError.of("TQ901.rank", label=label, dimensions=value.dim(), rank=rank)
@@ -214,7 +215,7 @@ class InputSizes:
                 if isinstance(given, SymInt) or is_same_value(given, constant):
                     continue
                 raise InputError.of("TQ901.fixed_value", label=label, given=shown(given), constant=constant)
-        if not self.rules or any(not isinstance(inputs.get(label), Tensor) for label in self._ranks):
+        if not self.rules or any(not isinstance(inputs.get(label), Tensor) for label in self.ranks):
             return
         rule = self.broken_rule(sizes_of(inputs))
         if rule is not None:

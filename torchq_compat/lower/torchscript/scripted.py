@@ -373,6 +373,9 @@ def _checks(model: QuantizationGraphModule, inputs: dict[str, str]) -> Iterator[
         message = f"{label} is not as captured: {value!r}"
         same = "is" if value is None else "=="
         yield f"assert {inputs[label]} {same} {literal(value, '', {})}, {message!r}"
+    for label, rank in sizes.ranks.items() if sizes.rules else ():
+        message = f"{label} has to have {rank} dimensions in TorchScript"
+        yield f"assert {inputs[label]}.dim() == {rank}, {message!r}"
     yield from _checks_of(sizes.rules, inputs)
 
 
