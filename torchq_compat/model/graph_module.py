@@ -114,7 +114,7 @@ class LastCall:
         return self
 
 
-class QuantizationGraphModule(views.HoldsViews, GraphModule):
+class QuantizationGraphModule(GraphModule):
     """A captured model that supports the float model's call forms, ``train()`` and ``eval()``."""
 
     #: Properties that torch.jit.trace would compile.
@@ -349,6 +349,19 @@ class QuantizationGraphModule(views.HoldsViews, GraphModule):
         if copied.record.stage is Stage.PREPARED:
             views.install_prepared_views(copied, copied.record.modules)
         return copied
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        views.check_kept(self, name, value)
+        super().__setattr__(name, value)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Add a module as ``nn.Module`` does.
+
+        Raises:
+            ModuleAttributeError: a view stands there.
+        """
+        views.check_kept(self, name, module)
+        super().add_module(name, module)
 
     def __getattr__(self, name: str) -> Any:
         try:

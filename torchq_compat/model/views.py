@@ -172,38 +172,30 @@ READ_OWN_CLASS = ("torch.distributed.", "torch.nn.utils.parametrize", "torch._dy
 OWN = ("_view", "_stands_for", "_batch_norm")
 
 
-class HoldsViews(nn.Module):
-    """A module with views in it, in whose place the graph would call nothing else."""
+def check_kept(parent: nn.Module, name: str, value: Any) -> None:
+    """Refuse ``value``, a module, at ``name`` in ``parent`` if a view stands there, or a module with views.
+
+    Raises:
+        ModuleAttributeError: the graph would never call it.
+    """
+    standing = vars(parent).get("_modules", {}).get(name)
+    is_view = isinstance(standing, ModuleView) or type(standing) in CONTAINERS
+    if is_view and isinstance(value, nn.Module) and value is not standing:
+        view = next((module for module in standing.modules() if isinstance(module, ModuleView)), None)
+        if view is not None:
+            raise ModuleAttributeError.of("TQ970.replaced", path=vars(view)["_view"][1], name=name)
+
+
+class Container(nn.Module):
+    """A plain module on the path of a view; see ``check_kept``."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute as ``nn.Module`` does.
-
-        Raises:
-            ModuleAttributeError: ``value`` is a module in place of a view, or of a module with views.
-        """
-        self._check_kept(name, value)
+        check_kept(self, name, value)
         super().__setattr__(name, value)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
-        """Add a module as ``nn.Module`` does.
-
-        Raises:
-            ModuleAttributeError: as for ``__setattr__``.
-        """
-        self._check_kept(name, module)
+        check_kept(self, name, module)
         super().add_module(name, module)
-
-    def _check_kept(self, name: str, value: Any) -> None:
-        standing = vars(self).get("_modules", {}).get(name)
-        is_view = isinstance(standing, ModuleView) or type(standing) in CONTAINERS
-        if is_view and isinstance(value, nn.Module) and value is not standing:
-            view = next((module for module in standing.modules() if isinstance(module, ModuleView)), None)
-            if view is not None:
-                raise ModuleAttributeError.of("TQ970.replaced", path=vars(view)["_view"][1], name=name)
-
-
-class Container(HoldsViews):
-    """A plain module on the path of a view."""
 
     def _get_name(self) -> str:
         return nn.Module.__name__

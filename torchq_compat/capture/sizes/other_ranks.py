@@ -35,7 +35,7 @@ class OtherRank:
         sizes: tuple[int, ...] | None = None
         for label, rank in ranks.items():
             value, dim = inputs.get(label), self.of_inputs.get(label)
-            if not isinstance(value, Tensor) or (dim is None and value.dim() != rank):
+            if not isinstance(value, Tensor) or value.is_nested or (dim is None and value.dim() != rank):
                 return None
             if dim is not None:
                 own = tuple(value.shape[dim : dim + value.dim() - rank + 1])
