@@ -22,6 +22,7 @@ from tests.helpers.histograms import searched_in_arrays
 from tests.helpers.oracle import activation_qparams, by_fx, by_us, fx_activation_qparams, quantize_nodes, sqnr
 from torchq_compat import quantize_fx
 from torchq_compat.errors import ConfigError, InputError, QuantizationWarning
+from torchq_compat.read.observer_classes import searched_qparams
 from torchq_compat.read.observers import ObserverConstructor
 
 CONSTRUCTORS = {
@@ -140,8 +141,10 @@ def test_a_histogram_is_cut_where_torch_ao_cuts_it(
         assert torch.equal(expected, found)
     if (bins, count) == (64, 3):
         assert search() == theirs._non_linear_param_search()
-    for expected, found in zip(theirs.calculate_qparams(), ours.calculate_qparams(), strict=True):
+    qparams = theirs.calculate_qparams(), ours.calculate_qparams(), searched_qparams(theirs)
+    for expected, found, searched in zip(*qparams, strict=True):
         assert torch.equal(expected.float(), found.float())
+        assert torch.equal(expected, searched)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -18,9 +18,10 @@ from torchq_compat.eager.grid import active, as_quantize_per_tensor, grid_of, pa
 from torchq_compat.errors import ConvertError
 from torchq_compat.model.state import Numbers, numbers_of_qparams
 from torchq_compat.read import qdq
+from torchq_compat.read.observer_classes import searched_qparams
 from torchq_compat.read.qparams import PerTensorQParams
 from torchq_compat.read.qparams import qparams_of as observed
-from torchq_compat.support import quantized_tensors
+from torchq_compat.support import quantized_tensors, torch_ao
 from torchq_compat.support.dtypes import dtype_range, is_integer, plain_dtype
 from torchq_compat.support.process_state import is_compiling
 from torchq_compat.support.user_warnings import warn_user
@@ -39,7 +40,8 @@ def observed_qparams(observer: Any, place: str) -> PerTensorQParams:
     dtype = plain_dtype(observer.dtype)
     if not is_integer(dtype):
         raise ConvertError.of("TQ905.no_integers", place=place, dtype=observer.dtype)
-    scale, zero_point = observed(observer)
+    is_histogram = type(observer) is torch_ao.HistogramObserver and bool(observer.min_val.isfinite())
+    scale, zero_point = searched_qparams(observer) if is_histogram else observed(observer)
     if scale.numel() != 1 or not bool(scale.isfinite().all()):
         raise ConvertError.of("TQ905.no_scale", place=place)
     return PerTensorQParams(float(scale), int(zero_point), *dtype_range(dtype), dtype)

@@ -16,7 +16,7 @@ from torchao.quantization.pt2e import observer as observers
 from torchao.quantization.pt2e.fake_quantize import FakeQuantizeBase, FusedMovingAvgObsFakeQuantize
 
 from torchq_compat.errors import ExportError
-from torchq_compat.read.qparams import has_loaded_qparams
+from torchq_compat.read.qparams import Qparams, has_loaded_qparams
 from torchq_compat.read.torch_ao_classes import PER_CHANNEL, recognised_by_torch_ao
 from torchq_compat.support.dtypes import SIXTEEN_BITS, as_dtype, dtype_range, is_integer, plain_dtype
 from torchq_compat.support.process_state import is_compiling, is_exporting
@@ -368,6 +368,13 @@ def _has_a_choice(module: nn.Module) -> bool:
 SEARCH_STEP = 1e-5
 
 Bins = tuple[int, int]
+
+
+def searched_qparams(observer: Any) -> Qparams:
+    """Return the qparams of a HistogramObserver of torch.ao, bit for bit, in a part of its time."""
+    low, high = FastHistogramObserver._non_linear_param_search(observer)
+    scale, zero_point = observer._calculate_qparams(low, high)
+    return scale, zero_point
 
 
 def least_error_bins(observer: observers.HistogramObserver) -> Bins:
