@@ -53,6 +53,22 @@ def test_single_steps(engine: str, kind: Any, bias: bool, is_qat: bool) -> None:
     assert sqnr(model(x)[0], made(x)[0]) > (12 if is_qat else 20)
 
 
+def test_steps_inside_of_the_range_of_the_bias_are_steps_that_were_seen() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LSTM(6, 8)).eval()
+    weight, bias = model[0].weight_hh_l0.data, model[0].bias_hh_l0.data
+    weight.mul_(0.05)[[int(bias.argmin()), int(bias.argmax())]] = 0.0
+    for steps, expected in ((1, True), (2, False)):
+        prepared = tc.prepare_fx(
+            model, get_default_qconfig_mapping("x86"), (torch.randn(4, 3, 6),), map_all()
+        )
+        prepared(torch.randn(steps, 3, 6))
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            tc.convert_to_reference_fx(prepared)
+        assert any("single steps alone" in str(each.message) for each in told) is expected
+
+
 def test_a_part_far_worse_than_the_others_is_named_with_its_profile() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.LSTM(6, 64)).eval()

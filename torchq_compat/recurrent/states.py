@@ -157,23 +157,34 @@ def _reads_zeros(cell: GraphModule, node: Node) -> bool:
 
 
 def _is_bias_alone(cell: GraphModule, node: Node) -> bool:
-    ranges = [item for user in node.users if (item := _observed_range(cell, user)) is not None]
+    ranges = {user: item for user in node.users if (item := _observed_range(cell, user)) is not None}
     if not ranges:
         return False
     bias = node.args[2] if len(node.args) > 2 else None
     values = torch.zeros(1)
     if isinstance(bias, Node) and bias.op == "get_attr":
         values = attribute_of(cell, bias).detach()
-    low, high = ranges[0]
+    user, (low, high) = next(iter(ranges.items()))
     scale = float(values.abs().max()) or 1.0
-    return abs(low - float(values.min())) < 1e-6 * scale and abs(high - float(values.max())) < 1e-6 * scale
+    if abs(low - float(values.min())) > 1e-6 * scale or abs(high - float(values.max())) > 1e-6 * scale:
+        return False
+    # Later steps may lie inside of the bias's range: a histogram shows other values than its.
+    histogram = getattr(_observer(cell, user), "histogram", None)
+    if not isinstance(histogram, Tensor) or low == high:
+        return True
+    of_bias = torch.histc(values.to(histogram), len(histogram), low, high)
+    return not bool(((histogram > 0) & (of_bias == 0)).any())
+
+
+def _observer(cell: GraphModule, user: Node) -> Any:
+    observer = cell.get_submodule(str(user.target))
+    return getattr(observer, "activation_post_process", observer)
 
 
 def _observed_range(cell: GraphModule, user: Node) -> tuple[float, float] | None:
     if user.op != "call_module":
         return None
-    observer = cell.get_submodule(str(user.target))
-    observer = getattr(observer, "activation_post_process", observer)
+    observer = _observer(cell, user)
     low, high = getattr(observer, "min_val", None), getattr(observer, "max_val", None)
     if not isinstance(low, Tensor) or not isinstance(high, Tensor) or low.numel() != 1 or high.numel() != 1:
         return None
