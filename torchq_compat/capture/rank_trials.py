@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchq_compat.capture.checked import Attempt, CaptureCase, short_run
+from torchq_compat.capture.checked import Attempt, CaptureCase
 from torchq_compat.capture.sizes.input_sizes import InputSizes
 from torchq_compat.capture.sizes.other_ranks import OtherRank
-from torchq_compat.capture.trial_runs import CAPTURED, difference, with_sizes
+from torchq_compat.capture.trial_runs import CAPTURED, difference, resized, trial_sizes, with_sizes
 from torchq_compat.support.graph_nodes import tensors_in
 from torchq_compat.support.upstream import pytree
 
@@ -29,14 +29,15 @@ def other_ranks(case: CaptureCase, result: Attempt) -> tuple[OtherRank, ...]:
 
     A graph has the ranks of its example; modules such as ``nn.Linear`` and ``nn.LSTM`` take others too.
     """
-    sizes, run = result.sizes, short_run(case, result)
-    if case.is_step or run.error is not None or any(tensor.is_meta for tensor in tensors_in(run.args)):
+    sizes = result.sizes
+    if case.is_step or any(tensor.is_meta for tensor in tensors_in(case.args)):
         return ()
-    inputs = dict(zip(case.inputs, pytree.tree_leaves(run.args), strict=True))
+    args = resized(case.args, case.inputs, sizes, next(trial_sizes(sizes, are_short=True), {}))
+    inputs = dict(zip(case.inputs, pytree.tree_leaves(args), strict=True))
     forms = []
     for places in _leading(sizes):
         for several, shapes in ((False, NONE), (True, SEVERAL)):
-            trials = [_form(case, sizes, run.args, inputs, OtherRank(places, (), several), s) for s in shapes]
+            trials = [_form(case, sizes, args, inputs, OtherRank(places, (), several), s) for s in shapes]
             if trials[0] is not None and trials.count(trials[0]) == len(trials):
                 forms.append(trials[0])
     return tuple(forms)
