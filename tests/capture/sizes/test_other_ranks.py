@@ -14,7 +14,7 @@ from torch.ao.quantization import get_default_qat_qconfig_mapping, get_default_q
 
 import torchq_compat as tc
 from torchq_compat.custom_config import PrepareCustomConfig
-from torchq_compat.errors import InputError
+from torchq_compat.errors import CallError, InputError
 
 MAPPING = get_default_qconfig_mapping("x86")
 
@@ -127,6 +127,17 @@ def test_explain_says_which_ranks_are_taken() -> None:
     assert [(item.path, item.reason) for item in ranks] == [
         ("input x", "also without dimension 0, or with several in its place")
     ]
+
+
+def test_two_dimensions_fewer_are_refused() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.AvgPool2d(2), nn.ReLU()).eval()
+    ours, x = converted(model, (torch.randn(2, 3, 4, 6),)), torch.randn(5, 4, 6)
+    assert torch.equal(ours(x), ours(x[None])[0])
+    with pytest.raises((RuntimeError, IndexError)):
+        model(x[0])
+    with pytest.raises((InputError, CallError)):
+        ours(x[0])
 
 
 def test_inputs_and_results_without_the_dimension_stay() -> None:

@@ -38,8 +38,11 @@ class OtherRank:
             if not isinstance(value, Tensor) or value.is_nested or (dim is None and value.dim() != rank):
                 return None
             if dim is not None:
-                own = tuple(value.shape[dim : dim + value.dim() - rank + 1])
-                if len(own) == 1 or bool(own) != self.several or sizes not in (None, own):
+                more = value.dim() - rank
+                if more < -1 or more == 0 or (more > 0) != self.several:
+                    return None
+                own = tuple(value.shape[dim : dim + more + 1])
+                if sizes not in (None, own):
                     return None
                 sizes = own
         return sizes
