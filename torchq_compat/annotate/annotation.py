@@ -311,26 +311,15 @@ SIZE = ATEN.sym_size.int
 
 def find_constants(graph_module: GraphModule) -> frozenset[Node]:
     """Return the nodes whose values depend on sizes, buffers that are not written, and literals alone."""
-    attributes = graph_module.graph.find_nodes(op="get_attr")
-    written = {node.target for node in attributes if any(_writes(user, node) for user in node.users)}
-    constants = {
-        node
-        for node in attributes
-        if node.target not in written and _is_buffer(attribute_of(graph_module, node))
-    }
+    copies = graph_module.graph.find_nodes(op="call_function", target=ATEN.copy_.default)
+    written = {copy.args[0].target for copy in copies}
+    constants: set[Node] = set()
+    for node in graph_module.graph.find_nodes(op="get_attr"):
+        value = attribute_of(graph_module, node)
+        if node.target not in written and isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+            constants.add(node)
     for node in graph_module.graph.nodes:
-        if node.op == "call_function" and (node.target is SIZE or _computes_from(node, constants)):
+        is_computed = not draws(node) and constants.issuperset(node.all_input_nodes)
+        if node.op == "call_function" and (node.target is SIZE or is_computed):
             constants.add(node)
     return frozenset(constants)
-
-
-def _is_buffer(value: object) -> bool:
-    return isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
-
-
-def _writes(user: Node, attribute: Node) -> bool:
-    return user.target is ATEN.copy_.default and user.args[0] is attribute
-
-
-def _computes_from(node: Node, constants: set[Node]) -> bool:
-    return not draws(node) and all(producer in constants for producer in node.all_input_nodes)

@@ -147,12 +147,6 @@ def _beside_weight(call: Call, scale: Any, op: Node, weight_shape: Sequence[int]
     return call(ATEN.reshape.default, of_inputs, [inputs, outputs, *ones])
 
 
-def _folded_weight(op: Node, weight: Tensor, *factors: Tensor) -> Tensor:
-    """Return ``weight`` with a batch norm in it, whose ``s`` is the product of ``factors``."""
-    folded: Tensor = weight * _beside_weight(_compute, math.prod(factors), op, weight.shape)
-    return folded.to(weight.dtype).detach()
-
-
 def _folded_bias(graph_module: GraphModule, batch_norm: Node, bias: Argument, *factors: Tensor) -> Tensor:
     """Return ``bias`` with ``batch_norm`` in it: it is multiplied by one of ``factors`` after the other."""
     b, beta, mean = (
@@ -197,7 +191,8 @@ def fold_constants(graph_module: GraphModule, may_fold: MayFold) -> None:
             factors = [math.prod(factors)] if op.target is ATEN.linear.default else factors  # type: ignore[list-item]
             value = graph_nodes.constant_of(graph_module, weight)
             new = _folded_bias(graph_module, node, bias, *factors).to(value.dtype)
-            _assign(graph_module, name, _folded_weight(op, value, *factors))
+            folded: Tensor = value * _beside_weight(_compute, math.prod(factors), op, value.shape)
+            _assign(graph_module, name, folded.to(value.dtype).detach())
             _assign(graph_module, biases[name], new)
         with graph_module.graph.inserting_before(op):
             new_bias = graph_module.graph.get_attr(biases[name])
@@ -362,8 +357,7 @@ def _match_fused(batch_norm: Node) -> _Fused | None:
 def fold_batch_norms(prepared: GraphModule) -> None:
     """Fold every fused batch norm of ``prepared``, a QAT graph in evaluation, in place."""
     for _, node in list(ops.batch_norm_nodes(prepared)):
-        fused = _match_fused(node)
-        if fused is not None:
+        if (fused := _match_fused(node)) is not None:
             _fold_fused(prepared, node, fused)
     prepared.graph.eliminate_dead_code()
     graph_nodes.delete_unused_modules(prepared)
@@ -484,9 +478,7 @@ def describe(graph_module: GraphModule) -> Iterator[BatchNormParts]:
         assert isinstance(eps, float)
         fused = _match_fused(node)
         bias = None if fused is None or fused.bias is None else str(fused.bias.target)
-        names = {
-            role: str(argument.target) for role, argument in arguments.items() if isinstance(argument, Node)
-        }
+        names = {role: str(arg.target) for role, arg in arguments.items() if isinstance(arg, Node)}
         yield BatchNormParts(names, eps, None if fused is None else fused.op, bias)
 
 

@@ -156,8 +156,7 @@ class _State:
             if self.dtype_of.get(producer) not in boundary.accepted:
                 self._observe_input(producer, node, spec)
         for getitem in node.users:
-            position = position_of(getitem)
-            self._take_opaque_output(getitem, position, boundary)
+            self._take_opaque_output(getitem, position_of(getitem), boundary)
 
     def _take_opaque_output(self, getitem: Node, position: int, boundary: OpaqueBoundary) -> None:
         dtype, spec = boundary.output_dtypes[position], boundary.output_specs[position]
@@ -324,11 +323,12 @@ class _State:
             return
         if self.dtype_of.get(producer) == spec.dtype and not spec.is_dynamic:
             return
+        settings = spec.observer_or_fake_quant_ctr.settings
         for other, other_spec in self.edges_from.setdefault(producer, []):
-            if _same_observer(spec, other_spec):
+            # FX's test of an observer that can be shared: equal class and dtype.
+            if other_spec.observer_or_fake_quant_ctr.settings == settings:
                 self.observed.join(edge, other)
                 return
-        settings = spec.observer_or_fake_quant_ctr.settings
         check_axis(settings, producer.meta["val"].dim(), f"the input {producer.name!r} of {node.name!r}")
         self.observed.observe(edge, spec)
         self.edges_from[producer].append((edge, spec))
@@ -383,7 +383,9 @@ class _State:
             assert last.output is not None
             self.joins_fixed.add(last.output)
             return self._general_spec(specs.activation_dtype)
-        if partition.tensor_count != 1 or not _computes_with_number(partition.nodes[0]):
+        schema = getattr(partition.nodes[0].target, "_schema", None)
+        has_operands = schema is not None and any(item.name == "other" for item in schema.arguments)
+        if partition.tensor_count != 1 or not has_operands:
             return None
         settings = self.observed.spec_at(first).observer_or_fake_quant_ctr.settings
         computed = _qparams_behind((*partition.nodes, *last.nodes), kept, settings)
@@ -457,12 +459,6 @@ def _has_bounded_result(partition: SourcePartition) -> bool:
     return any(kind in FIXED_QPARAMS_OP_TO_OBSERVER for kind in partition.origin.object_types)
 
 
-def _computes_with_number(node: Node) -> bool:
-    """Return whether ``node`` is an op of two operands, as ``mul`` is."""
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and any(argument.name == "other" for argument in schema.arguments)
-
-
 def _qparams_behind(
     nodes: Iterable[Node], fixed: tuple[float, int], settings: Any
 ) -> tuple[float, int] | None:
@@ -504,9 +500,3 @@ def _infinite_value(pattern: FusedPattern) -> str | None:
             return f"its input {producer.name!r}"
     output = pattern.last.output
     return "its result" if output is not None and metadata.INFINITE.is_on(output) else None
-
-
-def _same_observer(a: QuantizationSpec, b: QuantizationSpec) -> bool:
-    """Return whether two consumers of a value can share an observer, by FX's test: equal class and dtype."""
-    mine, other = a.observer_or_fake_quant_ctr.settings, b.observer_or_fake_quant_ctr.settings
-    return bool(mine == other)

@@ -150,10 +150,5 @@ def _may_have_any(graph_module: GraphModule, args: tuple[Any, ...]) -> bool:
         return True
     read = [attribute_of(graph_module, node) for node in graph_module.graph.find_nodes(op="get_attr")]
     values = [*(item for item in read if not isinstance(item, nn.Parameter)), *pytree.tree_leaves(args)]
-    return any(isinstance(value, Tensor) and _has_large(value) for value in values)
-
-
-def _has_large(tensor: Tensor) -> bool:
-    if not tensor.is_floating_point() or not tensor.numel() or tensor.is_meta:
-        return False
-    return bool((tensor.detach().abs() >= LARGE).any())
+    tensors = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
+    return any((item.detach().abs() >= LARGE).any() for item in tensors if item.numel() and not item.is_meta)

@@ -84,8 +84,7 @@ class HiddenCalls:
 
     def _hide(self, model: GraphModule, call: Node) -> None:
         path = str(call.target)
-        inputs = model.graph.find_nodes(op="placeholder")
-        if not call.users and call.args == tuple(inputs):
+        if not call.users and call.args == tuple(model.graph.find_nodes(op="placeholder")):
             self._checks.append(path)
             self._modules[path] = model.get_submodule(path)
             model.graph.erase_node(call)

@@ -161,16 +161,26 @@ def convert_graph(
     def fix_observers(folded: GraphModule) -> None:
         _observe_weights(folded)
         if as_fx:
-            otherwise.extend(_ops_converted_otherwise(folded, is_trained=is_trained))
+            for node, module in observer_nodes(folded):
+                if converts_otherwise(module, is_trained=is_trained) and (label := observed_op(node)):
+                    otherwise.append(label)
             if observer_qparams:
                 for _, module in observer_nodes(folded):
                     use_observer_qparams(module)
             _freeze_activation_observers(folded, is_trained=is_trained and not observer_qparams)
-            _quantize_on_the_fly(folded)
+            for node, module in observer_nodes(folded):
+                # As FX's reference conversion, which chooses qparams in each call.
+                if not isinstance(module, observers.WeightObserver) and getattr(module, "is_dynamic", False):
+                    folded.set_submodule(str(node.target), observers.DynamicQuantization.of(module))
         _fold_float_qparams(folded)
-        _use_loaded_qparams(folded)
+        for node, module in observer_nodes(folded):
+            # Where torchao's convert reads them; weight observers do this themselves.
+            if has_loaded_qparams(module) and not isinstance(module, observers.WeightObserver):
+                set_loaded_observer(folded, str(node.target))
         _cast_around_observers(folded)
-        _forget_annotations(folded)
+        # They name nodes of the original, whose q-dq torchao's convert would look for.
+        for node in folded.graph.nodes:
+            node.meta.pop(Q_ANNOTATION_KEY, None)
 
     converted = _allow_train_eval(batch_norm.convert(prepared, fix_observers, _fold_all))
     metadata.FX_CONVERTS_OTHERWISE.write(converted, tuple(dict.fromkeys(otherwise)))
@@ -332,13 +342,6 @@ def _freeze_activation_observers(prepared: GraphModule, *, is_trained: bool) -> 
         prepared.set_submodule(str(node.target), frozen.to(scale.device))
 
 
-def _ops_converted_otherwise(prepared: GraphModule, *, is_trained: bool) -> Iterator[str]:
-    """Yield the labels of the ops with a result, an input or a weight that FX does not convert as trained."""
-    for node, module in observer_nodes(prepared):
-        if converts_otherwise(module, is_trained=is_trained) and (label := observed_op(node)):
-            yield label
-
-
 def activations_as_observed(prepared: GraphModule) -> None:
     """Let the fake-quantizes of activations convert with their observers' qparams, for custom modules, which
     read them before the graph is converted."""
@@ -353,27 +356,6 @@ def _fold_float_qparams(prepared: GraphModule) -> None:
         is_weight = graph_nodes.source_of(node).op == "get_attr"
         if is_weight and getattr(module, "qscheme", None) is torch.per_channel_affine_float_qparams:
             fold_weight(prepared, node, *qparams_of(module), module)
-
-
-def _use_loaded_qparams(prepared: GraphModule) -> None:
-    """Put the loaded qparams where torchao's convert reads them; weight observers do this themselves."""
-    for node, module in observer_nodes(prepared):
-        if has_loaded_qparams(module) and not isinstance(module, observers.WeightObserver):
-            set_loaded_observer(prepared, str(node.target))
-
-
-def _quantize_on_the_fly(prepared: GraphModule) -> None:
-    """Replace each dynamic observer by the dynamic quantization of FX's reference conversion."""
-    for node, module in observer_nodes(prepared):
-        if not isinstance(module, observers.WeightObserver) and getattr(module, "is_dynamic", False):
-            prepared.set_submodule(str(node.target), observers.DynamicQuantization.of(module))
-
-
-def _forget_annotations(prepared: GraphModule) -> None:
-    """Remove the annotations of ``prepared``, a copy: they name nodes of the original, whose q-dq torchao's
-    convert would look for."""
-    for node in prepared.graph.nodes:
-        node.meta.pop(Q_ANNOTATION_KEY, None)
 
 
 def _cast_around_observers(prepared: GraphModule) -> None:

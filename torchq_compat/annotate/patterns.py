@@ -134,17 +134,14 @@ def _partition(nodes: tuple[Node, ...], origin: Origin, call_index: int) -> Sour
     inputs: list[tuple[Node, Node]] = []
     weights: list[tuple[Node, Node]] = []
     for node in nodes:
-        weight = weight_of(node)
-        if weight is not None:
+        if (weight := weight_of(node)) is not None:
             weights.append((weight, node))
         for producer in _activations(node, origin):
             if producer not in inside and (producer, node) not in inputs:
                 inputs.append((producer, node))
     # torch.export computes a size where it is first needed, perhaps within a module that it does not belong
     # to.
-    leaving = [
-        node for node in nodes if not _is_size(node) and any(user not in inside for user in node.users)
-    ]
+    leaving = [node for node in nodes if not _is_size(node) and not inside.issuperset(node.users)]
     output = leaving[0] if len(leaving) == 1 and is_float_tensor(leaving[0]) else None
     parameters = {} if origin.is_module_call else parameters_of(nodes[0])
     count = sum(is_float_tensor(arg) for arg in nodes[0].args if isinstance(arg, Node))
@@ -157,17 +154,11 @@ def _activations(node: Node, origin: Origin) -> list[Node]:
     parameters = parameter_nodes(node)
     return [
         producer
-        for producer in _nodes_in_order(node)
+        for producer in node.all_input_nodes
         if producer not in parameters
         and is_float_tensor(producer)
         and not (origin.is_module_call and producer.op == "get_attr")
     ]
-
-
-def _nodes_in_order(node: Node) -> list[Node]:
-    matches: list[Node] = []
-    torch.fx.node.map_arg((node.args, node.kwargs), lambda n: matches.append(n))
-    return matches
 
 
 # Fused patterns of a BackendConfig: ops that run as one, with nothing observed between them.
@@ -215,12 +206,9 @@ class FusedPattern:
         # Without a fused module FX observes the inputs of the first op, and no inputs of later ones.
         if self.entry is None or not self.entry.is_fused_module:
             return partition
-        return replace(partition, inputs=(*partition.inputs, *self._joining_inputs()))
-
-    def _joining_inputs(self) -> tuple[tuple[Node, Node], ...]:
-        """Return the (producer, consumer) edges from outside into the ops behind the first one."""
         inside = {node for op in self.ops for node in op.nodes}
-        return tuple(edge for op in self.ops[1:] for edge in op.inputs if edge[0] not in inside)
+        joining = (edge for op in self.ops[1:] for edge in op.inputs if edge[0] not in inside)
+        return replace(partition, inputs=(*partition.inputs, *joining))
 
 
 def match_fused_patterns(
@@ -469,15 +457,13 @@ def _violation(config: DTypeConfig, specs: OpSpecs, has_weight: bool, has_bias: 
         limits = getattr(config, f"{role}_dtype_with_constraints", None)
         constructor = specs.weight_constructor if role == "weight" else specs.activation_constructor
         of = "weight" if role == "weight" else "activation"
-        if limits is not None and (violation := _constraint_violation(of, limits, constructor)):
+        if limits is None or limits.dtype is None or plain_dtype(limits.dtype) != constructor.settings.dtype:
+            continue
+        if violation := _range_violation(of, limits, constructor) or _fixed_violation(
+            of, limits, constructor
+        ):
             return violation
     return ""
-
-
-def _constraint_violation(what: str, allowed: DTypeWithConstraints, constructor: ObserverConstructor) -> str:
-    if allowed.dtype is None or plain_dtype(allowed.dtype) != constructor.settings.dtype:
-        return ""
-    return _range_violation(what, allowed, constructor) or _fixed_violation(what, allowed, constructor)
 
 
 def _range_violation(what: str, allowed: DTypeWithConstraints, constructor: ObserverConstructor) -> str:
@@ -511,8 +497,7 @@ def _fixed_violation(what: str, allowed: DTypeWithConstraints, constructor: Obse
 
 def is_half_static(specs: OpSpecs) -> bool:
     """Return whether activations and weights are rounded to float16, with no qparams."""
-    dtypes = {specs.activation_dtype, specs.weight_dtype}
-    return dtypes == {torch.float16} and not specs.is_dynamic
+    return {specs.activation_dtype, specs.weight_dtype} == {torch.float16} and not specs.is_dynamic
 
 
 def _is_same(allowed: torch.dtype | None, asked: torch.dtype) -> bool:

@@ -99,7 +99,8 @@ def _structure(value: Any) -> Any:
     known."""
     if not isinstance(value, Node):
         return value if isinstance(value, BUILDERS) else None
-    if value.op != "call_function" or _is_changed(value) or not _builds(value.target):
+    builds = value.target in BUILDERS or _is_named_tuple(value.target)
+    if value.op != "call_function" or _is_changed(value) or not builds:
         return None
     args = [_structure(arg) if isinstance(arg, Node) else arg for arg in value.args]
     if value.target in BUILDERS and any(arg is None for arg in args):
@@ -110,10 +111,6 @@ def _structure(value: Any) -> Any:
         return cast(Callable[..., Any], value.target)(*args, **value.kwargs)
     except (TypeError, ValueError):
         return None
-
-
-def _builds(target: Any) -> bool:
-    return target in BUILDERS or _is_named_tuple(target)
 
 
 def _is_named_tuple(target: Any) -> bool:

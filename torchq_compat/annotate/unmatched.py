@@ -113,8 +113,7 @@ def _classes_named(settings: PrepareSettings) -> Iterator[tuple[str, type[nn.Mod
 
 
 def _no_such_class(expected: type[nn.Module], classes: set[type[nn.Module]]) -> str:
-    derived = sorted(result.__name__ for result in classes if issubclass(result, expected))
-    if derived:
+    if derived := sorted(result.__name__ for result in classes if issubclass(result, expected)):
         return (
             "no module of the model is of that very class, as FX wants it; "
             f"{', '.join(derived)} derives from it"
@@ -171,7 +170,9 @@ def unmatched_at_convert(
         before: the rules of prepare, which has warned about them.
         after: the rules given to convert.
     """
-    observed = _observed_classes(prepared)
+    # A mapping names them, or a base class. A float call is converted by its class: all modules are here.
+    mapped = (m.opaque_observed_class for m in prepared.modules() if isinstance(m, OpaqueModule))
+    observed = {*map(type, prepared.modules()), *(cls for cls in mapped if cls is not None)}
     for mapping in settings.observed_to_quantized.values():
         for observed_class, quantized in mapping.items():
             # Entries that map to torch's classes and ours are standing ones, written for many models.
@@ -189,17 +190,6 @@ def unmatched_at_convert(
         known = {*before.module_names, *(pattern.pattern for pattern, _ in before.module_name_regexes)}
         for setting, reason in _names_no_module(after, _module_paths(prepared), "op", known):
             yield f"{setting} is not used: {reason}."
-
-
-def _observed_classes(prepared: GraphModule) -> set[type[nn.Module]]:
-    """Return the classes that a mapping may name, directly or by a base class; see
-    ``CustomModuleHandler.quantized_class``.
-
-    All modules are included, because a float call is converted by its class; see ``convert_float_calls``.
-    """
-    observed: set[type[nn.Module]] = {type(module) for module in prepared.modules()}
-    mapped = (m.opaque_observed_class for m in prepared.modules() if isinstance(m, OpaqueModule))
-    return observed | {cls for cls in mapped if cls is not None}
 
 
 def _module_paths(prepared: GraphModule) -> set[str]:
