@@ -35,9 +35,8 @@ def explain_failed_call(
     """
     if isinstance(cause, (RecursionError, torch.OutOfMemoryError)) or type(cause) is InputError:
         return None  # An InputError says itself what is wrong.
-    expected = [
-        (str(node.target), node.meta.get("val")) for node in model.graph.nodes if node.op == "placeholder"
-    ]
+    placeholders = model.graph.find_nodes(op="placeholder")
+    expected = [(str(node.target), node.meta.get("val")) for node in placeholders]
     given = pytree.tree_leaves(args)
     sizes = model.record.signature.sizes.of_placeholders(model.graph)
     problem = next(_differences(expected, given, sizes), "")
@@ -138,18 +137,14 @@ def _place(cause: BaseException) -> str:
         owner = frame.f_locals.get("self")
         if not isinstance(owner, GraphModule) or "eval_with_key" not in frame.f_code.co_filename:
             continue
-        node = _node_of_line(owner, linecache.getline(frame.f_code.co_filename, line))
+        code = linecache.getline(frame.f_code.co_filename, line)
+        name = code.partition("=")[0].partition(":")[0].strip()
+        node = next((node for node in owner.graph.nodes if node.name == name), None)
         if node is not None:
             operation = node.name
             paths.append(_path(node))
     path = ".".join(filter(None, paths))
     return f"{path!r} ({operation})" if path else operation
-
-
-def _node_of_line(module: GraphModule, line: str) -> Node | None:
-    """Return the node that ``line`` of the generated code computes."""
-    name = line.partition("=")[0].partition(":")[0].strip()
-    return next((node for node in module.graph.nodes if node.name == name), None)
 
 
 def _path(node: Node) -> str:

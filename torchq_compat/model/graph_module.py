@@ -189,8 +189,7 @@ class QuantizationGraphModule(GraphModule):
 
     def add_decisions(self, decisions: tuple[Decision, ...]) -> None:
         """Add ``decisions`` about the finished model to its record."""
-        record = replace(self.record, decisions=(*self.record.decisions, *decisions))
-        metadata.RECORD.write(self, record)
+        metadata.RECORD.write(self, replace(self.record, decisions=(*self.record.decisions, *decisions)))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         record, is_compiled = self.record, is_compiling()
@@ -373,8 +372,7 @@ class QuantizationGraphModule(GraphModule):
                 if name in step._modules:
                     return step._modules[name]
             if QPARAMS_OF_FX.fullmatch(name):
-                qparam = views.qparam_by_fx_name(self.reference, name)
-                if qparam is not None:
+                if (qparam := views.qparam_by_fx_name(self.reference, name)) is not None:
                     return qparam
                 raise errors.ModuleAttributeError.of("TQ970.fx_qparams", name=name) from None
             if record is None or not record.is_custom_module or name == ROOT:

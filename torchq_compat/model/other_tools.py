@@ -201,14 +201,10 @@ def refuse_fx_tracer(model: GraphModule, stage: str) -> None:
             raise _other_engine(stage)
         frame = frame and frame.f_back
     if isinstance(tracer, Tracer):
-        _refuse_to_trace_observers(model, tracer)
-
-
-def _refuse_to_trace_observers(model: GraphModule, tracer: Tracer) -> None:
-    observers = ((n, m) for n, m in model._modules.items() if n.startswith(OBSERVER) and m is not None)
-    name, observer = next(observers, ("", None))
-    if observer is not None and not tracer.is_leaf_module(observer, name):
-        raise ConvertError.of("TQ961.observers", name=name)
+        observers = ((n, m) for n, m in model._modules.items() if n.startswith(OBSERVER) and m is not None)
+        name, observer = next(observers, ("", None))
+        if observer is not None and not tracer.is_leaf_module(observer, name):
+            raise ConvertError.of("TQ961.observers", name=name)
 
 
 def refuse_reader(stage: str, graph: Graph) -> None:

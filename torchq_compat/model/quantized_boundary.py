@@ -28,8 +28,7 @@ def quantize_boundaries(graph_module: GraphModule) -> None:
         input_qparams = tuple(qparams for _, qparams in inputs)
         module.opaque_set_qparams(layout_index(call), input_qparams, output_qparams)
         for getitem in list(call.users):
-            qparams = output_qparams[position_of(getitem)]
-            if qparams is not None:
+            if (qparams := output_qparams[position_of(getitem)]) is not None:
                 _insert_dequantize(graph_module, getitem, qparams)
     graph_module.graph.eliminate_dead_code()
 

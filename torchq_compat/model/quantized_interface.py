@@ -251,7 +251,11 @@ def _of_edge(model: GraphModule, edge: Node, path: str, quantized: Collection[No
         read, source = source, source.all_input_nodes[0]
     if read.target in qdq.DEQUANTIZES and source.op == "call_function":
         return None  # An opaque call returns these integers.
-    is_weight = _is_constant(source)
+    # A weight, or computed of weights alone, as a fused weight is in QAT.
+    is_weight = all(
+        node.op == "get_attr" or (node.op == "call_function" and node.all_input_nodes)
+        for node in behind([source])
+    )
     if not is_weight and source in quantized:
         first = next((user for user in source.users if _is_edge(model, user)), None)
         if first in (read, edge):
@@ -261,14 +265,6 @@ def _of_edge(model: GraphModule, edge: Node, path: str, quantized: Collection[No
         name = "bias" if source.op == "get_attr" and str(source.target).endswith("bias") else "weight"
         return QuantizedValue(f"{path}.{name}", "weight", **qparams)
     return QuantizedValue(f"{path}.input", "input", **qparams)
-
-
-def _is_constant(source: Node) -> bool:
-    """Return whether ``source`` is a weight or computed only from weights, as a fused weight is in QAT."""
-    return all(
-        node.op == "get_attr" or (node.op == "call_function" and node.all_input_nodes)
-        for node in behind([source])
-    )
 
 
 def _qparams(model: GraphModule, edge: Node, source: Node) -> dict[str, Any]:

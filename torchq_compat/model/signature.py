@@ -96,8 +96,7 @@ class CallSignature:
 
     def accept(self, bound: tuple[Any, ...]) -> None:
         """Remember that a call with the shapes and dtypes of ``bound``, which ``bind`` returned, is valid."""
-        forms = _forms(bound)
-        if forms is not None:
+        if (forms := _forms(bound)) is not None:
             if len(self.sizes.accepted) >= MOST_ACCEPTED:
                 self.sizes.accepted.clear()
             self.sizes.accepted.add(forms)
@@ -129,8 +128,7 @@ class CallSignature:
                     f"{name!r} was not in example_inputs, so it is fixed to {default!r}", self.names
                 )
         given = {**self.defaults, **given}
-        missing = [name for name in self.names if name not in given]
-        if missing:
+        if missing := [name for name in self.names if name not in given]:
             raise _call_does_not_match(f"missing argument {missing[0]!r}", self.names)
         return tuple(given[name] for name in self.names)
 

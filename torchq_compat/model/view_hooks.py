@@ -86,8 +86,7 @@ def _forward_with_hooks(model: GraphModule, views: dict[str, nn.Module]) -> Call
 def _compile(model: GraphModule, views: dict[str, nn.Module]) -> Callable[..., Any]:
     """Return a forward that computes what ``model`` does, on its state, and calls the hooks of ``views``."""
     graph, copies = Graph(), dict[Node, Node]()
-    result = graph.graph_copy(model._graph, copies)
-    graph.output(result)
+    graph.output(graph.graph_copy(model._graph, copies))
     graph.set_codegen(model._graph._codegen)
     for path, view in views.items():
         calls = _calls_of(model, path)
