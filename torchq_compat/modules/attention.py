@@ -319,7 +319,9 @@ class AttentionModule(parts.PartOwner):
         if self.bias_k is not None and self.bias_v is not None:
             k = torch.cat([k, self.bias_k.expand(1, k.shape[1], -1)])
             v = torch.cat([v, self.bias_v.expand(1, v.shape[1], -1)])
-        queries, keys, values = (self._heads(tensor) for tensor in (q, k, v))
+        # (length, N, E) -> (N, H, length, E / H)
+        heads = (self.structure.num_heads, self.structure.head_dim)
+        queries, keys, values = (x.reshape(*x.shape[:2], *heads).permute(1, 2, 0, 3) for x in (q, k, v))
         if self.structure.add_zero_attn:
             keys, values = (F.pad(tensor, (0, 0, 0, 1)) for tensor in (keys, values))
         if mask is not None:
@@ -332,11 +334,6 @@ class AttentionModule(parts.PartOwner):
         weights = F.dropout(scores.softmax(-1), self.structure.dropout, self.training)
         attended = (weights @ values).permute(2, 0, 1, 3).flatten(2)
         return attended, weights
-
-    def _heads(self, tensor: Tensor) -> Tensor:
-        """Split the heads: (length, N, E) -> (N, H, length, E / H)."""
-        heads = (self.structure.num_heads, self.structure.head_dim)
-        return tensor.reshape(*tensor.shape[:2], *heads).permute(1, 2, 0, 3)
 
 
 class ObservedMultiheadAttention(AttentionModule, quantizable.MultiheadAttention):
@@ -427,7 +424,8 @@ class AttentionHandler(parts_handler.FamilyHandler):
 
     def fake_call(self, module: nn.Module, path: str) -> FakeCall:
         assert isinstance(module, nn.MultiheadAttention)
-        structure, appended = AttentionStructure.of(module), _appended(module)
+        structure = AttentionStructure.of(module)
+        appended = int(module.bias_k is not None) + int(module.add_zero_attn)
 
         def fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
             call = AttentionCall.read(structure, path, args, kwargs)
@@ -467,11 +465,6 @@ class AttentionHandler(parts_handler.FamilyHandler):
         for path, graph in opaque.graphs():
             expected += parts_handler.required_by_parts(graph, prefix).below(path)
         return expected
-
-
-def _appended(module: nn.MultiheadAttention) -> int:
-    """Return the number of keys that the module appends to its input keys."""
-    return int(module.bias_k is not None) + int(module.add_zero_attn)
 
 
 OURS = ObservedMultiheadAttention, ConvertedMultiheadAttention

@@ -139,8 +139,7 @@ class PartSpecs:
         Default: the QConfig's activation. Sigmoid, its complement and tanh have FX's fixed qparams, which
         divide [0, 1) and [-1, 1) by the number of integers of the dtype: scales 1/256 and 2/256 for 8 bits.
         """
-        given = self.constructors.by_group.get(part.group)
-        if given is not None:
+        if (given := self.constructors.by_group.get(part.group)) is not None:
             return given
         if part.kind in (PartKind.SIGMOID, PartKind.COMPLEMENT, PartKind.TANH):
             return self._fixed_constructor(part.kind)
@@ -372,8 +371,7 @@ def part_of(node: Node) -> Part:
 
 def converted_qparams(graph_module: GraphModule) -> tuple[PerTensorQParams | None, ...]:
     """Return the qparams of each output of a converted graph: those of the dequantize that computes it."""
-    output = graph_module.graph.output_node()
-    results = output.args[0]
+    results = graph_module.graph.output_node().args[0]
     assert isinstance(results, (tuple, list))
     return tuple(PerTensorQParams.of_call(node, DEQUANTIZE) for node in results if isinstance(node, Node))
 

@@ -57,10 +57,8 @@ class PartOwnerHandler(CustomModuleHandler):
     def explain(self, opaque: OpaqueModule, path: str, explain_model: ExplainModel) -> Iterator[Decision]:
         assert isinstance(opaque, part_graphs.PartOwner)
         for graph_path, graph in opaque.graphs():
-            saturated, measured = (
-                dict(part_graphs.saturated_parts(graph)),
-                dict(part_graphs.measured_parts(graph)),
-            )
+            saturated = dict(part_graphs.saturated_parts(graph))
+            measured = dict(part_graphs.measured_parts(graph))
             parts = {node for _, node in part_graphs.part_nodes(graph)}
             for name, node in part_graphs.part_nodes(graph):
                 details, reason = _observation(graph, node), "part of the custom module"
@@ -73,7 +71,8 @@ class PartOwnerHandler(CustomModuleHandler):
                 where, formula = f"{path}.{graph_path}.{name}", part_graphs.part_of(node).formula
                 values = quantized_values(graph, node, where, parts - {node}, parts)
                 action = Action.QUANTIZED
-                if _stays_float(opaque, part_graphs.part_of(node)):
+                given = opaque.specs.constructors.by_group.get(part_graphs.part_of(node).group)
+                if given is not None and not is_integer(given.settings.dtype):
                     reason += "; its result stays float, as its observer is of a float dtype"
                     action = Action.QUANTIZED if values else Action.FLOAT
                 yield Decision(where, formula, action, reason, details, values=values, is_part=True)
@@ -81,12 +80,6 @@ class PartOwnerHandler(CustomModuleHandler):
     def mending_profile(self, part: part_graphs.Part) -> str:
         """Return advice, as text, for a ``part`` that needs more than 8 bits; empty if there is none."""
         return ""
-
-
-def _stays_float(opaque: part_graphs.PartOwner, part: part_graphs.Part) -> bool:
-    """Return whether the constructor given for ``part`` quantizes nothing."""
-    given = opaque.specs.constructors.by_group.get(part.group)
-    return given is not None and not is_integer(given.settings.dtype)
 
 
 def is_far_worse(name: str, measured: Mapping[str, float]) -> bool:

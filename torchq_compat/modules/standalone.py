@@ -89,8 +89,7 @@ class ConvertedStandalone(OpaqueModule, ConvertedGraphModule):
         return ConvertedGraphModule.__call__(self, *quantize_inputs(bound, self.input_qparams()))
 
     def opaque_output_qparams(self, results: list[Tensor]) -> tuple[QParams | None, ...]:
-        returned = self.graph.output_node().args[0]
-        leaves = pytree.tree_leaves(returned)
+        leaves = pytree.tree_leaves(self.graph.output_node().args[0])
         # Constants among the returned values do not count as results of the opaque module.
         return tuple(
             qparams
