@@ -474,8 +474,7 @@ def _check_observers(prepared: GraphModule) -> None:
     """Raise for observers that have no finite qparams; warn about observers that saw no data."""
     faults = observed_graph.observer_faults(prepared)
     for path, opaque in opaque_calls.opaque_modules(prepared).items():
-        handler = handler_of(opaque)
-        if handler is not None:
+        if (handler := handler_of(opaque)) is not None:
             faults.extend((f"{path}.{name}", fault) for name, fault in handler.observer_faults(opaque))
     places = {
         kind: [where for where, fault in faults if fault is kind] for kind in observed_graph.ObserverFault
@@ -484,8 +483,7 @@ def _check_observers(prepared: GraphModule) -> None:
         raise ConvertError.of("TQ950.no_qparams", observers=listed(without_qparams))
     if not_finite := places[observed_graph.ObserverFault.NOT_FINITE]:
         raise ConvertError.of("TQ950.not_finite", observers=listed(not_finite))
-    left_out = observed_graph.observers_without_infinity(prepared)
-    if left_out:
+    if left_out := observed_graph.observers_without_infinity(prepared):
         warn_user("TQ406", observers=listed(left_out))
     if accidents := places[observed_graph.ObserverFault.ACCIDENT]:
         warn_user("TQ419", observers=listed(accidents))

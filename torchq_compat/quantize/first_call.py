@@ -273,8 +273,7 @@ class WaitingModel(nn.Module):
         try:
             self._set_flags({**modes, **since.flags})
             with torch.inference_mode(mode=False), torch.enable_grad():
-                examples = pytree.tree_map(_out_of_inference_mode, bound.args)
-                result = self.make(self.float_model, examples)
+                result = self.make(self.float_model, pytree.tree_map(_out_of_inference_mode, bound.args))
         except BaseException:
             self._set_flags(modes)
             for path, state in hooks.items():
@@ -300,8 +299,7 @@ class WaitingModel(nn.Module):
     def train(self, mode: bool = True) -> WaitingModel:
         """Set the mode, which the captured model gets too."""
         if self.since.mode is None:
-            flags = {path: module.training for path, module in self.float_model.named_modules()}
-            self.since.flags = flags
+            self.since.flags = {path: module.training for path, module in self.float_model.named_modules()}
         self.since.mode = mode
         return super().train(mode)
 

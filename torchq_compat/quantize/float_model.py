@@ -158,8 +158,7 @@ def decide_leftovers(model: nn.Module, preserved: Collection[str]) -> Iterator[D
             code="TQ311",
         )
     for path, module in model.named_modules():
-        hooks = [hook for kind in HOOKS for hook in (getattr(module, kind, None) or {}).values()]
-        if hooks:
+        if hooks := [hook for kind in HOOKS for hook in (getattr(module, kind, None) or {}).values()]:
             yield Decision(
                 path,
                 f"hooks of {type(module).__name__}",
@@ -202,7 +201,10 @@ def decide_parametrizations(model: nn.Module, rules: QConfigRules, *, is_qat: bo
     """Yield a decision about each module of ``model`` whose parametrized weight is to be quantized."""
     for path, _, plain in _to_quantize(model, rules):
         if is_qat:
-            yield Decision(path, plain.__name__, Action.FLOAT, _why_float(path), warn=True, code="TQ403")
+            where = f'model.get_submodule("{path}")' if path else "model"
+            call = f'torch.nn.utils.parametrize.remove_parametrizations({where}, "weight")'
+            reason = said("TQ403", call=call)
+            yield Decision(path, plain.__name__, Action.FLOAT, reason, warn=True, code="TQ403")
         else:
             yield Decision(
                 path, f"parametrization of {plain.__name__}", Action.DROPPED, said("TQ331"), code="TQ331"
@@ -233,11 +235,6 @@ def _make_plain(module: nn.Module, plain: type[nn.Module]) -> None:
     module.__class__ = plain
     for name, value in values.items():
         module.register_parameter(name, nn.Parameter(value))
-
-
-def _why_float(path: str) -> str:
-    where = f'model.get_submodule("{path}")' if path else "model"
-    return said("TQ403", call=f'torch.nn.utils.parametrize.remove_parametrizations({where}, "weight")')
 
 
 # An optimizer made before prepare_qat_fx has the float model's parameters, which FX's prepared model shares.

@@ -427,16 +427,10 @@ def _fused(state: _Preparing) -> set[str]:
 
 def _decide_leftovers(model: nn.Module, working: nn.Module, request: PrepareRequest) -> tuple[Decision, ...]:
     """Return the decisions about flags, attributes, hooks and rules, which are not modules of the graph."""
-    return (
-        *(() if request.is_qat else float_model.decide_training_flags(model, is_qat=False)),
-        *float_model.decide_leftovers(working, request.settings.preserved_attributes),
-        *decide_unmatched_settings(working, request.settings),
-        *(_about_rules(model, working, request) if request.quantizer is None else ()),
-    )
-
-
-def _about_rules(model: nn.Module, working: nn.Module, request: PrepareRequest) -> tuple[Decision, ...]:
-    return (
-        *decide_unmatched_rules(working, request.rules),
-        *float_model.decide_parametrizations(model, request.rules, is_qat=request.is_qat),
-    )
+    decisions = [] if request.is_qat else [*float_model.decide_training_flags(model, is_qat=False)]
+    decisions += float_model.decide_leftovers(working, request.settings.preserved_attributes)
+    decisions += decide_unmatched_settings(working, request.settings)
+    if request.quantizer is None:
+        decisions += decide_unmatched_rules(working, request.rules)
+        decisions += float_model.decide_parametrizations(model, request.rules, is_qat=request.is_qat)
+    return tuple(decisions)

@@ -138,7 +138,8 @@ def check_float_model(model: nn.Module) -> None:
         if stage == "converted" and path:
             converted.append(f"{path}.")  # One float call, with all that is in it.
         elif stage is not None and not path.startswith(tuple(converted)):
-            raise _already_quantized(path, stage)
+            where = f"the module at {path!r}" if path else "the model"
+            raise InputError.of("TQ901.quantized_already", where=where, stage=stage)
 
 
 def is_converted(module: nn.Module) -> bool:
@@ -160,8 +161,7 @@ def signature_of(model: nn.Module, args: tuple[Any, ...]) -> CallSignature:
 
 def _stage_of(module: nn.Module) -> str | None:
     """Return the stage that ``module`` has been through, here or in FX, or None if it is float."""
-    record = record_of(module)
-    if record is not None:
+    if (record := record_of(module)) is not None:
         return record.stage.value
     if not isinstance(module, GraphModule):
         return None
@@ -172,11 +172,6 @@ def _stage_of(module: nn.Module) -> str | None:
         kind.startswith("torch.ao.nn.quantized") for kind in kinds
     )
     return "converted" if is_converted else None
-
-
-def _already_quantized(path: str, stage: str) -> InputError:
-    where = f"the module at {path!r}" if path else "the model"
-    return InputError.of("TQ901.quantized_already", where=where, stage=stage)
 
 
 # Rolls loops over time that the model writes in Python, before capture, or reports why it did not.
@@ -278,9 +273,7 @@ def rules_beside(
     )(WHOLE_RANGE)  # type: ignore[no-untyped-call]
     is_mapping = given is not None and not isinstance(given, torch_ao.QConfig)
     rules = read_qconfig_mapping(given) if is_mapping else QConfigRules.of_global(given or default)
-    own = {
-        path: vars(module)["qconfig"] for path, module in model.named_modules() if "qconfig" in vars(module)
-    }
+    own = {path: vars(m)["qconfig"] for path, m in model.named_modules() if "qconfig" in vars(m)}
     mapped = {item for classes in settings.float_to_observed.values() for item in classes}
     paths = [
         path
@@ -321,8 +314,7 @@ def _over_time(spec: QuantizationSpec, setting: str) -> SpecObserverConstructor:
     of a sequence stays near the range of the first ones."""
     result = make_observer(spec)
     if isinstance(result, MovingAverageMinMaxObserver):
-        eps = float(result.eps)
-        spec = replace(spec, observer_or_fake_quant_ctr=HistogramObserver.with_args(eps=eps))
+        spec = replace(spec, observer_or_fake_quant_ctr=HistogramObserver.with_args(eps=float(result.eps)))
     return SpecObserverConstructor(spec, setting)
 
 
@@ -350,8 +342,7 @@ def _specs_of_linears(
 ) -> Mapping[str, tuple[QuantizationSpec | None, QuantizationSpec | None]]:
     """Return the specs of activation and weight that ``quantizer`` gives a linear layer at each of ``paths``;
     none where it annotates nothing or fails."""
-    probe = _Probe(paths).eval()
-    graph_module, _ = capture(probe, (torch.zeros(WIDTH, WIDTH),))
+    graph_module, _ = capture(_Probe(paths).eval(), (torch.zeros(WIDTH, WIDTH),))
     with suppress(QuantizerFailedError, TorchQCompatError):
         annotated = UserQuantizer(own_copy(quantizer), {}, graph_module).ask(graph_module)
         specs = list(_specs_by_path(annotated))

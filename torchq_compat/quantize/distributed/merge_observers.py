@@ -81,8 +81,7 @@ def merge_observers(
     if states is not None:
         if group is not None:
             raise ArgumentError.of("TQ903.group_and_states")
-        model = _prepared_model(prepared)
-        _merge_given(model, states)
+        _merge_given(_prepared_model(prepared), states)
         return
     _check_group(group)
     _merge_ranks(prepared, group)
@@ -192,7 +191,10 @@ def _report(prepared: nn.Module, ranks: int) -> tuple[Any, bytes]:
     """Return the observers and the tensors outside of them, and what the other ranks need to know of both."""
     model = _prepared_model(prepared)
     units = observers_of(model)
-    tensors = _tensors_outside(model, units)
+    # What is sharded is the same model anyway.
+    inside = tuple(f"{path}." for path in units)
+    both: Iterator[tuple[str, Tensor]] = iter([*model.named_parameters(), *model.named_buffers()])
+    tensors = {name: t for name, t in both if not name.startswith(inside) and not is_sharded(t)}
     report = (
         {path: _settings_of(unit) for path, unit in units.items()}
         | {name: f"{tuple(tensor.shape)}, {tensor.dtype}" for name, tensor in tensors.items()},
@@ -235,8 +237,7 @@ def _check_same_model(reports: Sequence[Any]) -> None:
 
 
 def _check_may_differ(model: nn.Module, names: Sequence[str]) -> None:
-    parameters = [name for name in names if name in dict(model.named_parameters())]
-    if parameters:
+    if parameters := [name for name in names if name in dict(model.named_parameters())]:
         raise ConvertError.of("TQ950.other_parameters", parameters=", ".join(parameters[:3]))
     users = [path for path, module in model.named_modules() if isinstance(module, OpaqueUserModule)]
     for name in names:
@@ -245,13 +246,6 @@ def _check_may_differ(model: nn.Module, names: Sequence[str]) -> None:
             raise ConvertError.of(
                 "TQ950.other_buffers", name=name, kind=type(owner).__qualname__, method=merge_rules.METHOD
             )
-
-
-def _tensors_outside(model: nn.Module, units: Mapping[str, nn.Module]) -> dict[str, Tensor]:
-    """Return the parameters and buffers outside of observers; what is sharded is the same model anyway."""
-    inside = tuple(f"{path}." for path in units)
-    both: Iterator[tuple[str, Tensor]] = iter([*model.named_parameters(), *model.named_buffers()])
-    return {n: t for n, t in both if not n.startswith(inside) and not is_sharded(t)}
 
 
 def _send_from_first(
@@ -281,8 +275,7 @@ def _check_mergeable(
 def _merge(units: Mapping[str, nn.Module], states: Mapping[str, Sequence[merge_rules.State]]) -> None:
     for path, own in states.items():
         merge_rules.merge_states(units[path], own, path)
-    far = [path for path, own in states.items() if merge_rules.lie_far_apart(units[path], own)]
-    if far:
+    if far := [path for path, own in states.items() if merge_rules.lie_far_apart(units[path], own)]:
         warn_user("TQ430", count=len(far), observer=far[0])
 
 
@@ -330,8 +323,7 @@ def _read(given: Any, position: int, names: set[str], model: nn.Module) -> Mappi
             raise InputError.of("TQ901.unreadable_state", position=position, cause=cause) from cause
     if not isinstance(given, Mapping):
         raise InputError.of("TQ901.no_state_dict", position=position, given=given)
-    unknown = [str(name) for name in given if name not in names]
-    if unknown:
+    if unknown := [str(name) for name in given if name not in names]:
         raise InputError.of("TQ901.other_state", position=position, unknown=unknown)
     try:
         return check_state({n: value for n, value in given.items() if not is_sharded(value)}, model)

@@ -101,8 +101,7 @@ def has_other_shape(unit: nn.Module, name: str, value: Any, held: Any) -> bool:
 def _check_has_rule(module: nn.Module, path: str) -> None:
     if type(module).forward.__module__.partition(".")[0] in LIBRARIES and {*module._buffers} <= BUFFERS:
         return
-    name = type(module).__qualname__
-    raise ConvertError.of("TQ950.no_rule", path=path, name=name, method=METHOD)
+    raise ConvertError.of("TQ950.no_rule", path=path, name=type(module).__qualname__, method=METHOD)
 
 
 def _merge_own(module: nn.Module, states: Sequence[State], path: str) -> None:
@@ -196,8 +195,7 @@ def _merge_loaded(module: nn.Module, states: Sequence[State], path: str) -> None
     observed = any(LOADED[0] not in state and has_seen(state) for state in states)
     release_qparams(module)
     if loaded and not observed:
-        same = all(torch.equal(state[name], loaded[0][name]) for state in loaded for name in LOADED)
-        if not same:
+        if not all(torch.equal(state[name], loaded[0][name]) for state in loaded for name in LOADED):
             raise _differ(path, "loaded qparams")
         hold_qparams(module, loaded[0][LOADED[0]], loaded[0][LOADED[1]])
 

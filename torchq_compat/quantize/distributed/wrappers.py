@@ -22,8 +22,7 @@ def check_not_wrapped(model: nn.Module) -> None:
         InputError: a wrapper holds it, or its parameters are sharded.
     """
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-        problem = f"a {type(model).__name__}, which holds the model"
-        raise InputError.of("TQ901.wrapped_model", problem=problem)
+        raise InputError.of("TQ901.wrapped_model", problem=f"a {type(model).__name__}, which holds the model")
     check_not_sharded(model)
 
 
