@@ -134,8 +134,7 @@ def _translate(module: nn.Module) -> nn.Module:
     mirror = (ours or getattr(pt2e_observer, name, None)) if is_known else None
     if mirror is None:
         return adapted(module)
-    inner = getattr(module, "activation_post_process", None)
-    if inner is not None:
+    if (inner := getattr(module, "activation_post_process", None)) is not None:
         if getattr(inner, "qscheme", None) is torch.per_channel_affine_float_qparams:
             mirror = qparams.FloatQParamsFakeQuantize
         return mirror(observer=lambda **_: _translate(inner))
@@ -297,8 +296,7 @@ class WeightObserver(pt2e_observer.ObserverBase):  # type: ignore[misc]
             raise ConfigError.of("TQ910.weight_observer", path=path, cause=cause) from cause
 
     def calculate_qparams(self, **_: Any) -> tuple[Tensor, Tensor]:
-        loaded = qparams.loaded_qparams(self)
-        if loaded is not None:
+        if (loaded := qparams.loaded_qparams(self)) is not None:
             return loaded
         scale, zero_point = self.observer.calculate_qparams()  # type: ignore[operator]
         return scale, zero_point

@@ -354,14 +354,10 @@ class WeightByWeight(Interpreter):
 
     def _floats(self, weight: Node, index: Any = None) -> Tensor:
         """Return the floats of ``weight``, or of some of its rows."""
-        arguments = [
-            self.fetch_attr(str(arg.target)) if isinstance(arg, Node) else arg for arg in weight.args
-        ]
+        args = [self.fetch_attr(str(arg.target)) if isinstance(arg, Node) else arg for arg in weight.args]
         if index is not None:
-            arguments = [
-                argument[index] if isinstance(argument, Tensor) else argument for argument in arguments
-            ]
-        return run_in_blocks(weight, arguments)
+            args = [arg[index] if isinstance(arg, Tensor) else arg for arg in args]
+        return run_in_blocks(weight, args)
 
 
 def are_large_read_one_by_one(weights: Iterable[Tensor]) -> bool:

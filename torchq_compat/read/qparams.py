@@ -229,8 +229,7 @@ def has_loaded_qparams(observer: nn.Module) -> bool:
 
 def qparams_of(observer: nn.Module) -> Qparams:
     """Return scale and zero point of ``observer``: the loaded ones, else those it observed."""
-    loaded = loaded_qparams(observer)
-    if loaded is not None:
+    if (loaded := loaded_qparams(observer)) is not None:
         return loaded
     scale, zero_point = observer.calculate_qparams()  # type: ignore[operator]
     return scale, zero_point

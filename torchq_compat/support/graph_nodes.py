@@ -53,6 +53,14 @@ def attribute_at(owner: nn.Module, path: str) -> Any:
     return operator.attrgetter(path)(owner)
 
 
+def module_at(model: nn.Module, path: str) -> nn.Module | None:
+    """Return the module of ``model`` at the dotted ``path``; None if there is none."""
+    try:
+        return model.get_submodule(path)
+    except AttributeError:
+        return None
+
+
 def source_of(node: Node) -> Node:
     """Return the first input of ``node``: what an observer observes, or what a dequantize reads."""
     source = node.args[0]
@@ -300,8 +308,7 @@ def _shared(tensor: Tensor) -> Tensor | None:
         return None
     if tensor.numel() < (SMALL if isinstance(tensor, nn.Parameter) else SMALL_BUFFER):
         return None
-    storage = tensor.untyped_storage()
-    if not storage.resizable():
+    if not tensor.untyped_storage().resizable():
         return _mapped_again(tensor)
     with _SHARING:
         if not _is_sole(tensor) or not tensor.numel():
@@ -384,8 +391,7 @@ def _is_written(start: int, size: int) -> bool:
 def give_back_freed() -> None:
     """Give freed memory back to the system. glibc keeps the holes that aligned blocks leave, which the next
     block of the same size does not fit into."""
-    trim = _trim()
-    if trim is not None:
+    if (trim := _trim()) is not None:
         trim(0)
 
 

@@ -246,8 +246,7 @@ def headline(rows: Sequence[Row]) -> str:
     texts.append(f"{ops['float']} float")
     if folded:
         texts.append(f"{counted(folded, 'batch norm')} folded")
-    dropped = sum(row.role == "setting" for row in rows)
-    if dropped:
+    if dropped := sum(row.role == "setting" for row in rows):
         texts.append(f"{counted(dropped, 'setting')} without effect")
     if in_floats:
         texts.append(f"{in_floats} between q-dq without an integer kernel")
