@@ -360,8 +360,7 @@ def capture_checked(case: CaptureCase) -> tuple[CaptureCase, Attempt]:
     if errors:
         # What this package says of a model is told rather than where torch stopped.
         raise next((error for error in errors if isinstance(error, TorchQCompatError)), errors[0])
-    problem = str(built[0][1].problem)
-    raise differs(case, "the captured graph", problem)
+    raise differs(case, "the captured graph", str(built[0][1].problem))
 
 
 def attempts(case: CaptureCase) -> Iterator[tuple[CaptureCase, SizeReads | None]]:
@@ -491,8 +490,7 @@ def decide_sizes(case: CaptureCase, result: Attempt) -> Iterator[Decision]:
     for rule in result.sizes.rules:
         rules.setdefault((rule.dimension.label, rule.dimension.index), []).append(rule)
     for dimension in result.sizes.dimensions:
-        own = rules.get((dimension.label, dimension.index), [])
-        yield _decide(case, result, dimension, own)
+        yield _decide(case, result, dimension, rules.get((dimension.label, dimension.index), []))
     for label, words in words_of_ranks(result.sizes.other_ranks):
         yield Decision(f"input {label}", "rank", Action.FREE, words)
     for label, value in result.sizes.constants.items():

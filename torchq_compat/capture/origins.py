@@ -15,6 +15,7 @@ from torch.fx import Node
 
 from torchq_compat.capture.unseen_python import wrapped_call_of
 from torchq_compat.read.qconfig_mappings import ObjectType
+from torchq_compat.support.graph_nodes import module_at
 from torchq_compat.support.torch_ao import fused_module
 
 # The origin of a node of an exported graph, in terms of the graph that FX would have traced.
@@ -69,7 +70,7 @@ def find_origin(node: Node, model: nn.Module | None) -> Origin:
         else:
             # From the module around it: from the model, the time would be quadratic in the depth.
             is_inside = fqn.startswith(f"{path}.")
-            inner = _module_in(module, fqn[len(path) + 1 :]) if is_inside else _module_in(model, fqn)
+            inner = module_at(module, fqn[len(path) + 1 :]) if is_inside else module_at(model, fqn)
             if inner is None:
                 continue
             module, result = inner, type(inner)
@@ -95,8 +96,7 @@ def meta_outside_leaves(node: Node) -> dict[str, Any]:
     """Return the metadata of ``node`` for a new node beside it. Calls of modules that FX keeps as one node
     are removed from the module stack, so that the new node does not count as part of such a call."""
     meta = dict(node.meta)
-    leaves = [key for key, _, name in _module_calls(node) if is_fx_leaf_class(_class_by_name(name))]
-    if leaves:
+    if leaves := [key for key, _, name in _module_calls(node) if is_fx_leaf_class(_class_by_name(name))]:
         calls = list(node.meta["nn_module_stack"].items())
         first = next(index for index, (key, _) in enumerate(calls) if key == leaves[0])
         meta["nn_module_stack"] = dict(calls[:first])
@@ -134,13 +134,6 @@ def _module_calls(node: Node) -> Iterator[tuple[str, str, str]]:
     """Yield (call key, module path, class name), outermost first."""
     for key, (fqn, kind) in (node.meta.get("nn_module_stack") or {}).items():
         yield key, str(fqn), kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _module_in(model: nn.Module, path: str) -> nn.Module | None:
-    try:
-        return model.get_submodule(path)
-    except AttributeError:
-        return None
 
 
 def _class_by_name(name: str) -> type[nn.Module]:

@@ -41,14 +41,17 @@ class _RowOrderRunner(GraphRunner):
         super().__init__(*args)
         self._nodes = args[0].graph.nodes
         self.extra_traceback = False
-        self._counts = set(self._symbols())
+        self._counts = set(self._symbols()) - {None}
 
     def run_node(self, n: Node) -> Any:
         result = super().run_node(n)
         if self._is_to_try(n):
-            rows = [producer for producer in n.all_input_nodes if self._holds_rows(producer)]
+            rows = [producer for producer in n.all_input_nodes if _leading(producer) in self._counts]
             if rows and not self._is_by_rows(n, rows[0], result):
-                raise _mixes_rows(n)
+                path, line = module_path_of(n), user_line_of(n)
+                where = f" in {path!r}" if path else ""
+                at = f" at {line}" if line else ""
+                raise CaptureError.of("TQ920.mixes_rows", node=n, where=where, at=at)
         return result
 
     def _symbols(self) -> Iterator[Any]:
@@ -58,8 +61,7 @@ class _RowOrderRunner(GraphRunner):
                 yield from (_leading(user) for user in node.users if user.args[1] == 0)
             elif self._takes_packed(node):
                 indices = self._layout(node).inputs.holds_indices()
-                first = indices.index(True) - 1
-                yield _leading(node.args[0][first])
+                yield _leading(node.args[0][indices.index(True) - 1])
 
     def _layout(self, node: Node) -> Any:
         _, _, handle, index = node.args
@@ -67,10 +69,6 @@ class _RowOrderRunner(GraphRunner):
 
     def _takes_packed(self, node: Node) -> bool:
         return node.target is OPAQUE_OP and any(self._layout(node).inputs.holds_indices())
-
-    def _holds_rows(self, node: Node) -> bool:
-        count = _leading(node)
-        return count is not None and count in self._counts
 
     def _is_to_try(self, node: Node) -> bool:
         target = node.target
@@ -118,14 +116,6 @@ def _are_rows(whole: Any, value: Any, part: slice, count: int) -> bool:
             continue
         if item.dim() == 0 or item.shape[0] != count or other.shape != item[part].shape:
             return False
-        same = torch.allclose(item[part].double(), other.double(), **TOLERANCE, equal_nan=True)
-        if not same:
+        if not torch.allclose(item[part].double(), other.double(), **TOLERANCE, equal_nan=True):
             return False
     return True
-
-
-def _mixes_rows(node: Node) -> CaptureError:
-    path, line = module_path_of(node), user_line_of(node)
-    where = f" in {path!r}" if path else ""
-    at = f" at {line}" if line else ""
-    return CaptureError.of("TQ920.mixes_rows", node=node, where=where, at=at)

@@ -207,27 +207,22 @@ def fix_modes(
         working: the captured model.
         in_evaluation: the run of ``working`` in evaluation; needed for QAT only.
     """
-    first_path = _first_paths(working)
+    first: dict[nn.Module, str] = {}
+    modules = working.named_modules(remove_duplicate=False)
+    first_path = {path: first.setdefault(module, path) for path, module in modules}
     position: defaultdict[tuple[str, str], int] = defaultdict(int)
     for node in graph_module.graph.nodes:
         flag = training_flag(node)
         if flag is None:
             continue
         path = module_of(node)
-        call = (first_path.get(path, path), _operator(node))
+        operator = str(getattr(node.target, "overloadpacket", node.target)).rpartition(".")[2]
+        call = (first_path.get(path, path), operator.removesuffix("_"))
         flags = in_evaluation.flags.get(call, [])
         trains_in_evaluation = position[call] < len(flags) and flags[position[call]]
         position[call] += 1
         if flag is not is_qat or trains_in_evaluation:
             fix_mode(node)
-
-
-def _first_paths(model: nn.Module) -> dict[str, str]:
-    """Return each path of ``model`` -> the first path of the same module."""
-    first: dict[nn.Module, str] = {}
-    return {
-        path: first.setdefault(module, path) for path, module in model.named_modules(remove_duplicate=False)
-    }
 
 
 class _Recorder(TorchFunctionMode):
@@ -267,7 +262,3 @@ class _Recorder(TorchFunctionMode):
                     entered.enter_context(module.register_forward_hook(leave))
             entered.enter_context(self)
             yield
-
-
-def _operator(node: Node) -> str:
-    return str(getattr(node.target, "overloadpacket", node.target)).rpartition(".")[2].removesuffix("_")

@@ -230,8 +230,7 @@ class Runs:
         model = trial_copy(self.model)
         if _shapes(args) != _shapes(self.example):
             _check_packed_widths(model)
-            error = _error_on_cpu(model, args)
-            if error is not None:
+            if (error := _error_on_cpu(model, args)) is not None:
                 return FloatRun(args, error=error)
         if double:
             model, args = copied_model(model).double(), in_double(args)
@@ -385,11 +384,14 @@ def _states() -> tuple[Any, str]:
 def _seeded() -> Iterator[None]:
     python, numpy = random.getstate(), sys.modules.get("numpy.random")
     numpy_state: Any = numpy.get_state() if numpy is not None else None
+    uses_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    # cuDNN's dropout in recurrent modules draws other numbers, and its TF32 rounds.
+    plain: Any = torch.backends.cudnn.flags(enabled=False) if uses_cuda else nullcontext()
     try:
-        with torch.no_grad(), draws_kept(), silenced(), _plain_cuda():
+        with torch.no_grad(), draws_kept(), silenced(), plain:
             # torch.manual_seed queues a call and its stack for every kind of device that is not in use.
             torch.default_generator.manual_seed(0)
-            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            if uses_cuda:
                 torch.cuda.manual_seed_all(0)
             random.seed(0)
             if numpy is not None:
@@ -399,13 +401,6 @@ def _seeded() -> Iterator[None]:
         random.setstate(python)
         if numpy is not None:
             numpy.set_state(numpy_state)
-
-
-def _plain_cuda() -> AbstractContextManager[Any]:
-    """Compute without cuDNN: its dropout in recurrent modules draws other numbers, and its TF32 rounds."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return nullcontext()
-    return torch.backends.cudnn.flags(enabled=False)
 
 
 #: The names of folded weights, torchao's and ours, which nothing writes to.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,7 +100,9 @@ def whole_of_view(view: Node, parent: Node, value: Node, meta: dict[str, Any]) -
     elif name in EXCHANGES:
         result = graph.call_function(view.target, (value, *remaining), view.kwargs)  # type: ignore[arg-type]
     elif name == "permute":
-        result = graph.call_function(ATEN.permute.default, (value, _inverse(remaining[0])))
+        dims = [dim % len(remaining[0]) for dim in remaining[0]]
+        inverse = [dims.index(dim) for dim in range(len(dims))]
+        result = graph.call_function(ATEN.permute.default, (value, inverse))
     elif name == "movedim":
         result = graph.call_function(view.target, (value, remaining[1], remaining[0]))  # type: ignore[arg-type]
     else:
@@ -122,7 +123,8 @@ def _whole_of_piece(view: Node, parent: Node, value: Node, meta: dict[str, Any])
             continue
         pieces.append(graph.call_function(operator.getitem, (parent, index)))
         pieces[-1].meta = {**meta, "val": parent.meta["val"][index]}
-    dim = _dim_of(parent, 1 if name == "unbind" else 2)
+    at = 1 if name == "unbind" else 2
+    dim: Any = parent.kwargs.get("dim", parent.args[at] if len(parent.args) > at else 0)
     result = graph.call_function(ATEN.stack.default if name == "unbind" else ATEN.cat.default, (pieces, dim))
     result.meta = {**meta, "val": base.meta.get("val")}
     return base, result
@@ -133,17 +135,8 @@ def _name_of(node: Node) -> str:
     return "" if schema is None else str(schema.name).removeprefix("aten::")
 
 
-def _dim_of(split: Node, position: int) -> Any:
-    return split.kwargs.get("dim", split.args[position] if len(split.args) > position else 0)
-
-
 def _dtype_of(node: Any) -> Any:
     return getattr(node.meta.get("val"), "dtype", None)
-
-
-def _inverse(dims: Sequence[int]) -> list[int]:
-    positive = [dim % len(dims) for dim in dims]
-    return [positive.index(dim) for dim in range(len(dims))]
 
 
 def _without_form(view: Node) -> CaptureError:

@@ -123,7 +123,8 @@ def run_steps(
         firsts = [part.of_first(whole).zero_() for part, whole in zip(form.parts, wholes, strict=True)]
         shapes = step(*states, *firsts[:used], *same)[form.states :]
         empty = [
-            value.new_empty(_stacked(value, dim, 0)) for value, dim in zip(shapes, form.stacked, strict=True)
+            value.new_empty([*value.shape[:dim], 0, *value.shape[dim:]])
+            for value, dim in zip(shapes, form.stacked, strict=True)
         ]
         return (*states, *empty)
     for at_step in parts:
@@ -133,10 +134,6 @@ def run_steps(
             item.append(value)
     stacked = [torch.stack(entry, dim) for entry, dim in zip(values, form.stacked, strict=True)]
     return (*states, *stacked)
-
-
-def _stacked(value: Tensor, dim: int, steps: int) -> list[int]:
-    return [*value.shape[:dim], steps, *value.shape[dim:]]
 
 
 #: How often as long as the example the inputs are that show whether values grow.

@@ -215,7 +215,8 @@ def _rolled_at_two_lengths(
     put_stubs: PutStubs,
 ) -> tuple[RolledGraph, _Captured, KeptGuards]:
     """Return the rolled graph, what was captured, and what Python decided by sizes in both captures."""
-    names = _free_names(working)
+    numbered = (f"loop_{index}" if index else "loop" for index in itertools.count())
+    names = list(itertools.islice((name for name in numbered if not hasattr(working, name)), MOST_LOOPS))
     for least in SHORT:
         lengths = _choose_lengths(inputs, looped, least)
         places = [place for length in lengths for place in length.places]
@@ -251,11 +252,6 @@ def _choose_lengths(inputs: Mapping[str, Any], looped: LoopedSizes, least: int) 
     return lengths
 
 
-def _free_names(working: nn.Module) -> list[str]:
-    names = (f"loop_{index}" if index else "loop" for index in itertools.count())
-    return list(itertools.islice((name for name in names if not hasattr(working, name)), MOST_LOOPS))
-
-
 def _capture_rolled(
     working: nn.Module,
     put_stubs: PutStubs,
@@ -273,8 +269,7 @@ def _capture_rolled(
             make_out_of_place(graph_module, keep_writes_into_views=True)
     except Exception as cause:
         raise NotALoopError(f"torch.export cannot capture it unrolled: {cause}") from cause
-    rolled = roll_graph(graph_module, stubs, names, lengths)
-    return rolled, _Captured(stubs, modules, reads.read)
+    return roll_graph(graph_module, stubs, names, lengths), _Captured(stubs, modules, reads.read)
 
 
 def _build(working: nn.Module, rolled: RolledGraph, captured: _Captured) -> RolledModel:
@@ -301,8 +296,7 @@ def _build(working: nn.Module, rolled: RolledGraph, captured: _Captured) -> Roll
     for name, loop in loops.items():
         outer.add_module(name, loop)
     graph = _with_float_calls(outer, rolled.graph_module.graph, captured)
-    outside = _paths_in(graph)
-    only_in_steps = set[str]().union(*in_steps.values()) - outside
+    only_in_steps = set[str]().union(*in_steps.values()) - _paths_in(graph)
     model = _like(working)(_pruned(working, lambda path: path not in only_in_steps), graph)
     for name, loop in loops.items():
         model.add_module(name, loop)

@@ -149,7 +149,7 @@ class _Roller:
         self._keep_invariants()
         self.in_lists = {position for position in range(len(self.steps[0])) if self._is_in_lists(position)}
         users = self._users()
-        taken = self._taken()
+        taken = [position for position in flow.taken if flow.is_read_inside(position)]
         same = self._same()
         last = max(
             (node for step in self.steps for node in step if node is not None), key=self.order.__getitem__
@@ -172,9 +172,10 @@ class _Roller:
         with graph.inserting_before(self.anchor):
             self._write_results()
         graph.erase_node(self.anchor)
+        parts = [Part(flow.taken[p].dim, flow.taken[p].slope < 0) for p in taken]
         form = LoopForm(
             len(self.states),
-            (*(_part(flow.taken[p]) for p in taken), *[Part(0)] * len(flow.counted)) or (Part(0),),
+            (*parts, *[Part(0)] * len(flow.counted)) or (Part(0),),
             tuple(dim for _, dim in self.stacked),
             counted=not taken and not flow.counted,
         )
@@ -194,8 +195,7 @@ class _Roller:
             kept = self.steps[0][position]
             assert kept is not None
             for step in self.steps[1:]:
-                node = step[position]
-                if node is not None:
+                if (node := step[position]) is not None:
                     node.replace_all_uses_with(kept)
 
     def _result(self, index: int, value: Tensor) -> Node:
@@ -324,9 +324,6 @@ class _Roller:
                 if self.order.get(user, 0) > last and user not in self.where:
                     user.replace_input_with(old, written(old))
 
-    def _taken(self) -> list[int]:
-        return [p for p in self.flow.taken if self.flow.is_read_inside(p)]
-
     def _wholes(self, taken: Sequence[Taken]) -> list[Node]:
         wholes = [self._part_of(element) for element in taken]
         strided = [(whole, member) for whole, member in zip(wholes, taken, strict=True) if member.slope > 1]
@@ -395,8 +392,7 @@ class _Roller:
             return result[node]
 
         def value(read: Read) -> Any:
-            outer = self._outer(read)
-            if outer is not None:
+            if (outer := self._outer(read)) is not None:
                 return outside(outer)
             return result[read] if isinstance(read, (Inside, Carried, Counted)) else read
 
@@ -437,10 +433,6 @@ def _bounds(taken: Taken, count: int) -> tuple[int, int]:
     if taken.slope > 0:
         return taken.start, taken.start + count
     return taken.start - count + 1, taken.start + 1
-
-
-def _part(taken: Taken) -> Part:
-    return Part(taken.dim, taken.slope < 0)
 
 
 def _origin(node: Node) -> dict[str, Any]:

@@ -136,8 +136,7 @@ class Flow:
     @property
     def body(self) -> list[int]:
         """The positions that every step computes."""
-        views = {p for p in self.taken if self._is_view_written(p)}
-        skipped = {*self.taken, *self.written, *self.invariant, *views}
+        skipped = {*self.taken, *self.written, *self.invariant}
         return [position for position in range(len(self.steps[0])) if position not in skipped]
 
     def is_read_inside(self, position: int) -> bool:
@@ -145,9 +144,6 @@ class Flow:
         reads = [read for at in self.body for read in self.reads[at]]
         reads += [written.value for written in self.written.values()]
         return any(isinstance(read, Inside) and read.position == position for read in reads)
-
-    def _is_view_written(self, position: int) -> bool:
-        return self.taken[position] in [written.place for written in self.written.values()]
 
 
 def flow_of(steps: segments.Steps) -> Flow:
@@ -170,9 +166,11 @@ def _read_position(flow: Flow, position: int, where: dict[Node, tuple[int, int]]
     assert first is not None
     columns = list(zip(*_leaves_by_step(nodes), strict=True))
     wild = facts(first.target).index if len(segments.leaves_of(first)) == len(first.args) else ()
+    at, _ = segments.WITH_NUMBER.get(first.target, (None, None))
+    number = None if at is None else len(pytree.tree_leaves(first.args[:at]))
     reads: list[Read] = []
     for index, column in enumerate(columns):
-        counted = _counted(column) if index == _number_leaf(first) else None
+        counted = _counted(column) if index == number else None
         reads.append(counted or (list(column) if index in wild else _read(column, where)))
     if wild and _takes_part(flow, position, nodes, reads, wild):
         return
@@ -187,12 +185,6 @@ def _read_position(flow: Flow, position: int, where: dict[Node, tuple[int, int]]
         and all(_is_invariant(flow, read) for read in reads)
     ):
         flow.invariant.add(position)
-
-
-def _number_leaf(node: Node) -> int | None:
-    """Return the index of the leaf that is the number that ``node`` computes with; None if there is none."""
-    at, _ = segments.WITH_NUMBER.get(node.target, (None, None))
-    return None if at is None else len(pytree.tree_leaves(node.args[:at]))
 
 
 def _counted(column: tuple[segments.Leaf, ...]) -> Counted | None:

@@ -102,8 +102,7 @@ def admit_ones(sizes: InputSizes, group: Group, example: Sizes) -> InputSizes:
         admitting = replace(rule, condition=condition, places=of_both)
         if rule.is_computed or _refuses(admitting, example):
             rules.append(admitting)
-    result = replace(sizes, rules=tuple(rules))
-    return accepted_range(result, example)
+    return accepted_range(replace(sizes, rules=tuple(rules)), example)
 
 
 def admit_equal(

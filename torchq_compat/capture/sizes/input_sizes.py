@@ -217,8 +217,7 @@ class InputSizes:
                 raise InputError.of("TQ901.fixed_value", label=label, given=shown(given), constant=constant)
         if not self.rules or any(not isinstance(inputs.get(label), Tensor) for label in self.ranks):
             return
-        rule = self.broken_rule(sizes_of(inputs))
-        if rule is not None:
+        if (rule := self.broken_rule(sizes_of(inputs))) is not None:
             place = rule.dimension
             result = inputs[place.label].shape[place.index]
             raise _fixed_size(place.label, place.index, rule.expected, result, rule.line)
@@ -270,7 +269,8 @@ def range_around(size: int, accepts: Callable[[int], bool], own: str) -> tuple[s
     """Return the sizes around ``size`` that ``accepts`` is true of, as text for people, and as Python code
     about ``own``."""
     if not any(accepts(other) for other in (size - 1, size + 1) if other):
-        step = next((step for step in range(2, size + 1) if _is_step(size, step, accepts)), None)
+        divisors = (step for step in range(2, size + 1) if size % step == 0)
+        step = next((step for step in divisors if all(accepts(size + k * step) for k in (1, 2))), None)
         if step is None:
             return str(size), f"{own} == {size}"
         return f"a multiple of {step}", f"{own} % {step} == 0"
@@ -295,10 +295,6 @@ def _repeats(low: int, high: int, period: int, accepts: Callable[[int], bool]) -
         accepts(first) and accepts(last) and not accepts(first - 1) and not accepts(last + 1)
         for first, last in blocks
     )
-
-
-def _is_step(size: int, step: int, accepts: Callable[[int], bool]) -> bool:
-    return size % step == 0 and all(accepts(size + k * step) for k in (1, 2))
 
 
 def _last_accepted(good: int, bad: int, accepts: Callable[[int], bool]) -> int:

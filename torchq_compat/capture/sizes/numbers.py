@@ -285,8 +285,8 @@ class Followed:
     def _computed(self, operation: Operation, *others: Any) -> Followed:
         if not all(isinstance(other, (Followed, int, float)) for other in others):
             raise DependsOnValuesError
-        values = [_value(other) for other in others]
-        expressions = [_expression(other) for other in others]
+        values = [other.value if isinstance(other, Followed) else other for other in others]
+        expressions = [other.expression if isinstance(other, Followed) else other for other in others]
         result = _in_integers(Computed(operation, (self.expression, *expressions)))
         return Followed(self.guards, operation.function(self.value, *values), result)
 
@@ -314,14 +314,6 @@ def _is_integer(expression: Any) -> bool:
 
 #: Is told each expression, with its value, that Python asks for.
 Guards = Callable[[Any, Any], None]
-
-
-def _value(operand: Any) -> Any:
-    return operand.value if isinstance(operand, Followed) else operand
-
-
-def _expression(operand: Any) -> Any:
-    return operand.expression if isinstance(operand, Followed) else operand
 
 
 class FollowedInt(SymInt):

@@ -316,9 +316,11 @@ class _Writer:
             options = {"dtype": node.meta["val"].dtype, "device": torch.device("meta")}
             return self.graph.call_function(torch.ops.aten.empty.memory_format, (sizes,), options)
         if node.op in ("placeholder", "get_attr"):
-            return self._constant(node)
-        compute = self.read.calls.get(node)
-        if compute is not None:
+            name, value = f"of_{len(self.twins)}", node.meta["val"]
+            empty = torch.empty_strided(tuple(value.shape), value.stride(), dtype=value.dtype, device="meta")
+            self.owner.register_buffer(name, empty, persistent=False)
+            return self.graph.get_attr(name)
+        if (compute := self.read.calls.get(node)) is not None:
             given: Any = map_arg(node.args[:2], self.twins.__getitem__)  # without its handle and layout
             call = self.graph.call_function(compute, given)
             self.calls.add(call)
@@ -327,12 +329,6 @@ class _Writer:
         result = self.graph.node_copy(node, self.twins.__getitem__)
         result.meta = {"val": torch.empty(0, dtype=value.dtype)} if isinstance(value, Tensor) else {}
         return result
-
-    def _constant(self, node: Node) -> Node:
-        name, value = f"of_{len(self.twins)}", node.meta["val"]
-        result = torch.empty_strided(tuple(value.shape), value.stride(), dtype=value.dtype, device="meta")
-        self.owner.register_buffer(name, result, persistent=False)
-        return self.graph.get_attr(name)
 
     def _number(self, expression: Any) -> Any:
         if isinstance(expression, Size):

@@ -309,8 +309,7 @@ class SizeReads(ReplacedCalls):
 
     def __torch_function__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        handler = READS.get(function)
-        if handler is not None:
+        if (handler := READS.get(function)) is not None:
             return handler(self, function, *args, **kwargs)
         if (
             isinstance(function, types.FunctionType)
@@ -319,7 +318,10 @@ class SizeReads(ReplacedCalls):
             and function not in ONLY_CHECK
             and any(name in function.__code__.co_names for name in ASKS_FOR_OVERRIDES)
         ):
-            return self._seen_inside(function, args, kwargs)
+            # Its own code runs under this mode, which is switched off inside of what it is handed.
+            code = with_globals(function, dict.fromkeys(ASKS_FOR_OVERRIDES, lambda *_: False))
+            with self:
+                return self._called_as(function, lambda: code(*args, **kwargs))
         if get_proxy_mode() is None:
             return called_aside(self, function, args, kwargs)
         return self._called_with_integers(function, args, kwargs)
@@ -344,8 +346,7 @@ class SizeReads(ReplacedCalls):
 
     def sizes(self, tensor: Tensor) -> tuple[Any, ...]:
         """Return the sizes of ``tensor``; those of a parameter or buffer are plain."""
-        known = self._known.get(id(tensor))
-        if known is not None:
+        if (known := self._known.get(id(tensor))) is not None:
             return known[1]
         values = tuple(torch.Tensor.shape.__get__(tensor))  # type: ignore[attr-defined]
         of_values = (size for size in values if isinstance(size, torch.SymInt) and not is_followed(size))
@@ -487,12 +488,6 @@ class SizeReads(ReplacedCalls):
         finally:
             self._inside.pop()
 
-    def _seen_inside(self, function: types.FunctionType, args: Any, kwargs: Any) -> Any:
-        """Run the function's own code under this mode, which is switched off inside of what it is handed."""
-        code = with_globals(function, dict.fromkeys(ASKS_FOR_OVERRIDES, lambda *_: False))
-        with self:
-            return self._called_as(function, lambda: code(*args, **kwargs))
-
     def remember(self, tensor: Tensor, sizes: tuple[Any, ...]) -> None:
         """Answer reads of the sizes of ``tensor`` with ``sizes``, if any is computed from others."""
         if any(isinstance(size, torch.SymInt) for size in sizes):
@@ -537,17 +532,14 @@ class SizeReads(ReplacedCalls):
             if compute is not None:
                 self._calls[node.all_input_nodes[0]] = compute
             if not decided:
-                self._hand_on_sizes(result, item)
+                sizes = self.sizes(item)
+                if not any(UNKNOWN in sizes_in(size.node.expression) for size in sizes if is_followed(size)):
+                    self.remember(result, sizes)
             elif by_user is not None or has_constants:
                 # Nothing shows what Python decides by how many dimensions a result has.
                 rank, value = Size(node, None), result.dim()
                 self.guards[rank, value] = Guard(rank, value, by_user or CodePlace())
         return not decided
-
-    def _hand_on_sizes(self, tensor: Tensor, like: Tensor) -> None:
-        sizes = self.sizes(like)
-        if not any(UNKNOWN in sizes_in(size.node.expression) for size in sizes if is_followed(size)):
-            self.remember(tensor, sizes)
 
     # The trace.
 
@@ -580,7 +572,9 @@ class SizeReads(ReplacedCalls):
         for item in built:
             item.meta.setdefault("stack_trace", stack)
             if self._inside and item.op == "call_function":
-                item.meta["torch_fn"] = self._name_of_call()
+                called = self._inside[0]
+                name = f"{called.__name__}_{self._tracer.torch_fn_counts[called]}"
+                item.meta["torch_fn"] = name, f"{type(called).__name__}.{called.__name__}"
             if node is None and item.target is func:
                 node = item
         if numbers:
@@ -621,11 +615,6 @@ class SizeReads(ReplacedCalls):
                 self._written.update(behind([self._slot(value)]))
         if self.asked & self._written:
             raise RuntimeError("the model decides by a buffer that it changes")
-
-    def _name_of_call(self) -> tuple[str, str]:
-        function = self._inside[0]
-        count = self._tracer.torch_fn_counts[function]
-        return f"{function.__name__}_{count}", f"{type(function).__name__}.{function.__name__}"
 
     def _write(self, node: Node | None, numbers: dict[int, Any]) -> None:
         leaves, spec = pytree.tree_flatten(() if node is None else (node.args, node.kwargs))
