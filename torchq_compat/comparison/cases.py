@@ -99,9 +99,8 @@ def read_case(what: str, value: Any) -> Case:
         if unknown := set(given) - {field.name for field in fields(Case)}:
             raise _not_a_case(what, f"it has an unknown {sorted(map(str, unknown))[0]!r}")
     else:
-        given = {
-            field.name: getattr(value, field.name) for field in fields(Case) if hasattr(value, field.name)
-        }
+        names = [field.name for field in fields(Case)]
+        given = {name: getattr(value, name) for name in names if hasattr(value, name)}
     for setting in fields(Case):
         if setting.default is MISSING and setting.name not in given:
             raise _not_a_case(what, f"it has no {setting.name!r}")

@@ -160,18 +160,14 @@ def _status(capture: results.Capture) -> results.Status:
     compared = [output for output in capture.outputs if output.fx is not None]
     if not compared:
         return results.Status.WITHOUT_FX
-    if all(_same(output) for output in compared):
+    steps = [output.steps for output in compared]
+    if all(item is not None and item.by_two + item.by_more <= BEYOND_ONE_STEP for item in steps):
         return results.Status.SAME
     pairs = [(output.ours.sqnr, output.fx.sqnr) for output in compared if output.fx is not None]
     gains = [0.0 if ours == fx else ours - fx for ours, fx in pairs]  # Both may be infinite.
     if min(gains) < -DECIBELS:
         return results.Status.WORSE
     return results.Status.BETTER if max(gains) > DECIBELS else results.Status.SIMILAR
-
-
-def _same(output: results.Point) -> bool:
-    steps = output.steps
-    return steps is not None and steps.by_two + steps.by_more <= BEYOND_ONE_STEP
 
 
 def _headline(status: results.Status, capture: results.Capture, nothing_quantized: bool) -> str:

@@ -21,6 +21,7 @@ from torchq_compat.modules.parts import PartKind
 from torchq_compat.port.running.redirections import calling_fx
 from torchq_compat.read.qparams import PerTensorQParams, QParams
 from torchq_compat.support import quantized_tensors, torch_ao
+from torchq_compat.support.graph_nodes import module_at
 from torchq_compat.support.upstream import pytree
 
 # Find the places of our graphs in FX's graphs, and read the values there. Only reads FX's results.
@@ -85,7 +86,7 @@ def _nodes(
     """Yield every graph with its keys and the nodes that hold their values."""
     yield reference, {key: node for key, node in _op_nodes(prepared, reference).items() if key in places}
     for cell_path, parts in _parts_by_cell(places).items():
-        cell = _submodule(reference, cell_path)
+        cell = module_at(reference, cell_path)
         if isinstance(cell, GraphModule):
             yield cell, {key: _value_node(node) for key, node in _part_nodes(cell, parts)}
 
@@ -167,10 +168,10 @@ def _module_taps(reference: GraphModule, places: Mapping[sides.Key, KeyFacts]) -
     """Return the taps of cells that FX left as eager modules, and of the results of custom modules."""
     taps: dict[sides.Key, sides.Tap] = {}
     for key in places:
-        if isinstance(key, sides.ResultKey) and (module := _submodule(reference, key.path)) is not None:
+        if isinstance(key, sides.ResultKey) and (module := module_at(reference, key.path)) is not None:
             taps[key] = sides.tap_module(module, key.position)
-        elif isinstance(key, sides.PartKey) and not isinstance(_submodule(reference, key.cell), GraphModule):
-            part = _submodule(reference, f"{key.cell}.{key.part}")
+        elif isinstance(key, sides.PartKey) and not isinstance(module_at(reference, key.cell), GraphModule):
+            part = module_at(reference, f"{key.cell}.{key.part}")
             if part is not None:
                 # A QFunctional is never called, but its result goes through its activation_post_process.
                 taps[key] = sides.tap_module(getattr(part, "activation_post_process", part))
@@ -194,9 +195,9 @@ class _LastCalls(TorchFunctionMode):
         """Return a tap for each such part; it is filled each time its cell has run."""
         taps: dict[sides.Key, sides.Tap] = {}
         for cell_path, parts in _parts_by_cell(places).items():
-            cell = _submodule(reference, cell_path)
+            cell = module_at(reference, cell_path)
             for key, kind in parts:
-                is_module = _submodule(reference, f"{cell_path}.{key.part}") is not None
+                is_module = module_at(reference, f"{cell_path}.{key.part}") is not None
                 if cell is None or isinstance(cell, GraphModule) or is_module or kind not in PART_FUNCTIONS:
                     continue
                 taps[key] = sides.Tap()
@@ -205,13 +206,6 @@ class _LastCalls(TorchFunctionMode):
 
     def _keep(self, tap: sides.Tap, function: Any, *_: Any) -> None:
         tap(self._last.pop(function, None))
-
-
-def _submodule(model: nn.Module, path: str) -> nn.Module | None:
-    try:
-        return model.get_submodule(path)
-    except AttributeError:
-        return None
 
 
 def _source_of_dequantize(node: Any) -> Node | None:

@@ -226,8 +226,7 @@ def _runner(
         taken = {where: tap.take() for where, tap in taps.items()}
         readings = {}
         for key, (graph, node, qparams) in values.items():
-            passes = taken[id(graph), node]
-            if passes:
+            if passes := taken[id(graph), node]:
                 whole = passes[0] if len(passes) == 1 else torch.stack(passes)
                 readings[key] = sides.Reading(
                     whole if qparams is None else qparams.dequantize(whole), qparams

@@ -288,8 +288,7 @@ def _processor() -> str:
 
 
 def _command() -> str:
-    name = Path(sys.argv[0]).name
-    if name in ("torchq-compat", "__main__.py") and len(sys.argv) > 1:
+    if Path(sys.argv[0]).name in ("torchq-compat", "__main__.py") and len(sys.argv) > 1:
         return shlex.join(["torchq-compat", *sys.argv[1:]])
     return "torchq_compat.compare(...)"
 

@@ -44,7 +44,10 @@ def draw_cell(cell: results.CellGraph, points: Mapping[str, results.Point]) -> F
     axes.set_axis_off()
     for node in cell.nodes:
         for source in node.inputs:
-            _arrow(axes, places[source], places[node.name])
+            start, end = places[source], places[node.name]
+            ends = (start[0] + WIDTH / 2, start[1]), (end[0] - WIDTH / 2, end[1])
+            bend = f"arc3,rad={-_bend(start, end)}"
+            axes.add_patch(FancyArrowPatch(*ends, connectionstyle=bend, **ARROW))
     for node in cell.nodes:
         _box(axes, node, places[node.name], points.get(f"{cell.path}.{node.name}"))
     axes.set_xlim(-WIDTH * 0.6, (columns - 1) * COLUMN + WIDTH * 0.6)
@@ -102,11 +105,6 @@ def _bend(start: tuple[float, float], end: tuple[float, float]) -> float:
     between."""
     is_short = end[0] - start[0] <= COLUMN * 1.1
     return 0.0 if is_short or abs(end[1] - start[1]) > ROW / 2 else 0.22
-
-
-def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float]) -> None:
-    ends = (start[0] + WIDTH / 2, start[1]), (end[0] - WIDTH / 2, end[1])
-    axes.add_patch(FancyArrowPatch(*ends, connectionstyle=f"arc3,rad={-_bend(start, end)}", **ARROW))
 
 
 def _box(

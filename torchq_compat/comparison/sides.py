@@ -137,12 +137,15 @@ class SideMeasures:
         self._saturated = self._count = 0
 
     def add(self, exact: Tensor, reading: Reading) -> None:
-        self.qparams = reading.qparams
+        self.qparams = qparams = reading.qparams
         exact = exact.double()
         self._signal += float(exact.pow(2).sum())
         self._noise += float((exact - reading.value.double()).pow(2).sum())
-        if reading.qparams is not None:
-            self._saturated += int(_outside(exact, reading.qparams).sum())
+        if qparams is not None:
+            scale, zero_point = _qparams(exact, qparams)
+            q = exact / scale + zero_point
+            outside = (q < qparams.quant_min - 0.5) | (q > qparams.quant_max + 0.5)
+            self._saturated += int(outside.sum())
             self._count += exact.numel()
 
     def result(self) -> Side:
@@ -163,9 +166,8 @@ class StepMeasures:
         step = _step(exact, qparams)
         self._from_range = qparams is None
         self._size = float(step.max())
-        steps = (ours.value.double() - fx.value.double()).abs() / step.clamp_min(
-            torch.finfo(torch.float64).tiny
-        )
+        differences = (ours.value.double() - fx.value.double()).abs()
+        steps = differences / step.clamp_min(torch.finfo(torch.float64).tiny)
         rounded = steps.round()
         for index, met in enumerate((rounded == 1, rounded == 2, rounded > 2)):
             self._counts[index] += int(met.sum())
@@ -225,13 +227,6 @@ def _qparams(exact: Tensor, qparams: QParams) -> tuple[Tensor, Tensor]:
     scale, zero_point = torch.tensor(qparams.scales), torch.tensor(qparams.zero_points)
     device = exact.device
     return scale.double().reshape(shape).to(device), zero_point.double().reshape(shape).to(device)
-
-
-def _outside(exact: Tensor, qparams: QParams) -> Tensor:
-    """Return a mask of the values of ``exact`` that are more than half a step outside the range."""
-    scale, zero_point = _qparams(exact, qparams)
-    q = exact / scale + zero_point
-    return (q < qparams.quant_min - 0.5) | (q > qparams.quant_max + 0.5)
 
 
 def _step(exact: Tensor, qparams: QParams | None) -> Tensor:

@@ -181,8 +181,7 @@ def suggest_for(case: Case, n: int, instead: str) -> SuggestedMapping:
 def _measured_in_16_bits(trial: _Measurement, chosen: tuple[str, ...]) -> float:
     """Measure the mapping itself, and warn about modules for which the backend has no 16 bits."""
     left = {decision.path: decision.reason for decision in explain(trial.prepared).left_float()}
-    refused = [path for path in chosen if path in left]
-    if refused:
+    if refused := [path for path in chosen if path in left]:
         warn_user("TQ418", paths=", ".join(map(repr, refused)), reason=left[refused[0]])
     return trial.sqnr(())
 

@@ -49,7 +49,10 @@ def summary_sentence(comparison: results.ComparedModel) -> str:
     if comparison.verdict.nothing_quantized:
         return f"Nothing is quantized. {_of_fx(capture)}"
     ours = _numbers([output.ours for output in capture.outputs], costs.our_bytes, costs.our_ms, capture)
-    return f"{_bits(capture)} {ours}. {_of_fx(capture)}"
+    dtypes = {p.ours.qparams.dtype for p in (*capture.outputs, *capture.points) if p.ours.qparams}
+    widths = {dtype.lstrip("uint") for dtype in dtypes}
+    bits = "int8" if widths == {"8"} else f"{'- and '.join(sorted(widths))}-bit" if widths else "quantized"
+    return f"{bits} {ours}. {_of_fx(capture)}"
 
 
 def _numbers(sides: Sequence[results.Side], size: int, time: float, capture: results.Capture) -> str:
@@ -61,12 +64,6 @@ def _numbers(sides: Sequence[results.Side], size: int, time: float, capture: res
     ratio = costs.float_ms / time
     texts.append(f"{ratio:.1f} times as fast" if ratio >= 1 else f"{1 / ratio:.1f} times as slow")
     return "; ".join(texts)
-
-
-def _bits(capture: results.Capture) -> str:
-    dtypes = {p.ours.qparams.dtype for p in (*capture.outputs, *capture.points) if p.ours.qparams}
-    widths = {dtype.lstrip("uint") for dtype in dtypes}
-    return "int8" if widths == {"8"} else f"{'- and '.join(sorted(widths))}-bit" if widths else "quantized"
 
 
 def _of_fx(capture: results.Capture) -> str:
@@ -136,7 +133,8 @@ def _reasons(point: results.Point, capture: results.Capture) -> Iterator[str]:
             "data that has them, or take an observer with a wider range."
         )
     if histogram is not None and len(qparams.scales) == 1:
-        used = (histogram.high - histogram.low) / _width(qparams)
+        width = (qparams.quant_max - qparams.quant_min) * qparams.scales[0]
+        used = (histogram.high - histogram.low) / width
         if used < LITTLE:
             yield f"Float's values fill {used:.0%} of the range that it covers: few steps are left for them."
     before = _before(point, capture)
@@ -146,10 +144,6 @@ def _reasons(point: results.Point, capture: results.Capture) -> Iterator[str]:
         yield f"The noise is its own: one step is {qparams.scales[0]:.3g}."
     else:
         yield f"It has {len(qparams.scales)} sets of qparams; the noise comes from the parts they belong to."
-
-
-def _width(qparams: results.QParamsView) -> float:
-    return (qparams.quant_max - qparams.quant_min) * qparams.scales[0]
 
 
 def _before(point: results.Point, capture: results.Capture) -> results.Point | None:
