@@ -74,8 +74,7 @@ def tell_of_observers(model: nn.Module, settings: ConvertSettings) -> None:
             for name, fault in handler.observer_faults(module):
                 faults.setdefault(fault, []).append(f"{path}.{name}")
         elif isinstance(observer, observe.OBSERVERS) and getattr(module, "qconfig", None) is not None:
-            own = observer_fault(observer)
-            faults.setdefault(own, []).append(path)
+            faults.setdefault(observer_fault(observer), []).append(path)
     if not_finite := faults.get(ObserverFault.NOT_FINITE):
         raise ConvertError.of("TQ905.not_finite", observers=", ".join(not_finite[:5]))
     unseen = faults.get(ObserverFault.UNSEEN, [])

@@ -46,8 +46,7 @@ def fuse(model: nn.Module, preserved: Iterable[str], backend: BackendTable) -> n
     try:
         graph = _ModuleTracer().trace(working)
     except Exception as cause:
-        reason = error_line(cause)
-        warn_user("TQ317", model=type(model).__name__, cause=reason)
+        warn_user("TQ317", model=type(model).__name__, cause=error_line(cause))
         return model
     fused = GraphModule(working, graph, type(model).__name__)
     for chain, fusion in _find_chains(fused, _fusions_of(backend)):

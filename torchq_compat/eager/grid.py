@@ -114,7 +114,8 @@ class FollowGrid(TorchFunctionMode):
             args = tuple(pytree.tree_map(lambda leaf: self._joined(leaf, before), arg) for arg in args)
         if before is not None and name in AVERAGES and not _is_as_graph():
             args, kwargs = pytree.tree_map(self._in_steps, (args, kwargs))
-            return put_on(_on_steps(func(*args, **kwargs), before, _zero_in_averages(before)), before)
+            zero_point = 0 if torch.backends.quantized.engine == "qnnpack" else before.zero_point
+            return put_on(_on_steps(func(*args, **kwargs), before, zero_point), before)
         result = func(*args, **kwargs)
         if quantized_tensors.is_quantized(result):
             grid = PerTensorQParams.of_tensor(result)
@@ -180,8 +181,7 @@ def active() -> FollowGrid | None:
 @contextmanager
 def following() -> Iterator[FollowGrid]:
     """Follow the values of a converted model; inside another such call, go on with that."""
-    running = _ACTIVE.get()
-    if running is not None:
+    if (running := _ACTIVE.get()) is not None:
         yield running
         return
     with FollowGrid() as mode, held(_ACTIVE, mode):
@@ -214,10 +214,6 @@ def _is_as_graph() -> bool:
     return is_exporting() or _AS_GRAPH.get()
 
 
-def _zero_in_averages(qparams: PerTensorQParams) -> int:
-    return 0 if torch.backends.quantized.engine == "qnnpack" else qparams.zero_point
-
-
 def _on_steps(value: Tensor, qparams: PerTensorQParams, zero: int) -> Tensor:
     """Round ``value``, in steps above the zero point, to ``qparams``; ``zero`` is added before rounding."""
     steps = torch.round(value + zero) + (qparams.zero_point - zero)
@@ -247,8 +243,7 @@ def keep_custom_results(converted: OpaqueModule) -> None:
 
 
 def _enter(module: nn.Module, _inputs: Any) -> None:
-    mode = active()
-    if mode is not None:
+    if (mode := active()) is not None:
         mode.is_paused = True
 
 
