@@ -302,8 +302,7 @@ class _GraphReader:
         None if they are not fixed, or nothing is joined."""
         if site.observed.target not in those("joins"):
             return None
-        first = site.observed.all_input_nodes[0]
-        observer = self.observer_of.get(first)
+        observer = self.observer_of.get(site.observed.all_input_nodes[0])
         if observer is None or not has_fixed_qparams(observer):
             return None
         scale, zero_point = observer.calculate_qparams()  # type: ignore[operator]
@@ -353,7 +352,10 @@ class _GraphReader:
             record is not None and self.rules is not None and record.select(self.rules).qconfig is None
         )
         if is_input or record is None:
-            record = _first_reader(site.node)
+            # FX names an input after the first linear function that reads it, or else the first reader.
+            records = [op_record(user) for user in site.node.users]
+            linear = (item for item in records if item is not None and F.linear in item.origin.object_types)
+            record = next(linear, records[0] if records else None)
         path = "" if record is None else self._path(record)
         return _flat(path) + ("_input" if is_input else "")
 
@@ -405,13 +407,6 @@ class _GraphReader:
             for role, own in {**norm.names, "num_batches_tracked": counter}.items():
                 names[own] = (own, in_sequential(own), f"{path}.bn.{role}")
         return names
-
-
-def _first_reader(observer: Node) -> OpRecord | None:
-    """Return the reader that FX names an input after: the first linear function, or else the first reader."""
-    records = [op_record(user) for user in observer.users]
-    linear = (record for record in records if record is not None and F.linear in record.origin.object_types)
-    return next(linear, records[0] if records else None)
 
 
 def _is_transposed(site: _ObserverCall) -> bool:

@@ -69,8 +69,7 @@ def load_module_state(prepared: nn.Module, given: Mapping[str, Any], handler_of:
     plan.write()
     for path, module in prepared.named_modules():
         vars(module).pop(WEIGHT_QPARAMS, None)
-        weight = plan.weights.get(f"{path}.{WEIGHT_QPARAMS}")
-        if weight is not None:
+        if (weight := plan.weights.get(f"{path}.{WEIGHT_QPARAMS}")) is not None:
             vars(module)[WEIGHT_QPARAMS] = weight.scale, weight.zero_point
 
 
@@ -153,8 +152,7 @@ def required_by_model(
     """Return what a prepared model wants, with its custom modules, whose handler ``handler_of`` returns."""
     expected = required_by_graph(graph_module, state, rules, prefix)
     for path, leaf in opaque_modules(graph_module).items():
-        handler = handler_of(leaf)
-        if handler is not None:
+        if (handler := handler_of(leaf)) is not None:
             inside = handler.required_of_fx(
                 leaf, state, f"{prefix}{path}", partial(required_by_model, handler_of=handler_of)
             )
@@ -340,8 +338,7 @@ class _Plan:
         return given
 
     def _plan_qparams(self, required: RequiredObserver, observer: nn.Module) -> None:
-        weight = self.weights.get(required.path)
-        if weight is not None:
+        if (weight := self.weights.get(required.path)) is not None:
             if weight.scale is not None and weight.zero_point is not None:
                 self.qparams[required.path] = weight.scale, weight.zero_point
             return
@@ -353,8 +350,7 @@ class _Plan:
         if not result:
             if required.kernel is not None and self.state.is_lowered:
                 fixed_scale, fixed_zero_point = required.kernel
-                qparams = torch.tensor([fixed_scale]), torch.tensor([fixed_zero_point])
-                self.qparams[required.path] = qparams
+                self.qparams[required.path] = torch.tensor([fixed_scale]), torch.tensor([fixed_zero_point])
             # FX's kernels know fixed qparams; dynamic activations and float weights have none.
             elif not (has_fixed_qparams(observer) or not observer.state_dict() or required.is_weight):
                 self.without_qparams.append(required)
@@ -385,8 +381,7 @@ class _Plan:
             return
         # A function's weight is floats in front of a quantize node in a reference model.
         name = next(tensor.name for tensor in self.required.tensors if required.path in tensor.observers)
-        weight = self.tensors.get(name)
-        if weight is not None:
+        if (weight := self.tensors.get(name)) is not None:
             axis = int(getattr(observer, "ch_axis", 0))
             shape = [-1 if d == axis and scale.numel() > 1 else 1 for d in range(weight.dim())]
             s, z = scale.reshape(shape), zero_point.reshape(shape)
@@ -443,10 +438,11 @@ class _Plan:
         return any(weight in tensor.names and tensor.observers for tensor in self.required.tensors)
 
     def _refuse_remaining(self, lacks_weights: bool) -> None:
-        parametrized = _parametrized([*self.missing, *self.state.left()])
-        if parametrized:
-            raise _incomplete(f"{parametrized}.", [], "TQ960.computed_weights")
         left = self.state.left()
+        names = (*self.missing, *left)
+        if paths := sorted({name.split(PARAMETRIZATIONS)[0] for name in names if PARAMETRIZATIONS in name}):
+            why = f"a parametrization computes a tensor of {listed(paths)}, on one side alone"
+            raise _incomplete(f"{why}.", [], "TQ960.computed_weights")
         record = record_of(self.prepared)
         apart = record is not None and any(decision.code == "TQ584" for decision in record.decisions)
         key = "TQ960.folded_here" if apart else "TQ960.does_not_fit"
@@ -527,8 +523,7 @@ def _load_observer(observer: nn.Module, given: dict[str, Tensor]) -> None:
     # Observers keep the tensors they are given, without a copy.
     state = {name: value.clone() for name, value in given.items()}
     for name, value in own.items():
-        last = name.rpartition(".")[2]
-        if last in COUNTS:
+        if name.rpartition(".")[2] in COUNTS:
             state[name] = torch.zeros_like(value)
         elif name not in state:
             state[name] = value
@@ -575,12 +570,6 @@ def _set_range(source: Any, scale: Tensor, zero_point: Tensor) -> None:
         value = value.reshape(() if per_tensor else -1).to(buffer.dtype)
         buffer.resize_(value.shape)
         buffer.copy_(value)
-
-
-def _parametrized(names: Iterable[str]) -> str:
-    """Say which weights are computed by a parametrization on one side alone; empty if none is."""
-    paths = sorted({name.split(PARAMETRIZATIONS)[0] for name in names if PARAMETRIZATIONS in name})
-    return f"a parametrization computes a tensor of {listed(paths)}, on one side alone" if paths else ""
 
 
 def _incomplete(problem: str, left: list[str], key: str) -> CheckpointError:

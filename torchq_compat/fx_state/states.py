@@ -196,8 +196,7 @@ class FxState:
         """Return the ``<prefix><name of a node>_activation_post_process_<k>``, FX's names before torch 1.12,
         in the order of its graph."""
         pattern = re.compile(re.escape(prefix) + r"[^.]+_activation_post_process_\d+(?=\.)")
-        result = (match[0] for name in self.entries if (match := pattern.match(name)))
-        return list(dict.fromkeys(result))
+        return list(dict.fromkeys(match[0] for name in self.entries if (match := pattern.match(name))))
 
     def scales_at(self, prefix: str) -> list[str]:
         """Return the names of the scales of a converted graph at ``prefix``, in the order of the graph."""
