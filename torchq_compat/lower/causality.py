@@ -38,7 +38,8 @@ class TrialCalls:
         """The dimensions of each input that is a tensor with dimensions."""
         labels = dict.fromkeys(dimension.label for dimension in self.sizes.dimensions)
         placeholders = self.graph_module.graph.find_nodes(op="placeholder")
-        tensors = [node for node in placeholders if _rank(node)]
+        values = [(node, node.meta.get("val")) for node in placeholders]
+        tensors = [node for node, value in values if isinstance(value, Tensor) and value.dim()]
         return {
             node: [dimension for dimension in self.sizes.dimensions if dimension.label == label]
             for node, label in zip(tensors, labels, strict=True)
@@ -115,10 +116,8 @@ class TrialCalls:
         if node.op == "placeholder":
             return self.places(node)[dim]
         before = _first(self.shapes[None][node]).shape[dim]
-        changed = (
-            place for place, values in self.shapes.items() if _first(values[node]).shape[dim] == before + 1
-        )
-        return next(changed, None)
+        sizes = ((place, _first(values[node]).shape[dim]) for place, values in self.shapes.items())
+        return next((place for place, size in sizes if size == before + 1), None)
 
     def rows_of(self, call: Node, states: int, steps: Place) -> tuple[Place | None, tuple[int | None, ...]]:
         """Return the place of the size, other than that of the ``steps``, that most of the first ``states``
@@ -141,11 +140,6 @@ class TrialCalls:
 def _first(value: Any) -> Tensor:
     tensor: Tensor = value if isinstance(value, Tensor) else value[0]
     return tensor
-
-
-def _rank(node: Node) -> int:
-    value = node.meta.get("val")
-    return value.dim() if isinstance(value, Tensor) else 0
 
 
 # The recurrent calls of a converted graph, and which of them keep their state in a stream.
@@ -308,8 +302,7 @@ def check_causality(trial: TrialCalls, calls: Sequence[RecurrentCall], *, is_dyn
     for node, value in expected.items():
         if node in counts and len(node.users) == 1:
             continue
-        result = [item[node] for item in pieces]
-        if not _agrees(value, result, least):
+        if not _agrees(value, [item[node] for item in pieces], least):
             raise _refused_as_not_causal(
                 "it is computed from several steps, or from the number of steps", node
             )

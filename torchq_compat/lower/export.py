@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 from torch.export import ExportedProgram
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 from torch.nn.utils.rnn import PackedSequence
 
 from torchq_compat.capture import torch_export
@@ -48,18 +48,16 @@ TRANSPOSE = torch.ops.aten.transpose.int
 
 def clean_up(program: ExportedProgram) -> None:
     """Drop the operators of ``program`` that change no bit."""
-    _drop_repeated_quantization(program.graph)
-    _drop_double_transposes(program.graph)
-    program.graph.eliminate_dead_code()
-    program.graph_module.recompile()
-
-
-def _drop_repeated_quantization(graph: Graph) -> None:
-    """Replace a dequantize and a quantize after it, with equal qparams, by the integers before both."""
-    for node in graph.find_nodes(op="call_function", target=QUANTIZE):
+    for node in program.graph.find_nodes(op="call_function", target=QUANTIZE):
         source = node.args[0]
         if isinstance(source, Node) and _is_repeated(node, source):
             _read_instead(node, source.args[0])
+    for node in program.graph.find_nodes(op="call_function", target=TRANSPOSE):
+        source = node.args[0]
+        if isinstance(source, Node) and source.target is TRANSPOSE and source.args[1:] == node.args[1:]:
+            _read_instead(node, source.args[0])
+    program.graph.eliminate_dead_code()
+    program.graph_module.recompile()
 
 
 def _is_repeated(quantize: Node, source: Node) -> bool:
@@ -67,13 +65,6 @@ def _is_repeated(quantize: Node, source: Node) -> bool:
         return False
     qparams = PerTensorQParams.of_node(quantize)
     return qparams.is_kept_by_float32 and qparams == PerTensorQParams.of_node(source)
-
-
-def _drop_double_transposes(graph: Graph) -> None:
-    for node in graph.find_nodes(op="call_function", target=TRANSPOSE):
-        source = node.args[0]
-        if isinstance(source, Node) and source.target is TRANSPOSE and source.args[1:] == node.args[1:]:
-            _read_instead(node, source.args[0])
 
 
 def _read_instead(node: Node, other: object) -> None:
@@ -185,7 +176,8 @@ class _Edge:
 def with_per_tensor_edges(converted: GraphModule) -> GraphModule:
     """Return a copy of ``converted`` with floats instead of per-channel integers between opaque modules and
     the graph. The copy shares the weights; ``converted`` is not changed."""
-    graph = _copy_of(converted.graph)
+    with silenced(is_of_treespec, FutureWarning):
+        graph = copy.deepcopy(converted.graph)
     edited = GraphModule(converted, graph)
     opaque_modules = opaque_call_nodes(edited)
     results: list[_Edge] = []
@@ -200,11 +192,6 @@ def with_per_tensor_edges(converted: GraphModule) -> GraphModule:
     _hand_over_floats(edited, results, inputs)
     graph.eliminate_dead_code()
     return GraphModule(edited, graph)
-
-
-def _copy_of(graph: Graph) -> Graph:
-    with silenced(is_of_treespec, FutureWarning):
-        return copy.deepcopy(graph)
 
 
 def _readers(getitem: Node, opaque_modules: dict[Node, OpaqueModule]) -> list[_Edge] | None:
@@ -351,9 +338,13 @@ def exported(
     guarded = _Guarded(program, model, args, streams is not None)
     if dynamic_shapes is None:
         drop_guards_of_ones(guarded)
-    _freeze(program)
+    for name, value in program.state_dict.items():
+        # A scan computes its steps differently if a parameter requires gradients.
+        if isinstance(value, torch.nn.Parameter):
+            program.state_dict[name] = torch.nn.Parameter(value.detach(), requires_grad=False)
     clean_up(program)
-    _warn_of_float_modules(model)
+    if left := [d.path for d in model.record.decisions if d.action is Action.FLOAT and d.warn]:
+        warn_user("TQ703", ops=", ".join(left))
     if streams is None and dynamic_shapes is None and shape is not LoopShape.UNROLLED:
         _warn_of_fixed_sizes(guarded)
     return program
@@ -416,19 +407,6 @@ def _error(
     key = "TQ930.refused_at_module" if own else key
     places = {"shape": str(shape), "dynamic_shapes": dynamic_shapes, "cause": cause}
     return ExportError.of(key, **places, modules=", ".join(own or packed))
-
-
-def _freeze(program: ExportedProgram) -> None:
-    """Make the parameters require no gradient: a scan computes its steps differently if one requires it."""
-    for name, value in program.state_dict.items():
-        if isinstance(value, torch.nn.Parameter):
-            program.state_dict[name] = torch.nn.Parameter(value.detach(), requires_grad=False)
-
-
-def _warn_of_float_modules(model: ConvertedGraphModule) -> None:
-    left = [d.path for d in model.record.decisions if d.action is Action.FLOAT and d.warn]
-    if left:
-        warn_user("TQ703", ops=", ".join(left))
 
 
 def _warn_of_fixed_sizes(guarded: _Guarded) -> None:

@@ -56,11 +56,9 @@ def _return_steps_alone(graph_module: GraphModule) -> None:
                 batch_sizes.update(shown_sizes)
         elif node.op == "call_function" and node not in batch_sizes and node not in sizes_of:
             # Every op on rows returns rows; otherwise capture would have raised.
-            known = next(
-                (sizes_of[producer] for producer in node.all_input_nodes if producer in sizes_of), None
-            )
-            if known is not None:
-                sizes_of[node] = known
+            packed = next((producer for producer in node.all_input_nodes if producer in sizes_of), None)
+            if packed is not None:
+                sizes_of[node] = sizes_of[packed]
     output = graph.output_node()
     with graph.inserting_before(output):
         for node in output.all_input_nodes:
@@ -138,13 +136,7 @@ def _pad_padded(
     shown = mask.reshape(given, batch, *[1] * (rows.dim() - 1))
     padded = torch.where(shown, padded, padded.new_full((), padding_value))
     if steps is not given:
-        padded = _to_length(padded, steps, padding_value)
+        if isinstance(steps, int):
+            padded = torch.cat([padded, padded.new_full((steps, *padded.shape[1:]), padding_value)])
+        padded = padded[:steps]
     return (padded.transpose(0, 1) if batch_first else padded), mask.sum(0)
-
-
-def _to_length(padded: Tensor, steps: Any, padding_value: float) -> Tensor:
-    """Return ``padded`` with its first dimension cut or padded to ``steps``."""
-    if isinstance(steps, int):
-        more = padded.new_full((steps, *padded.shape[1:]), padding_value)
-        padded = torch.cat([padded, more])
-    return padded[:steps]

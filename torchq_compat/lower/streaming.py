@@ -119,18 +119,14 @@ def streaming(converted: nn.Module) -> StreamingModel:
     calls = causality.recurrent_calls(trial)
     known = {call.key[0] for call in calls}
     if hidden := [step for step in reference.record.steps if step.removesuffix(".step") not in known]:
-        raise _has_loops(hidden)
+        paths = ", ".join(repr(step.removesuffix(".step")) for step in hidden)
+        raise ExportError.of("TQ931.own_loop", paths=paths)
     dynamic = [call.key[0] for call in calls if call.is_dynamic]
     ranged = [node.name for node in reference.graph.nodes if causality.CHOOSE_QPARAMS in str(node.target)]
     causality.check_causality(trial, calls, is_dynamic=bool(dynamic or ranged))
     if dynamic or ranged:
         warn_user("TQ503", modules=", ".join((*dynamic, *ranged)))
     return StreamingModel(converted, causality.streams_of([call for call in calls if call.keeps_state]))
-
-
-def _has_loops(steps: Sequence[str]) -> ExportError:
-    paths = ", ".join(repr(step.removesuffix(".step")) for step in steps)
-    return ExportError.of("TQ931.own_loop", paths=paths)
 
 
 # A streaming model as ``export`` traces it: with its states as buffers.

@@ -123,20 +123,15 @@ def _input(placeholder: Node) -> InputSpec:
 
 
 def _range(placeholder: Node, dimension: int, size: int | torch.SymInt) -> SizeRange:
-    if not _is_free(size):
+    # A size that was free and then fixed is still a SymInt.
+    if not isinstance(size, torch.SymInt) or size.node.expr.is_number:
         return SizeRange(int(size), int(size))
-    assert isinstance(size, torch.SymInt)
     bounds = size.node.shape_env.bound_sympy(size.node.expr)
     if not bounds.upper.is_Integer:
         raise ExportError.of("TQ932.no_upper_bound", dimension=dimension, placeholder=placeholder.name)
     # torch.export assumes a free size to be at least 2, but such a program also runs with size 1.
     low = int(bounds.lower)
     return SizeRange(1 if low == 2 else low, int(bounds.upper))
-
-
-def _is_free(size: int | torch.SymInt) -> bool:
-    # A size that was free and then fixed is still a SymInt.
-    return isinstance(size, torch.SymInt) and not size.node.expr.is_number
 
 
 # Report for every op whether an ExecuTorch backend took it or it runs on the portable kernels.
@@ -189,7 +184,8 @@ def read_delegation(graph_module: GraphModule, backend: str, refused: Mapping[st
             lowered: Any = graph_module.get_submodule(str(node.all_input_nodes[0].target))
             delegated.update(_name(item) for item, _ in _calls(lowered.original_module.graph_module))
         else:
-            left[name, _reason(node, in_loop, backend, refused)] += 1
+            reason = refused.get(node.name) or (IN_LOOP if in_loop else NO_PATTERN)
+            left[name, "" if backend == "portable" else reason] += 1
     return DelegationReport(backend, subgraphs, dict(delegated), dict(left))
 
 
@@ -204,12 +200,6 @@ def _calls(graph_module: GraphModule, *, in_loop: bool = False) -> Iterator[tupl
             yield from _calls(body, in_loop=True)
         elif isinstance(node.meta.get("val"), (torch.Tensor, tuple, list)) and _name(node) != "getitem":
             yield node, in_loop
-
-
-def _reason(node: Node, in_loop: bool, backend: str, refused: Mapping[str, str]) -> str:
-    if backend == "portable":
-        return ""
-    return refused.get(node.name) or (IN_LOOP if in_loop else NO_PATTERN)
 
 
 def _name(node: Node) -> str:
@@ -287,8 +277,7 @@ class ExecutorchProgram:
         """
         leaves = [self._as_input(leaf) for leaf in pytree.tree_leaves(args)]
         if len(leaves) != len(self.inputs):
-            expected = [str(item) for item in self.inputs]
-            raise _other_inputs(f"{len(leaves)} inputs were given", expected)
+            raise _other_inputs(f"{len(leaves)} inputs were given", [str(item) for item in self.inputs])
         for index, (leaf, spec) in enumerate(zip(leaves, self.inputs, strict=True)):
             spec.check(index, leaf)
         self.load()
@@ -395,7 +384,8 @@ def to_executorch(
             # The q-dq graph of a lowered model is its attribute ``reference``.
             reference: Any = getattr(converted, "reference", converted)
             sizes = reference.record.signature.sizes.of_placeholders(reference.graph)
-            _warn_of_fixed_sizes(unexpectedly_fixed(inputs, sizes))
+            if fixed := unexpectedly_fixed(inputs, sizes):
+                warn_user("TQ702", sizes=", ".join(fixed))
         begin("lower")
         structure = exported.call_spec.out_spec
         try:
@@ -452,18 +442,10 @@ def _without_namedtuples(spec: pytree.TreeSpec) -> pytree.TreeSpec:
     return pytree.tree_structure(with_tuples(pytree.tree_unflatten([0] * spec.num_leaves, spec)))
 
 
-def _warn_of_fixed_sizes(fixed: list[str]) -> None:
-    if fixed:
-        warn_user("TQ702", sizes=", ".join(fixed))
-
-
 def _check_kernels(program: Any) -> None:
-    needed = {
-        (operator.name, operator.overload) for plan in program.execution_plan for operator in plan.operators
-    }
+    needed = {(op.name, op.overload) for plan in program.execution_plan for op in plan.operators}
     known = passes.runtime().operator_registry.operator_names
-    missing = {".".join(filter(None, item)) for item in needed} - known
-    if missing:
+    if missing := {".".join(filter(None, item)) for item in needed} - known:
         raise ExportError.of("TQ932.no_kernel", missing=", ".join(sorted(missing)))
 
 

@@ -36,13 +36,13 @@ def fit_quantized_ops(program: ExportedProgram) -> None:
     for graph_module in graphs(program.graph_module):
         graph = graph_module.graph
         for quantize in graph.find_nodes(op="call_function", target=qdq.QUANTIZE_PER_CHANNEL):
-            _take_scales_as_double(graph, quantize)
+            scales = quantize.args[1]
+            assert isinstance(scales, Node)
+            with graph.inserting_before(quantize):
+                quantize.update_arg(1, _cast(graph, scales, torch.float64))
         for cast in graph.find_nodes(op="call_function", target=qdq.CONVERT_DTYPE):
-            cast.args, cast.kwargs, cast.target = (
-                cast.args[:1],
-                {"dtype": cast.args[1]},
-                ATEN._to_copy.default,
-            )
+            cast.kwargs, cast.target = {"dtype": cast.args[1]}, ATEN._to_copy.default
+            cast.args = cast.args[:1]
         for embedding in graph.find_nodes(op="call_function", target=ATEN.embedding.default):
             _look_up_integers(graph, embedding)
         graph.eliminate_dead_code()
@@ -52,13 +52,6 @@ def fit_quantized_ops(program: ExportedProgram) -> None:
 def graphs(graph_module: GraphModule) -> Iterator[GraphModule]:
     """Return ``graph_module`` and the bodies of its loops."""
     return (module for module in graph_module.modules() if isinstance(module, GraphModule))
-
-
-def _take_scales_as_double(graph: Graph, quantize: Node) -> None:
-    scales = quantize.args[1]
-    assert isinstance(scales, Node)
-    with graph.inserting_before(quantize):
-        quantize.update_arg(1, _cast(graph, scales, torch.float64))
 
 
 def _look_up_integers(graph: Graph, embedding: Node) -> None:
@@ -102,7 +95,9 @@ def shift_to_int8(program: ExportedProgram) -> None:
     point and the integers."""
     for graph_module in graphs(program.graph_module):
         for quantize in graph_module.graph.find_nodes(op="call_function", target=qdq.QUANTIZE):
-            if _only_dequantized(quantize):
+            qparams = PerTensorQParams.of_node(quantize)
+            read = {PerTensorQParams.of_call(user, qdq.DEQUANTIZE) for user in quantize.users}
+            if qparams.dtype is torch.uint8 and read <= {qparams}:
                 _shift(quantize)
         graph_module.recompile()
 
@@ -116,13 +111,6 @@ def dequantize_per_reader(program: ExportedProgram) -> None:
                 own = graph.node_copy(dequantize)
             reader.replace_input_with(dequantize, own)
     program.graph_module.recompile()
-
-
-def _only_dequantized(quantize: Node) -> bool:
-    qparams = PerTensorQParams.of_node(quantize)
-    return qparams.dtype is torch.uint8 and all(
-        user.target is qdq.DEQUANTIZE and PerTensorQParams.of_node(user) == qparams for user in quantize.users
-    )
 
 
 def _shift(quantize: Node) -> None:
@@ -341,8 +329,7 @@ def restore_linears(graph_module: GraphModule) -> PassResult:
     changed = False
     for item in graphs(graph_module):
         for node in item.graph.nodes:
-            operands = _operands(node)
-            if operands is not None:
+            if (operands := _operands(node)) is not None:
                 node.target, node.args = edge.linear.default, operands
                 changed = True
         item.graph.eliminate_dead_code()

@@ -209,7 +209,9 @@ def with_chains(graph: Graph, *, sums: bool, least: int = LEAST) -> tuple[Graph,
         if sum(isinstance(item, (_Operator, BoundCall)) for item in nodes.values()) < least:
             for node, item in nodes.items():
                 if isinstance(item, BoundCall):
-                    copies[node] = _written_call(written, node, item, copies)
+                    x, *states = (copies[node.args[place]] for place in item.places)  # type: ignore[index]
+                    arguments = (x, states, _ticket(written, node), item.batch_first, WORK_PER_THREAD)
+                    copies[node] = written.call_function(kernel_operator("recurrent_bound"), arguments)
                 else:
                     copies[node] = written.node_copy(node, copies.__getitem__)
             continue
@@ -227,13 +229,6 @@ def _ticket(written: Graph, call: Node) -> Node:
     return written.call_module(str(call.target), _call_of(call), {TICKET: True})
 
 
-def _written_call(written: Graph, node: Node, call: BoundCall, copies: Mapping[Node, Node]) -> Node:
-    """Write a call of a module that is in no chain, as one of the bound operator."""
-    x, *states = (copies[node.args[place]] for place in call.places)  # type: ignore[index]
-    arguments = (x, states, _ticket(written, node), call.batch_first, WORK_PER_THREAD)
-    return written.call_function(kernel_operator("recurrent_bound"), arguments)
-
-
 def _bound_calls(graph: Graph) -> Iterator[tuple[Node, BoundCall]]:
     """Yield the calls of modules that are calls of the bound operator."""
     assert graph.owning_module is not None
@@ -243,8 +238,7 @@ def _bound_calls(graph: Graph) -> Iterator[tuple[Node, BoundCall]]:
             user.target is not operator.getitem for user in node.users
         ):
             continue
-        call = module.opaque_bound(*_call_of(node))
-        if call is not None:
+        if (call := module.opaque_bound(*_call_of(node))) is not None:
             yield node, call
 
 

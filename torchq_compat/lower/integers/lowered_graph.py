@@ -83,8 +83,7 @@ class LoweredGraph:
         self.graph = Graph()
         self.origins: dict[Node, Node] = {}
         returned = self.graph.graph_copy(reference.graph, self.origins)
-        output = reference.graph.output_node()
-        self.graph.output(returned).meta = dict(output.meta)
+        self.graph.output(returned).meta = dict(reference.graph.output_node().meta)
         self.graph.set_codegen(without_pytree(reference.graph._codegen))
         self.constants: dict[str, Tensor] = {}
         self._origin: dict[str, Any] = {}

@@ -265,8 +265,7 @@ def lower(
 
 
 def _not_lowered(fault: str) -> Decision:
-    reason = said("TQ432", fault=fault)
-    return Decision("", "convert_fx", Action.REFERENCE, reason, warn=True, code="TQ432")
+    return Decision("", "convert_fx", Action.REFERENCE, said("TQ432", fault=fault), warn=True, code="TQ432")
 
 
 class LoweredGraphModule(ConvertedModel):
@@ -299,7 +298,9 @@ class LoweredGraphModule(ConvertedModel):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not is_compiling():
             if not self._lowering.is_current:
-                self._refresh()
+                with _LOWERING:  # Threads that call the model at once lower it once.
+                    if not self._lowering.is_current:
+                        self._lower_again()
             if not kwargs and self._is_plain_call(args):
                 # The way through nn.Module takes as long as a step of a small LSTM.
                 try:
@@ -343,12 +344,6 @@ class LoweredGraphModule(ConvertedModel):
         record = self.record
         return not (torch._C._is_tracing() or record.interface.inputs) and record.signature.knows(args)
 
-    def _refresh(self) -> None:
-        """Make the graph again if the state that its constants were made of has changed."""
-        with _LOWERING:  # Threads that call the model at once lower it once.
-            if not self._lowering.is_current:
-                self._lower_again()
-
     def _lower_again(self, refused: Mapping[str, str] | None = None, given_up: str = "") -> None:
         """Make the graph from the current reference graph; see ``_Lowering`` for the arguments."""
         before, state = self._lowering, vars(self)
@@ -362,10 +357,8 @@ class LoweredGraphModule(ConvertedModel):
             if elsewhere is None:
                 rewriter.run()
                 opaque = opaque_modules.lower_opaque_modules(reference, _lower_inside)
-        graph, modules = (
-            rewriter.lowered.graph,
-            {entry.path: entry.module for entry in opaque if entry.module},
-        )
+        graph = rewriter.lowered.graph
+        modules = {entry.path: entry.module for entry in opaque if entry.module}
         opaque_modules.hand_over_floats(graph, modules, rewriter.stands_for)
         graph.eliminate_dead_code(lambda node: node.op == "call_module" or node.is_impure())
         result = with_modules(reference, modules)
@@ -390,8 +383,7 @@ class LoweredGraphModule(ConvertedModel):
     def _forget_packed_weights(self) -> None:
         """Drop what kernels packed of weights that are no longer in the state; at the end, of all."""
         state = vars(self)
-        known = state.pop(PACKED, None)
-        if known is not None:
+        if (known := state.pop(PACKED, None)) is not None:
             known()
         weights = [buffer for buffer in self.reference.buffers() if buffer.dtype is torch.int8]
         addresses = [upstream.data_address(weight) for weight in weights if weight.device.type == "cpu"]

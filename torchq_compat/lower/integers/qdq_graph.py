@@ -192,8 +192,7 @@ def hand_on_qparams(reference: GraphModule) -> None:
         if quantize.target is not QUANTIZE or any(user.target is not DEQUANTIZE for user in quantize.users):
             continue
         own = PerTensorQParams.of_node(quantize)
-        qparams = _handed_on(quantize, own, before)
-        if qparams is not None:
+        if (qparams := _handed_on(quantize, own, before)) is not None:
             for node in (quantize, *quantize.users):
                 node.args = (node.args[0], qparams.scale, qparams.zero_point, *node.args[3:])
             before.update(dict.fromkeys(quantize.users, own))
@@ -213,8 +212,9 @@ def _handed_on(
     node, factors, has_dropout, clamps = quantize.args[0], list[float](), False, False
     while isinstance(node, Node) and node.target is not DEQUANTIZE:
         inputs = tensors_read(node)
-        number = arguments_of(node)["other"] if node.target in BY_NUMBER else None
-        if len(inputs) != 1 or not (preserves_values(node) or node.target in CLAMPS or _scales(number)):
+        number: Any = arguments_of(node)["other"] if node.target in BY_NUMBER else None
+        scales = type(number) in (int, float) and number != 0 and math.isfinite(number)
+        if len(inputs) != 1 or not (preserves_values(node) or node.target in CLAMPS or scales):
             return None
         factors += [float(number)] if number is not None else []
         has_dropout, clamps = has_dropout or node.target is DROPOUT, clamps or node.target in CLAMPS
@@ -231,7 +231,3 @@ def _handed_on(
         zero_point = given.zero_point if factor > 0 else given.quant_min + given.quant_max - given.zero_point
         given = replace(given, scale=given.scale * abs(factor), zero_point=zero_point)
     return given if torch.finfo(torch.float32).tiny < given.scale < math.inf else None
-
-
-def _scales(number: Any) -> bool:
-    return type(number) in (int, float) and number != 0 and math.isfinite(number)

@@ -161,7 +161,9 @@ class Rewriter:
             result = qdq_graph.Result((op,), op, None)
         site = qdq_graph.OpSite(self.reference, op, qdq_graph.arguments_of(op), result)
         if op.name in self.left_float:
-            return self._exactly(site)
+            # A table has the reference's numbers.
+            answer = table_of_chain(site) if moved_qparams(op) is None else None
+            return answer if isinstance(answer, Kernel) else None
         refusal = None
         for family in FAMILIES:
             rule = family.rules.get(op.target)
@@ -175,11 +177,6 @@ class Rewriter:
             return None
         answer = table_of_chain(site)
         return answer if isinstance(answer, Kernel) else refusal or answer or _no_kernel(op)
-
-    def _exactly(self, site: qdq_graph.OpSite) -> Kernel | None:
-        """Return the table of an op that the configuration leaves float: it has the reference's numbers."""
-        answer = table_of_chain(site) if moved_qparams(site.op) is None else None
-        return answer if isinstance(answer, Kernel) else None
 
     def _use(self, op: Node, kernel: Kernel) -> None:
         value, written = kernel.value, kernel.write(self.lowered)

@@ -107,8 +107,7 @@ def scripted_graph(model: QuantizationGraphModule) -> ScriptedGraph:
 def _scripted_graph(model: QuantizationGraphModule) -> ScriptedGraph:
     if model.is_prepared:
         warn_user("TQ705")
-    leaves = _Leaves(model)
-    source = write_function(model, lambda path: operator.attrgetter(path)(model), leaves.write)
+    source = write_function(model, lambda path: operator.attrgetter(path)(model), _Leaves(model).write)
     source.is_without_gradients = model.reference is not model
     constants = {
         name: value.detach() if isinstance(value, Tensor) else value
@@ -273,8 +272,7 @@ def _example(argument: Node, own: Node, leaf: nn.Module) -> Any:
         return None
     sizes = [int(size) if isinstance(size, int) else int(size.node.hint) for size in value.shape]
     dtype = value.dtype
-    integers = metadata.INTEGERS.of(own)
-    if integers is not None:
+    if (integers := metadata.INTEGERS.of(own)) is not None:
         dtype = integers.dtype
     if isinstance(leaf, OpaqueModule) and leaf.opaque_in_floats and not dtype.is_floating_point:
         dtype = leaf.opaque_float_dtype()

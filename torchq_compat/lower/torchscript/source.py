@@ -230,7 +230,8 @@ class _Writer:
         return [self.names[result] for result in results if isinstance(result, Node)]
 
     def _write_call(self, node: Node) -> None:
-        if not node.users and node.op == "call_function" and _is_assertion(node):
+        name = getattr(node.target, "__name__", "").partition(".")[0]
+        if not node.users and node.op == "call_function" and name in ASSERTIONS:
             return
         if node.target is torch.ops.higher_order.scan:
             expression = self._write_loop(node)
@@ -294,10 +295,6 @@ def _type_of(value: Any) -> str:
     if isinstance(value, torch.ScriptObject):
         return str(value._type())
     raise ExportError.of("TQ930.script_constant", value=value)
-
-
-def _is_assertion(node: Node) -> bool:
-    return getattr(node.target, "__name__", "").partition(".")[0] in ASSERTIONS
 
 
 def _expression(node: Node, names: Mapping[Node, str]) -> str:

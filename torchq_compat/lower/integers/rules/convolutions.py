@@ -201,8 +201,7 @@ def _transposed(site: OpSite) -> Kernel | Refusal | None:
             x = lowered.call(ATEN.constant_pad_nd.default, x, flat, zero)
         parts = (lowered.constant(turned), lowered.constant(scales), site.arguments["bias"])
         settings = ([1] * rank, [0] * rank, dilation, groups)
-        qparams = (source.qparams.scale, zero)
-        return lowered.call(CONVOLUTION, x, *qparams, *parts, *settings, *numbers, kind)
+        return lowered.call(CONVOLUTION, x, source.qparams.scale, zero, *parts, *settings, *numbers, kind)
 
     return Kernel(str(CONVOLUTION), write, note="with zeros between the values of its input")
 

@@ -13,11 +13,6 @@ from torchq_compat.read.qdq import DEQUANTIZE_PER_CHANNEL, is_dequantize
 ATEN = torch.ops.aten
 
 
-def _is_of_rows(weight: object) -> bool:
-    """Return whether ``weight`` dequantizes a constant table by rows, with floats as zero points."""
-    return bool(isinstance(weight, Node) and weight.target is DEQUANTIZE_PER_CHANNEL and weight.args[3] == 0)
-
-
 def _rows(lowered: LoweredGraph, weight: Node, indices: Node) -> Node:
     """Write the dequantized rows of the table at ``indices``."""
     values, scales, zero_points = weight.args[:3]
@@ -35,7 +30,7 @@ def _embedding(site: OpSite) -> Kernel | Refusal | None:
     is_bag = site.op.target is not ATEN.embedding.default
     if not is_dequantize(weight):
         return None
-    if not _is_of_rows(weight):
+    if weight.target is not DEQUANTIZE_PER_CHANNEL or weight.args[3] != 0:
         return Refusal("its weight has no qparams for each row")
     if is_bag and site.arguments["padding_idx"] is not None:
         return Refusal("it skips an index")
@@ -46,8 +41,7 @@ def _embedding(site: OpSite) -> Kernel | Refusal | None:
             return rows
         count = lowered.call(ATEN.sym_size.int, indices, 0)
         item = lowered.call(ATEN.arange.default, count, device=torch.device("cpu"))
-        others = list(site.op.args[2:])
-        return lowered.call(site.op.target, rows, item, *others, **site.op.kwargs)
+        return lowered.call(site.op.target, rows, item, *site.op.args[2:], **site.op.kwargs)
 
     return Kernel(f"{ATEN.embedding.default} on integers", write, value=site.op)
 

@@ -121,8 +121,7 @@ def _dynamic(quantize: Any) -> DynamicQParams:
 
 
 def _columns(site: OpSite, dequantize: Node, width: int) -> ColumnQParams | None:
-    source = integers_at(dequantize)
-    if source is not None:
+    if (source := integers_at(dequantize)) is not None:
         return ((width, source.qparams),)
     if dequantize.target is not qdq.DEQUANTIZE_PER_CHANNEL:
         return None

@@ -90,18 +90,14 @@ def write_move(lowered: LoweredGraph, node: Node, qparams: PerTensorQParams) -> 
     if node.target in (DROPOUT, ATEN.alias.default) or _keeps_dtype(node):
         return source
     if node.target in those("max pool"):
-        return _max_pool(lowered, source, arguments)
+        kernel, names = list(arguments["kernel_size"]), ("stride", "padding", "dilation")
+        stride, *others = (per_dimension(arguments[name], len(kernel)) for name in names)
+        return lowered.call(MAX_POOL, source, kernel, stride or kernel, *others, arguments["ceil_mode"])
     args, kwargs = map_arg(node.args, integers), map_arg(node.kwargs, integers)
     if node.target is PAD:
         value = _filled_with(node, qparams) if arguments["mode"] == "constant" else None
         args, kwargs = (source, arguments["pad"], arguments["mode"], value), {}
     return lowered.call(copying(node.target), *args, **kwargs)
-
-
-def _max_pool(lowered: LoweredGraph, source: Node, arguments: dict[str, Any]) -> Node:
-    kernel, names = list(arguments["kernel_size"]), ("stride", "padding", "dilation")
-    stride, *others = (per_dimension(arguments[name], len(kernel)) for name in names)
-    return lowered.call(MAX_POOL, source, kernel, stride or kernel, *others, arguments["ceil_mode"])
 
 
 def clamp(lowered: LoweredGraph, source: qdq_graph.Integers, low: float | None, high: float | None) -> Node:

@@ -70,7 +70,8 @@ def table_of_chain(site: qdq_graph.OpSite) -> lowered_graph.Kernel | lowered_gra
     ops, end = _ops_from(op)
     if end is None:
         return lowered_graph.Refusal("its result is not quantized to 8 bits")
-    if _same_shape(inputs[0], ops[-1]) is False:
+    shapes = [getattr(qdq_graph.example_value(node), "shape", None) for node in (inputs[0], ops[-1])]
+    if None not in shapes and shapes[0] != shapes[1]:
         return lowered_graph.Refusal("its result has another shape than its quantized input")
     axes = {axis for item in ops for axis in _axes(site, item)}
     if None in axes or len(axes) > 1 or (axes and (qdq_graph.rank_of(ops[-1]) or 0) < 2):
@@ -104,11 +105,6 @@ def _ops_from(op: Node) -> tuple[tuple[Node, ...], Node | None]:
         ops.append(reader)
 
 
-def _same_shape(before: Node, after: Node) -> bool | None:
-    shapes = [getattr(qdq_graph.example_value(node), "shape", None) for node in (before, after)]
-    return None if None in shapes else shapes[0] == shapes[1]
-
-
 def _axes(site: qdq_graph.OpSite, op: Node) -> Iterator[int | None]:
     """Yield the dimension along which each constant of ``op`` differs; None if it is not one dimension."""
     if op.target is BATCH_NORM:
@@ -122,8 +118,7 @@ def _axes(site: qdq_graph.OpSite, op: Node) -> Iterator[int | None]:
         if constant is None or rank is None:
             yield None
             continue
-        long = [index - constant.dim() for index, size in enumerate(constant.shape) if size != 1]
-        if long:
+        if long := [index - constant.dim() for index, size in enumerate(constant.shape) if size != 1]:
             yield rank + long[0] if len(long) == 1 else None
 
 
