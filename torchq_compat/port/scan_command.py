@@ -167,8 +167,7 @@ def print_report(scan: Scan) -> None:
     by = Counter(finding.by for finding in scan.findings)
     counts = f"{counted(scan.files, 'file')}, {counted(by.total(), 'finding')}"
     print(f"{counts}: {by['rewrite']} for rewrite, {by['manual review']} for manual review")
-    codes = sorted({finding.construct.code for finding in scan.findings})
-    if codes:
+    if codes := sorted({finding.construct.code for finding in scan.findings}):
         print(f"  torchq-compat explain {' '.join(codes)}")
     if by["rewrite"]:
         print("  torchq-compat rewrite shows these changes, torchq-compat rewrite --write makes them")

@@ -129,8 +129,7 @@ def _sites_of(source: ParsedSource, rewrite: Finder) -> Iterator[Site]:
 def stays_with_fx(source: ParsedSource) -> str:
     """Return why the FX functions of a file stay FX's, all of them: what one engine prepared the other cannot
     convert. Empty if they can move."""
-    engine = next((name for name in source.used_names() if name.startswith(MAKES_MODELS)), "")
-    if engine:
+    if engine := next((name for name in source.used_names() if name.startswith(MAKES_MODELS)), ""):
         return f"the file also uses {engine}, which stays with FX; its FX names move all or none"
     refused = (s for rewrite in REWRITES if rewrite.code in MOVING[:2] for s in rewrite.find(source))
     first = next((s for s in refused if s.refusal or _missing(source, s)), None)
@@ -148,8 +147,7 @@ def _missing(source: ParsedSource, site: Site) -> str:
     starts, spans = _import_spans(source)
     for span in {spans[at] for edit in site.edits if (at := bisect_right(starts, edit.start) - 1) >= 0}:
         start, end = span
-        inside = [edit for edit in site.edits if start <= edit.start and edit.end <= end]
-        if inside:
+        if inside := [edit for edit in site.edits if start <= edit.start and edit.end <= end]:
             moved = [edit._replace(start=edit.start - start, end=edit.end - start) for edit in inside]
             before = source.data[start:end]
             requested |= _imports_in(apply_edits(before, moved)) - _imports_in(before)
@@ -378,8 +376,7 @@ def _sites_and_taken(
     tree: Tree, seconds: float, document: source_files.Document
 ) -> tuple[list[Finding], list[source_files.Problem], dict[Path, set[str]]]:
     problems: list[source_files.Problem] = []
-    result = _sites(document, _origin(tree, document.path), problems, seconds)
-    return result, problems, tree.taken
+    return _sites(document, _origin(tree, document.path), problems, seconds), problems, tree.taken
 
 
 def _origin(tree: Tree, path: Path) -> Origin:

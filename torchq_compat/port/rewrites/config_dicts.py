@@ -194,10 +194,11 @@ def _layout(source: ParsedSource, value: cst.Dict, head: str, calls: list[Conver
     """Return the calls on one line if it is short, otherwise on one line each, with the comments of the dict
     in place."""
     start, end = source.start(value), source.end(value)
+    taken = [(source.start(part), source.end(part)) for call in calls for part in call.taken]
     comments = [
         node
         for node in source.nodes(cst.Comment)
-        if start <= source.start(node) < end and not _is_inside(source, node, calls)
+        if start <= (at := source.start(node)) < end and not any(low <= at < high for low, high in taken)
     ]
     line = head + "".join(call.call for call in calls)
     column = len(source.data[source.data.rfind(b"\n", 0, start) + 1 : start].decode())
@@ -217,12 +218,6 @@ def _layout(source: ParsedSource, value: cst.Dict, head: str, calls: list[Conver
     lines += [comment.value for comment in pending]
     body = "".join(f"{newline}{indent}{INDENT}{item}" for item in lines)
     return f"({body}{newline}{indent})"
-
-
-def _is_inside(source: ParsedSource, node: cst.CSTNode, calls: list[Converted]) -> bool:
-    return any(
-        source.start(part) <= source.start(node) < source.end(part) for call in calls for part in call.taken
-    )
 
 
 def _is_behind_code(source: ParsedSource, comment: cst.CSTNode) -> bool:
@@ -350,8 +345,7 @@ def find_getters(source: ParsedSource) -> Iterator[Site]:
 
 def _getter_import(source: ParsedSource, node: cst.ImportFrom, alias: cst.ImportAlias, new_name: str) -> Site:
     name = dotted(alias.name)
-    local = alias.evaluated_alias or name
-    uses = source.references(local, node)
+    uses = source.references(alias.evaluated_alias or name, node)
     start = source.start(alias)
     refusal = next(filter(None, (_use_as_dict(source, use) for use in uses)), "")
     if not refusal and alias.asname is None and source.binds(new_name):

@@ -165,10 +165,11 @@ OF_TRAINING = ("qat", "fake_quant", "fakequant")
 
 
 def find_trained(source: ParsedSource) -> Iterator[Site]:
-    # Calls that are ported already are as their author wants them.
-    calls = [call for call in fx_calls(source) if call.function in CONVERTING and _is_legacy(source, call)]
-    for call in calls:
-        if call.node.args and not _has_argument(call) and _is_trained(source, call):
+    for call in fx_calls(source):
+        if call.function not in CONVERTING or not source.names(call.node.func) <= LEGACY_NAMES:
+            continue  # A call that is ported already is as its author wants it.
+        names = [arg.keyword.value for arg in call.node.args if arg.keyword is not None]
+        if call.node.args and ARGUMENT not in names and _is_trained(source, call):
             yield _of_trained(source, call)
 
 
@@ -180,23 +181,10 @@ def _is_trained(source: ParsedSource, call: FxCall) -> bool:
     if result is not None and result.function in PREPARING:
         return result.function == "prepare_qat_fx"
     prepares = {item.function for item in fx_calls(source)} & set(PREPARING)
-    return "prepare_qat_fx" in prepares if prepares else _trains(source)
-
-
-def _is_legacy(source: ParsedSource, call: FxCall) -> bool:
-    return source.names(call.node.func) <= LEGACY_NAMES
-
-
-def _has_argument(call: FxCall) -> bool:
-    return any(arg.keyword is not None and arg.keyword.value == ARGUMENT for arg in call.node.args)
-
-
-def _trains(source: ParsedSource) -> bool:
-    """Return whether the file names anything of quantization-aware training."""
-    return any(
-        name.startswith(QUANTIZATION) and any(word in name.lower() for word in OF_TRAINING)
-        for name in source.used_names()
-    )
+    if prepares:
+        return "prepare_qat_fx" in prepares
+    names = (name.lower() for name in source.used_names() if name.startswith(QUANTIZATION))
+    return any(word in name for name in names for word in OF_TRAINING)
 
 
 def _of_trained(source: ParsedSource, call: FxCall) -> Site:

@@ -158,8 +158,7 @@ def _constraints(source: ParsedSource, node: cst.ImportFrom, local: str) -> tupl
     lists: dict[cst.List, list[cst.Call]] = {}
     for use in source.references(local, node):
         call = source.parent(use)
-        element = source.parent(call)
-        owner = source.parent(element)
+        owner = source.parent(source.parent(call))
         if not isinstance(call, cst.Call) or call.func is not use or not isinstance(owner, cst.List):
             return [], f"it is not an entry of a list at line {source.line(source.start(use))}"
         lists.setdefault(owner, []).append(call)

@@ -211,8 +211,7 @@ class Recorder:
 
 def _refuse_left_float(model: nn.Module, decisions: Iterable[Decision]) -> None:
     modules = {path for path, _ in model.named_modules()}
-    left = [d for d in decisions if d.action is Action.FLOAT and d.path in modules]
-    if left:
+    if left := [d for d in decisions if d.action is Action.FLOAT and d.path in modules]:
         shown = "; ".join(f"{d.kind} {d.path!r}: {d.reason}" for d in left[:MAX_PATHS])
         more = f"; and {len(left) - MAX_PATHS} more" if len(left) > MAX_PATHS else ""
         raise ScriptError.of("TQ971", count=counted(len(left), "module"), model=model, shown=shown, more=more)

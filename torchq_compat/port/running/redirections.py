@@ -206,8 +206,7 @@ def put_stand_in(name: str, functions: Mapping[str, Callable[..., Any]]) -> None
 
         vars(module).update({"__getattr__": passed_on, STANDS_IN: True})
         sys.modules[name] = module
-        parent = legacy_module(name.rpartition(".")[0])
-        if parent is not None:
+        if (parent := legacy_module(name.rpartition(".")[0])) is not None:
             setattr(parent, name.rpartition(".")[2], module)
     vars(module).update(functions)
 
@@ -271,8 +270,7 @@ def redirect(
         for name, function in functions.items():
             # Names do not match them: the replacements of a private and a public function have the same.
             if wrap_ours is not None and (legacy is None or hasattr(legacy, name)):
-                own = wrap_ours(function, getattr(legacy, name, function))
-                replacements.setdefault(id(function), own)
+                replacements.setdefault(id(function), wrap_ours(function, getattr(legacy, name, function)))
         if legacy is None:
             put_stand_in(moved.legacy, {name: wrap(ours, ours) for name, ours in functions.items()})
             continue

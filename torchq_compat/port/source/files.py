@@ -271,8 +271,7 @@ def cell_of_line(text: str, line: int) -> tuple[int, int]:
     """Return the number of the cell, and the line in it, for a line of the joined text; all count from 1."""
     lines = text.split("\n")[:line]
     for back, candidate in enumerate(reversed(lines)):
-        match = CELL_LINE.match(candidate)
-        if match:
+        if match := CELL_LINE.match(candidate):
             return int(match[1]), back
     raise ValueError(f"line {line} lies in no cell")
 

@@ -145,8 +145,8 @@ def last_value(source: ParsedSource, name: cst.Name, before: cst.CSTNode) -> cst
     if not above or _in_loop(source, before, assignments):
         return None
     nearest = max(above, key=lambda a: source.start(a.node))
-    value = source.assigned_value(nearest)
-    return value if value is not None and _surely_ran(source, nearest.node, before) else None
+    surely_ran = next(_blocks(source, nearest.node), None) in list(_blocks(source, before))
+    return source.assigned_value(nearest) if surely_ran else None
 
 
 def sure_value(source: ParsedSource, name: cst.Name, before: cst.CSTNode) -> cst.BaseExpression | None:
@@ -159,10 +159,6 @@ def _bound_at(source: ParsedSource, assignment: Assignment) -> int:
     """Return the offset from which the name has its new value: in ``x = f(x)`` the call uses the old one."""
     value = source.assigned_value(assignment)
     return source.end(value) if value is not None else source.start(assignment.node)
-
-
-def _surely_ran(source: ParsedSource, node: cst.CSTNode, before: cst.CSTNode) -> bool:
-    return next(_blocks(source, node), None) in list(_blocks(source, before))
 
 
 def _blocks(source: ParsedSource, node: cst.CSTNode) -> Iterator[cst.CSTNode]:

@@ -147,8 +147,7 @@ def _line_start(source: ParsedSource, offset: int) -> int:
 
 
 def _line_end(source: ParsedSource, offset: int) -> int:
-    remaining = source.data[offset:]
-    lines = remaining.splitlines(keepends=True)
+    lines = source.data[offset:].splitlines(keepends=True)
     return offset + len(lines[0]) if lines else offset
 
 
@@ -336,8 +335,7 @@ def plan_module(source: ParsedSource, node: ImportStatement, alias: cst.ImportAl
         if isinstance(use := source.parent(name), cst.Attribute) and use.attr.value in row.names
     ]
     plan = NewImport(alias, what=row.legacy.rpartition(".")[2], uses=tuple(uses))
-    refusal = _refuse_uses(row, local, names, source)
-    if refusal:
+    if refusal := _refuse_uses(row, local, names, source):
         return replace(plan, refusal=refusal)
     use_edits = tuple(
         Edit(source.start(use.attr), source.end(use.attr), row.names[use.attr.value])
@@ -435,7 +433,9 @@ class MovedNames:
         if isinstance(node.names, cst.ImportStar):
             assert isinstance(node, cst.ImportFrom)
             if any(row.legacy == imported_module(node) for row in self.rows):
-                yield self._star(source, node), ()
+                refusal = "import * brings names that have not moved; import those in use by name"
+                what = f"from {imported_module(node)} import *"
+                yield Site(self.code, source.start(node), what, refusal=refusal), ()
             return
         plans = [plan for alias in node.names if (plan := self._plan(source, node, alias))]
         movable = [plan for plan in plans if plan.imported]
@@ -445,10 +445,6 @@ class MovedNames:
             site = Site(self.code, source.start(plan.alias), plan.what)
             refusal = COMMENTS_BETWEEN_NAMES if plan.imported and not edits else plan.refusal
             yield site.settled(refusal, (*edits, *uses) if plan.imported else ()), plan.uses
-
-    def _star(self, source: ParsedSource, node: cst.ImportFrom) -> Site:
-        refusal = "import * brings names that have not moved; import those in use by name"
-        return Site(self.code, source.start(node), f"from {imported_module(node)} import *", refusal=refusal)
 
     def _plan(self, source: ParsedSource, node: ImportStatement, alias: cst.ImportAlias) -> NewImport | None:
         prefix = f"{imported_module(node)}." if isinstance(node, cst.ImportFrom) else ""
@@ -473,8 +469,7 @@ class MovedNames:
             if not moved or names != moved:
                 continue
             (full,) = moved
-            new_name = row.names[full.rpartition(".")[2]]
-            yield self._replace_dotted(source, node, row, new_name)
+            yield self._replace_dotted(source, node, row, row.names[full.rpartition(".")[2]])
             return
 
     def _replace_dotted(self, source: ParsedSource, node: cst.Attribute, row: Moved, new_name: str) -> Site:

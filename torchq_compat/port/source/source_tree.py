@@ -95,8 +95,7 @@ class Tree:
         """Return the file of ``module``: the one beside ``importer``, or the only one of that name; None
         otherwise."""
         result = self._files.get(module, [])
-        beside = [path for path in result if path.parent == importer.parent]
-        if beside:
+        if beside := [path for path in result if path.parent == importer.parent]:
             return beside[0]
         return result[0] if len(result) == 1 else None
 
