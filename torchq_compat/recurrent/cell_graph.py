@@ -64,8 +64,7 @@ def split_off_projection(cell: Graph) -> SplitGraph:
 def split_off_constants(step: Graph) -> SplitGraph:
     """Return ``step`` split into () -> constants, such as dequantized weights, and (*constants, *inputs) ->
     results."""
-    constants = _constants(step)
-    return _split(step, constants, set())
+    return _split(step, _constants(step), set())
 
 
 def call_on(owner: Owner, graph: Graph) -> Function:

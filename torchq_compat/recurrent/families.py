@@ -292,8 +292,7 @@ def _prepare(
     kind: CellKind, module: nn.Module, example: tuple[Tensor, ...], specs: PartSpecs, prefix: str = ""
 ) -> GraphModule:
     linears = [part for part in kind.parts(split_gates=False, projected=True) if part.kind is PartKind.LINEAR]
-    captured = capture_by_structure(module, example)
-    return prepare_parts(captured, linears, specs, {}, prefix=prefix)
+    return prepare_parts(capture_by_structure(module, example), linears, specs, {}, prefix=prefix)
 
 
 # Observes the parts of a recurrent module one by one, each with the constructor given for its group.

@@ -84,8 +84,7 @@ class _Numbers:
 
 
 def _numbered_parts(module: RecurrentModule, cell: CellGraphModule, state: FxState, at: str) -> Required:
-    requantized = _requantized_gates(module, cell)
-    numbers = _numbers(module.split_gates, requantized)
+    numbers = _numbers(module.split_gates, _requantized_gates(module, cell))
     observer_of = dict(parts_handler.part_observers(cell))
     theirs = state.observers_at(f"{at}.")
     if state.is_converted:

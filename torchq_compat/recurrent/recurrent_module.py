@@ -264,9 +264,7 @@ class RecurrentModule(PartOwner):
         )
 
     def _index_of(self, layout: CallLayout) -> int:
-        return next(
-            index for index, opaque_layout in enumerate(self.opaque_layouts) if opaque_layout is layout
-        )
+        return next(index for index, known in enumerate(self.opaque_layouts) if known is layout)
 
     def _device(self) -> torch.device | None:
         """Return the device of the weights; None in a capture, which checks devices itself."""

@@ -280,5 +280,4 @@ class NativeRunner(PythonRunner):
         program = cell.program()
         if program is None or columns is None:
             return super().run_step(cell, x, state, columns)
-        owned = OwnedProgram(cell, program)
-        return run_native_direction(owned, x[None], state, columns, backward=False)[1]
+        return run_native_direction(OwnedProgram(cell, program), x[None], state, columns, backward=False)[1]

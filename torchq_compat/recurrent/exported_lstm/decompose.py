@@ -19,7 +19,6 @@ from torchq_compat.recurrent.exported_lstm.aten_recurrent import (
     KINDS,
     LSTM_OP,
     AtenRecurrent,
-    Direction,
     NodeWriter,
     aten_recurrents,
     refuse_packed,
@@ -123,9 +122,14 @@ def _decompose(
     if not result:
         raise _nothing_to_decompose(graph_module, operators)
     for item in result:
-        cells = {direction.path: _cell(graph_module, item, direction) for direction in item.directions}
+        cells: dict[str, GraphModule] = {}
+        for direction in item.directions:
+            cell = item.kind.float_cell(direction.values(graph_module), split_gates=False)
+            cells[direction.path] = capture_by_structure(cell, cell.example_inputs())
         replace_results(item.node, WRITE[LoopShape(shape)](NodeWriter(graph_module, item.node), item, cells))
-    _drop_guards(graph_module)
+    # A loop over time does not need the checks of captured sizes.
+    for node in graph_module.graph.find_nodes(op="call_module", target=GUARDS):
+        graph_module.graph.erase_node(node)
     graph_module.graph.eliminate_dead_code()
     graph_module.graph.lint()
     rewritten = GraphModule(graph_module, graph_module.graph)
@@ -140,9 +144,8 @@ MOST_NAMED = 8
 def _nothing_to_decompose(graph_module: GraphModule, operators: Collection[Any]) -> AnnotationError:
     """Return the error for a program without ``operators``, which names the operators it has."""
     counts = Counter(str(node.target) for node in graph_module.graph.nodes if node.op == "call_function")
-    named = [
-        f"{target} x{count}" if count > 1 else target for target, count in counts.most_common(MOST_NAMED)
-    ]
+    most = counts.most_common(MOST_NAMED)
+    named = [f"{target} x{count}" if count > 1 else target for target, count in most]
     has = ", ".join(named) + (" and others" if len(counts) > MOST_NAMED else "")
     others = {str(aten_recurrent.node.target) for aten_recurrent in aten_recurrents(graph_module)}
     return AnnotationError.of(
@@ -161,19 +164,6 @@ def _own_module(program: ExportedProgram | GraphModule) -> GraphModule:
     if isinstance(program, GraphModule):
         return copy.deepcopy(program)
     raise AnnotationError.of("TQ944.program_type", program=program)
-
-
-def _cell(graph_module: GraphModule, recurrent: AtenRecurrent, direction: Direction) -> GraphModule:
-    weights = direction.values(graph_module)
-    cell = recurrent.kind.float_cell(weights, split_gates=False)
-    return capture_by_structure(cell, cell.example_inputs())
-
-
-def _drop_guards(graph_module: GraphModule) -> None:
-    """Drop the checks of captured sizes, which a loop over time does not need."""
-    for node in list(graph_module.graph.nodes):
-        if node.op == "call_module" and node.target == GUARDS:
-            graph_module.graph.erase_node(node)
 
 
 # Prepares and converts a program whose recurrent operators are decomposed, in any shape.

@@ -94,7 +94,10 @@ INPUTS, RESULTS = ("x", "h0", "c0"), ("output", "h_n", "c_n")
 
 def quantize_boundary(graph_module: GraphModule, path: str, module: OpaqueRecurrent) -> None:
     """Insert q-dq around every call of ``module``, whose path is ``path``; warn about edges left float."""
-    inputs, results = _input_qparams(module), _result_qparams(module)
+    inputs = _input_qparams(module)
+    output = [converted_qparams(direction.cell)[0] for direction in module.by_layer()[-1]]
+    states = zip(*(converted_qparams(direction.cell) for direction in module.directions()), strict=True)
+    results = combined(2, output, module.output_size), *(combined(0, state, 1) for state in states)
     for call in [node for node in graph_module.graph.nodes if node.op == "call_module"]:
         if call.target == path:
             # By position: one tensor may be both states, each with its own qparams.
@@ -111,8 +114,7 @@ def quantize_boundary(graph_module: GraphModule, path: str, module: OpaqueRecurr
     graph_module.recompile()
     count = len(inputs)
     names = INPUTS[:count] + RESULTS[:count]
-    left = [name for name, qparams in zip(names, inputs + results, strict=True) if qparams is None]
-    if left:
+    if left := [name for name, qparams in zip(names, inputs + results, strict=True) if qparams is None]:
         warn_user("TQ410", path=path, edges=", ".join(left))
 
 
@@ -121,12 +123,6 @@ def _input_qparams(module: OpaqueRecurrent) -> tuple[QParams | None, ...]:
     x = first_layer.pop() if len(first_layer) == 1 else None
     _, *states = zip(*(_argument_qparams(direction.cell) for direction in module.directions()), strict=True)
     return x, *(combined(0, state, 1) for state in states)
-
-
-def _result_qparams(module: OpaqueRecurrent) -> tuple[QParams | None, ...]:
-    output = [converted_qparams(direction.cell)[0] for direction in module.by_layer()[-1]]
-    states = zip(*(converted_qparams(direction.cell) for direction in module.directions()), strict=True)
-    return combined(2, output, module.output_size), *(combined(0, state, 1) for state in states)
 
 
 def _argument_qparams(cell: GraphModule) -> tuple[PerTensorQParams | None, ...]:
@@ -294,7 +290,11 @@ def write_unrolled(
     length = recurrent.x.meta["val"].shape[1 if recurrent.batch_first else 0]
     if isinstance(length, torch.SymInt):
         raise AnnotationError.of("TQ944.dynamic_length", node=recurrent.node.name)
-    _assert_length(writer, recurrent, length)
+    # Without a check of the length, the first steps of a longer sequence would run silently.
+    size = writer.glue(ATEN.sym_size.int, recurrent.x, 1 if recurrent.batch_first else 0, value=length)
+    same = writer.glue(operator.eq, size, length, value=True)
+    message = f"{recurrent.node.name} was unrolled for sequences of {length} steps"
+    writer.glue(ATEN._assert_scalar.default, same, message, value=())
 
     def write_direction(direction: Direction, x: Node, states: Sequence[Node]) -> tuple[Node, Sequence[Node]]:
         path, cell = f"{base}.{direction.path}", cells[direction.path]
@@ -310,14 +310,6 @@ def write_unrolled(
         return writer.glue(ATEN.stack.default, outputs), states
 
     return write_layers(writer, recurrent, write_direction)
-
-
-def _assert_length(writer: NodeWriter, recurrent: AtenRecurrent, length: int) -> None:
-    """Write a check of the length: without it the first steps of a longer sequence would run silently."""
-    size = writer.glue(ATEN.sym_size.int, recurrent.x, 1 if recurrent.batch_first else 0, value=length)
-    same = writer.glue(operator.eq, size, length, value=True)
-    message = f"{recurrent.node.name} was unrolled for sequences of {length} steps"
-    writer.glue(ATEN._assert_scalar.default, same, message, value=())
 
 
 def _weights(writer: NodeWriter, path: str, cell: GraphModule) -> dict[Node, Node]:

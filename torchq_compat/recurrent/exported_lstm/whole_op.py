@@ -146,8 +146,7 @@ class WholeOpRecurrentQuantizer(quantizers.Quantizer):  # type: ignore[misc]
         for recurrent in aten_recurrent.aten_recurrents(model, self.operators):
             annotation = recurrent.node.meta.get(Q_ANNOTATION_KEY)
             if annotation is None or not annotation._annotated:
-                specs = self._input_specs(recurrent)
-                annotate_outputs(recurrent.node, specs, self._output_specs(recurrent))
+                annotate_outputs(recurrent.node, self._input_specs(recurrent), self._output_specs(recurrent))
         present = {node.target for node in model.graph.nodes if node.target in aten_recurrent.KINDS}
         if present and not present.intersection(self.operators):
             warn_user("TQ428", names=", ".join(sorted(map(str, present))))

@@ -66,8 +66,7 @@ class Cache:
         """
         file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=self.descriptor)
         try:
-            fault = fault_of(file)
-            if fault is not None:
+            if (fault := fault_of(file)) is not None:
                 raise OSError(fault)
             opened = Path(f"/proc/self/fd/{file}")
             load(str(opened if opened.exists() else self.path / name))
@@ -125,8 +124,7 @@ def open_cache() -> Iterator[Cache]:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fault = _fault_of_users(os.fstat(descriptor))
-        if fault is not None:
+        if (fault := _fault_of_users(os.fstat(descriptor))) is not None:
             raise CacheError(f"{directory}: {fault}")
         yield Cache(directory, descriptor)
     finally:
@@ -203,12 +201,12 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 def fault_of(file: int) -> str | None:
     """Return the reason why the library in the open ``file`` must not be loaded; None if it may be loaded."""
-    fault = _fault_of_users(os.fstat(file))
-    if fault is not None:
+    if (fault := _fault_of_users(os.fstat(file))) is not None:
         return fault
     with open(file, "rb", closefd=False) as reading:
         stored = reading.read()
-    content, mark, digest = stored[: -DIGEST_BYTES - len(MARK)], *_end(stored)
+    end = -DIGEST_BYTES - len(MARK)
+    content, mark, digest = stored[:end], stored[end:-DIGEST_BYTES], stored[-DIGEST_BYTES:]
     whole = mark == MARK and digest == hashlib.sha256(content).digest()
     return None if whole else "it is not whole"
 
@@ -217,10 +215,6 @@ def _fault_of_users(status: os.stat_result) -> str | None:
     if status.st_uid not in (os.geteuid(), 0):
         return "another user owns it"
     return "other users may write it" if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) else None
-
-
-def _end(stored: bytes) -> tuple[bytes, bytes]:
-    return stored[-DIGEST_BYTES - len(MARK) : -DIGEST_BYTES], stored[-DIGEST_BYTES:]
 
 
 # The kernel libraries that a release carries, one for each architecture, cross-compiled.
@@ -324,8 +318,7 @@ def build_kernel() -> KernelBuild:
     A compiled kernel is kept in ``TORCHQ_COMPAT_CACHE_DIR``; default: ``torchq_compat`` in the user's cache
     directory. A kernel there that does not load is built again once, with a warning.
     """
-    carried = carried_library()
-    if carried is not None:
+    if (carried := carried_library()) is not None:
         try:
             _load_operators(str(carried))
             return KernelBuild(carried)
@@ -358,7 +351,8 @@ def explain_failed_build(cause: Exception) -> tuple[str, str]:
     problem = str(cause)
     if isinstance(cause, subprocess.CalledProcessError):
         of_disk = "\n".join(line for line in said.splitlines() if full in line)
-        problem = f"{cause.cmd[0]}: {_first_line(of_disk or said)}"
+        lines = (line for line in (of_disk or said).splitlines() if line.strip())
+        problem = f"{cause.cmd[0]}: {next(lines, 'it failed without a message')}"
     has_no_place = full in problem or isinstance(cause, CacheError)
     return problem, "TQ805" if has_no_place else "TQ801"
 
@@ -424,7 +418,3 @@ def _key(compiler: list[str], flags: list[str]) -> str:
     files = [file.read_bytes() for file in (SOURCE, *HEADERS, *OPERATORS)]
     parts = [*files, repr([compiler, flags, torch.__version__, platform.machine()]).encode()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
-
-
-def _first_line(text: str) -> str:
-    return next((line for line in text.splitlines() if line.strip()), "it failed without a message")

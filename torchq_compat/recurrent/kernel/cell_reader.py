@@ -240,8 +240,7 @@ class _CellReader:
         target = self.new_slot(width, once=once)
         where = tuple((source.slot, source.offset) for source in sources)
         self.instructions.append(Instruction(op, target.slot, where, width, width, once, **more))
-        qparams = more.get("output")
-        return _Value(target.slot, 0, width, qparams)
+        return _Value(target.slot, 0, width, more.get("output"))
 
     def new_slot(self, width: int, *, once: bool) -> _Value:
         self.widths.append(width)

@@ -165,9 +165,7 @@ def run_by_operators(
         x = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
     stacked = [torch.stack(rows) for rows in zip(*last, strict=True)]
     if is_cell:
-        return [
-            _handed_out(*entry) for entry in zip((row[0] for row in stacked), around.results[1:], strict=True)
-        ]
+        return [_handed_out(rows[0], given) for rows, given in zip(stacked, around.results[1:], strict=True)]
     results = [_handed_out(*item) for item in zip((x, *stacked), around.results, strict=True)]
     if batch_first and not batch_sizes:
         results[0] = results[0].transpose(0, 1)
