@@ -49,18 +49,18 @@ def save_checkpoint(state: nn.Module | Mapping[str, Any], path: str | os.PathLik
         OSError: the file cannot be written; an existing one is left as it was.
     """
     content = state.state_dict() if isinstance(state, nn.Module) else dict(state)
+    name = Path(path).name
     with whole_file(Path(path)) as file:
         try:
             torch.save(content, file)
         except OSError:
             raise
         except Exception as cause:
-            raise _fault_of_disk(cause) or _not_written(Path(path).name, cause) from cause
-        foreign = _foreign_classes(file)
-        if foreign:
-            raise CheckpointError.of(
-                "TQ960.cannot_be_read_again", path=Path(path).name, names=", ".join(foreign)
-            )
+            fault = _fault_of_disk(cause)
+            raise fault or CheckpointError.of("TQ960.not_written", path=name, cause=cause) from cause
+        if foreign := _foreign_classes(file):
+            names = ", ".join(foreign)
+            raise CheckpointError.of("TQ960.cannot_be_read_again", path=name, names=names)
 
 
 @argument_checks.checked_arguments(path=argument_checks.PATH, model=argument_checks.optional(MODULE))
@@ -87,8 +87,11 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module | None = None
     except FileNotFoundError:
         raise
     except Exception as cause:
-        packed = packed_names(path)
-        raise (_packed(Path(path).name, packed) if packed else _unreadable(Path(path).name, cause)) from cause
+        name = Path(path).name
+        if packed := packed_names(path):
+            names = argument_checks.listed(packed)
+            raise CheckpointError.of("TQ960.packed_objects", path=name, shown_names=names) from cause
+        raise CheckpointError.of("TQ960.unreadable", path=name, cause=cause) from cause
     if not BY_NAME.accepts(content):
         raise CheckpointError.of("TQ960.not_a_state", result=argument_checks.shown(content))
     if model is not None:
@@ -160,15 +163,3 @@ def _fault_of_disk(cause: BaseException | None) -> OSError | None:
             return cause
         cause = cause.__cause__ or cause.__context__
     return None
-
-
-def _not_written(path: str, cause: BaseException) -> CheckpointError:
-    return CheckpointError.of("TQ960.not_written", path=path, cause=cause)
-
-
-def _packed(path: str, names: list[str]) -> CheckpointError:
-    return CheckpointError.of("TQ960.packed_objects", path=path, shown_names=argument_checks.listed(names))
-
-
-def _unreadable(path: str, cause: BaseException) -> CheckpointError:
-    return CheckpointError.of("TQ960.unreadable", path=path, cause=cause)

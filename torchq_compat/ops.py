@@ -159,6 +159,5 @@ def batch_norms_by_path(graph_module: GraphModule) -> dict[str, str]:
     """Return the path of every batch norm -> the path of the op before it, empty if that is no module."""
     result = {}
     for _, node in batch_norm_nodes(graph_module):
-        source = source_of(node)
-        result[module_path_of(node)] = module_path_of(source)
+        result[module_path_of(node)] = module_path_of(source_of(node))
     return result

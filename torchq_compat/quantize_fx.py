@@ -320,8 +320,7 @@ def fuse_fx(
         'ConvReLU1d'
     """
     preserved = read_fuse_custom_config(fuse_custom_config)
-    backend = read_backend_config(backend_config)
-    return fuse(model, preserved, backend)
+    return fuse(model, preserved, read_backend_config(backend_config))
 
 
 def _reference() -> Callable[..., ConvertedModel]:
