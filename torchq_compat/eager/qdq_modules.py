@@ -19,7 +19,7 @@ from torchq_compat.errors import ConvertError
 from torchq_compat.model.state import Numbers, numbers_of_qparams
 from torchq_compat.read import qdq
 from torchq_compat.read.observer_classes import searched_qparams
-from torchq_compat.read.qparams import PerTensorQParams
+from torchq_compat.read.qparams import PerTensorQParams, has_loaded_qparams
 from torchq_compat.read.qparams import qparams_of as observed
 from torchq_compat.support import quantized_tensors, torch_ao
 from torchq_compat.support.dtypes import dtype_range, is_integer, plain_dtype
@@ -41,7 +41,8 @@ def observed_qparams(observer: Any, place: str) -> PerTensorQParams:
     if not is_integer(dtype):
         raise ConvertError.of("TQ905.no_integers", place=place, dtype=observer.dtype)
     is_histogram = type(observer) is torch_ao.HistogramObserver and bool(observer.min_val.isfinite())
-    scale, zero_point = searched_qparams(observer) if is_histogram else observed(observer)
+    searches = is_histogram and not has_loaded_qparams(observer)
+    scale, zero_point = searched_qparams(observer) if searches else observed(observer)
     if scale.numel() != 1 or not bool(scale.isfinite().all()):
         raise ConvertError.of("TQ905.no_scale", place=place)
     return PerTensorQParams(float(scale), int(zero_point), *dtype_range(dtype), dtype)
