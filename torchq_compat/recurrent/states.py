@@ -157,14 +157,14 @@ def _reads_zeros(cell: GraphModule, node: Node) -> bool:
 
 
 def _is_bias_alone(cell: GraphModule, node: Node) -> bool:
-    ranges = {user: item for user in node.users if (item := _observed_range(cell, user)) is not None}
-    if not ranges:
+    ranges = ((user, item) for user in node.users if (item := _observed_range(cell, user)) is not None)
+    if (observed := next(ranges, None)) is None:
         return False
     bias = node.args[2] if len(node.args) > 2 else None
     values = torch.zeros(1)
     if isinstance(bias, Node) and bias.op == "get_attr":
         values = attribute_of(cell, bias).detach()
-    user, (low, high) = next(iter(ranges.items()))
+    user, (low, high) = observed
     scale = float(values.abs().max()) or 1.0
     if abs(low - float(values.min())) > 1e-6 * scale or abs(high - float(values.max())) > 1e-6 * scale:
         return False
