@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from torchq_compat.capture.checked import Attempt, CaptureCase
-from torchq_compat.capture.sizes.input_sizes import InputSizes
-from torchq_compat.capture.sizes.other_ranks import OtherRank
+from torchq_compat.capture.sizes.input_sizes import InputSizes, sizes_of
+from torchq_compat.capture.sizes.other_ranks import OtherRank, in_place_of
 from torchq_compat.capture.trial_runs import CAPTURED, difference, resized, trial_sizes, with_sizes
 from torchq_compat.support.graph_nodes import tensors_in
 from torchq_compat.support.upstream import pytree
@@ -37,9 +37,10 @@ def other_ranks(case: CaptureCase, result: Attempt) -> tuple[OtherRank, ...]:
     forms = []
     for places in _leading(sizes):
         for several, shapes in ((False, NONE), (True, SEVERAL)):
-            trials = [_form(case, sizes, args, inputs, OtherRank(places, (), several), s) for s in shapes]
-            if trials[0] is not None and trials.count(trials[0]) == len(trials):
-                forms.append(trials[0])
+            first, *others = shapes
+            form = _form(case, sizes, args, inputs, OtherRank(places, (), several), first)
+            if form is not None and all(_form(case, sizes, args, inputs, form, s) == form for s in others):
+                forms.append(form)
     return tuple(forms)
 
 
@@ -65,17 +66,12 @@ def _form(
     """Return ``form`` with the dimensions of its results, if the float model computes the same with ``shape``
     in place of one dimension; None if it does not."""
     expected = {place: math.prod(shape) for place in form.of_inputs.items()}
-    known = {(item.label, item.index): inputs[item.label].shape[item.index] for item in sizes.dimensions}
-    if sizes.broken_rule({**known, **expected}) is not None:
+    if sizes.broken_rule({**sizes_of(inputs), **expected}) is not None:
         return None
     one = _varied(with_sizes(args, inputs, expected))
     labels = iter(inputs)
-
-    def reshaped(leaf: Any) -> Any:
-        dim = form.of_inputs.get(next(labels))
-        return leaf if dim is None else leaf.unflatten(dim, shape) if shape else leaf.squeeze(dim)
-
-    run = case.runs.of_float_model(pytree.tree_map(reshaped, one))
+    other = pytree.tree_map(lambda leaf: in_place_of(leaf, form.of_inputs.get(next(labels)), shape), one)
+    run = case.runs.of_float_model(other)
     run_of_one = run if run.error is not None else case.runs.of_float_model(one)
     if run_of_one.error is not None:
         return None
@@ -90,10 +86,9 @@ def _dims(leaf: Any, own: Any, shape: tuple[int, ...]) -> Iterator[int]:
     if difference(leaf, own, CAPTURED) is None:
         yield SAME
     for dim, size in enumerate(own.shape if isinstance(own, Tensor) else ()):
-        if size == math.prod(shape):
-            given = own.reshape([*own.shape[:dim], *shape, *own.shape[dim + 1 :]])
-            if difference(leaf, given, CAPTURED) is None:
-                yield dim
+        is_it = size == math.prod(shape)
+        if is_it and difference(leaf, in_place_of(own, dim, shape), CAPTURED) is None:
+            yield dim
 
 
 def _varied(args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -25,7 +25,7 @@ from torchq_compat.capture.training import STALE, freeze_batch_norm, set_trainin
 from torchq_compat.model import failed_calls, other_tools, quantized_interface, views
 from torchq_compat.model import state as states
 from torchq_compat.model.quantized_boundary import refresh_boundaries
-from torchq_compat.model.signature import NOT_CALLED, CallSignature
+from torchq_compat.model.signature import CallSignature
 from torchq_compat.model.view_hooks import HOOKED, calling_hooks, is_of_a_hook
 from torchq_compat.read.backend_configs import BackendTable
 from torchq_compat.read.qconfig_mappings import QConfigRules
@@ -203,9 +203,8 @@ class QuantizationGraphModule(GraphModule):
         bound = args
         if is_compiled or is_traced or kwargs or not record.signature.knows(args):
             bound = record.signature.by_position(args, kwargs)
-            result = record.signature.call_at_rank(self, bound)
-            if result is not NOT_CALLED:
-                return result
+            if (at_other_rank := record.signature.at_other_rank(bound)) is not None:
+                return at_other_rank(self)
             record.signature.check(bound)
             if not is_compiled and any(isinstance(arg, Proxy) for arg in bound):
                 other_tools.leaves_for_tracers(self)

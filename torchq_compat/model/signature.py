@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +19,6 @@ from torchq_compat.support.upstream import pytree
 
 #: The most forms of calls that are remembered.
 MOST_ACCEPTED = 512
-#: What ``call_at_rank`` returns where it called nothing.
-NOT_CALLED: Any = object()
 
 
 @dataclass(frozen=True)
@@ -77,14 +76,15 @@ class CallSignature:
         if is_compiling() or not torch._C._is_tracing():
             self.sizes.check(self.labelled(bound))
 
-    def call_at_rank(self, model: Callable[..., Any], bound: tuple[Any, ...]) -> Any:
-        """Return the result of ``model`` for ``bound`` if that is a call of another rank than the example's,
-        as one of its rank; else ``NOT_CALLED``."""
+    def at_other_rank(self, bound: tuple[Any, ...]) -> Callable[[Callable[..., Any]], Any] | None:
+        """Return what calls a model for ``bound``, a call of another rank than the example's, as one of its
+        rank; None if it is no such call."""
         if not self.sizes.other_ranks:
-            return NOT_CALLED
+            return None
         inputs = self.labelled(bound)
-        other = self.sizes.other_rank(inputs)
-        return NOT_CALLED if other is None else other[0].call(model, bound, inputs, other[1])
+        if (other := self.sizes.other_rank(inputs)) is None:
+            return None
+        return partial(other[0].call, args=bound, labels=inputs, sizes=other[1])
 
     def knows(self, args: tuple[Any, ...]) -> bool:
         """Return whether a call with the same shapes and dtypes was accepted before: no check is needed.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,26 +47,20 @@ class OtherRank:
                 sizes = own
         return sizes
 
-    def call(self, model: Callable[..., Any], args: Any, labels: Mapping[str, Any], sizes: Any) -> Any:
-        """Return the result of ``model`` for ``args``, whose leaves have ``labels``."""
+    def call(self, model: Callable[..., Any], args: Any, labels: Iterable[str], sizes: Sequence[int]) -> Any:
+        """Return the result of ``model`` for ``args``, with ``labels``, which has ``sizes`` in place of
+        the one dimension."""
         leaves, spec = pytree.tree_flatten(args)
-        at = [self.of_inputs.get(label) for label in labels]
-        one = [self._as_one(leaf, dim, sizes) for leaf, dim in zip(leaves, at, strict=True)]
-        leaves, returned = pytree.tree_flatten(model(*pytree.tree_unflatten(one, spec)))
-        results = [
-            self._as_given(leaf, dim, sizes) for leaf, dim in zip(leaves, self.of_results, strict=True)
-        ]
-        return pytree.tree_unflatten(results, returned)
+        at, one = map(self.of_inputs.get, labels), (math.prod(sizes),)
+        leaves = [in_place_of(leaf, dim, one, len(sizes)) for leaf, dim in zip(leaves, at, strict=True)]
+        leaves, returned = pytree.tree_flatten(model(*pytree.tree_unflatten(leaves, spec)))
+        pairs = zip(leaves, self.of_results, strict=True)
+        return pytree.tree_unflatten([in_place_of(leaf, dim, sizes) for leaf, dim in pairs], returned)
 
-    def _as_one(self, leaf: Any, dim: int | None, sizes: tuple[int, ...]) -> Any:
-        if dim is None:
-            return leaf
-        return leaf.reshape([*leaf.shape[:dim], math.prod(sizes), *leaf.shape[dim + len(sizes) :]])
 
-    def _as_given(self, leaf: Any, dim: int | None, sizes: tuple[int, ...]) -> Any:
-        if dim is None:
-            return leaf
-        return leaf.reshape([*leaf.shape[:dim], *sizes, *leaf.shape[dim + 1 :]])
+def in_place_of(leaf: Any, dim: int | None, sizes: Sequence[int], count: int = 1) -> Any:
+    """Return ``leaf`` with ``sizes`` in place of ``count`` dimensions from ``dim`` on; itself without one."""
+    return leaf if dim is None else leaf.reshape([*leaf.shape[:dim], *sizes, *leaf.shape[dim + count :]])
 
 
 def words_of_ranks(forms: Iterable[OtherRank]) -> Iterator[tuple[str, str]]:
