@@ -34,11 +34,11 @@ from torchq_compat.recurrent.over_time import LoopShape, exporting_loops_as
 from torchq_compat.support import metadata
 from torchq_compat.support.argument_checks import checked_arguments
 from torchq_compat.support.decisions import Action
-from torchq_compat.support.graph_nodes import position_of
+from torchq_compat.support.graph_nodes import copied_graph, position_of
 from torchq_compat.support.process_state import without_autocast
 from torchq_compat.support.report import slow_stages
 from torchq_compat.support.upstream import guards_of, pytree, symbolic_shapes_config
-from torchq_compat.support.user_warnings import is_of_treespec, silenced, warn_user
+from torchq_compat.support.user_warnings import warn_user
 
 # Drop pairs of operators that cancel from an exported program, so that a backend finds its patterns.
 
@@ -176,8 +176,7 @@ class _Edge:
 def with_per_tensor_edges(converted: GraphModule) -> GraphModule:
     """Return a copy of ``converted`` with floats instead of per-channel integers between opaque modules and
     the graph. The copy shares the weights; ``converted`` is not changed."""
-    with silenced(is_of_treespec, FutureWarning):
-        graph = copy.deepcopy(converted.graph)
+    graph = copied_graph(converted.graph)
     edited = GraphModule(converted, graph)
     opaque_modules = opaque_call_nodes(edited)
     results: list[_Edge] = []

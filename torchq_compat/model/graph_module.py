@@ -151,11 +151,24 @@ class QuantizationGraphModule(GraphModule):
         if record is not None:
             other_tools.refuse_reader(record.stage.value, graph)
             other_tools.tell_of_layers(record.stage.value)
+            if _is_exported_alone() and other_tools.is_read_by_an_interpreter():
+                return _graph_of_a_call(self._called_in_export)
         return graph
 
     @graph.setter
     def graph(self, graph: Graph) -> None:
         GraphModule.graph.fset(self, graph)  # type: ignore[attr-defined]
+
+    def _called_in_export(self, args: tuple[Any, ...]) -> Any:
+        signature = self.record.signature
+        if (at_other_rank := signature.at_other_rank(args)) is not None:
+            return at_other_rank(lambda *bound: self._called_in_export(bound))
+        signature.check(args)
+        return Interpreter(self, graph=self._exported_graph()).run(*args)
+
+    def _exported_graph(self) -> Graph:
+        """Return the graph for exported programs, with operators that every runtime has."""
+        return self._graph
 
     @property
     def reference(self) -> QuantizationGraphModule:
@@ -474,16 +487,17 @@ class ConvertedGraphModule(ConvertedModel):
 
     @property
     def graph(self) -> Graph:
-        """The q-dq graph; for torch.export and torch.onnx, which interpret it, one with operators that every
-        runtime has."""
+        """The q-dq graph; for torch.export and torch.onnx, which interpret it, one call of the model."""
         if self._is_asked_for_onnx():
-            return later_stages.graph_for_onnx(self)
-        graph = super().graph
-        return (states.with_plain_tables(self, graph) or graph) if _is_exported_alone() else graph
+            return _graph_of_a_call(partial(later_stages.run_for_onnx, self))
+        return super().graph
 
     @graph.setter
     def graph(self, graph: Graph) -> None:
         GraphModule.graph.fset(self, graph)  # type: ignore[attr-defined]
+
+    def _exported_graph(self) -> Graph:
+        return states.with_plain_tables(self, self._graph) or self._graph
 
     def recompile(self) -> PythonCode:
         """See ``torch.fx.GraphModule``. Adapt ``forward`` too: torch.export calls it inside another model."""
@@ -528,6 +542,15 @@ class ConvertedGraphModule(ConvertedModel):
 def _is_exported_alone() -> bool:
     """Return whether ``torch.export.export`` is capturing; ``torch.onnx.export`` runs the graph itself."""
     return is_exporting() and not torch.onnx.is_in_onnx_export()
+
+
+def _graph_of_a_call(call: Callable[[tuple[Any, ...]], Any]) -> Graph:
+    """Return a graph that is one ``call``, given the arguments: torch.export interprets the graph of a
+    GraphModule, and calls neither its hooks nor its ``forward``."""
+    graph = Graph()
+    args = graph.placeholder("*args")
+    graph.output(graph.call_function(lambda given: call(tuple(given)), (args,)))
+    return graph
 
 
 def preserved_of(model: GraphModule) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any, cast
 
 import torch
-from torch.fx import Graph, GraphModule, Tracer
+from torch.fx import Graph, GraphModule, Interpreter, Tracer
 from torch.fx.passes.split_module import split_module
 
 from torchq_compat.errors import ConvertError, ModuleAttributeError, ScriptError
@@ -223,6 +223,12 @@ def refuse_reader(stage: str, graph: Graph) -> None:
         is_flat = info is None or all(spec.is_leaf() for spec in info.in_spec.child(0).children())
         if not is_flat:
             raise ConvertError.of("TQ961.nested")
+
+
+def is_read_by_an_interpreter() -> bool:
+    """Return whether an interpreter reads the graph of a model; it is called in the property ``graph``."""
+    frame = _caller(sys._getframe(1))
+    return frame is not None and frame.f_code is Interpreter.__init__.__code__
 
 
 class _Guard:

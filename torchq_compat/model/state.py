@@ -26,11 +26,10 @@ from torchq_compat.read.qdq import (
 )
 from torchq_compat.read.qparams import SCALE, ZERO_POINT, adopt_loaded_qparams
 from torchq_compat.support.argument_checks import shown
-from torchq_compat.support.graph_nodes import attribute_of, replace_node
+from torchq_compat.support.graph_nodes import attribute_of, copied_graph, replace_node
 from torchq_compat.support.quantized_tensors import is_quantized
 from torchq_compat.support.torch_ao import FakeQuantizeBase as LegacyFakeQuantizeBase
 from torchq_compat.support.torch_ao import ObserverBase as LegacyObserverBase
-from torchq_compat.support.user_warnings import is_of_treespec, silenced
 
 # Per-tensor qparams in the state_dict.
 #
@@ -370,8 +369,7 @@ def with_plain_tables(model: nn.Module, graph: Graph) -> Graph | None:
     """
     if not any(_has_float_zero_points(model, node) for node in _dequantizes(graph)):
         return None
-    with silenced(is_of_treespec, FutureWarning):
-        plain = copy.deepcopy(graph)
+    plain = copied_graph(graph)
     for table in _dequantizes(plain):
         if not _has_float_zero_points(model, table):
             continue

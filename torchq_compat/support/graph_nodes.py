@@ -26,6 +26,7 @@ from torch.fx.node import map_aggregate
 from torchq_compat.support import upstream
 from torchq_compat.support.process_state import Lock
 from torchq_compat.support.sharded import whole
+from torchq_compat.support.user_warnings import is_of_treespec, silenced
 
 # Helpers for graph nodes and the modules around them: attributes, names, module paths.
 
@@ -35,6 +36,12 @@ LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 SLICE_END = sys.maxsize
 #: An entry of a node's stack trace: file, line, text.
 FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)')
+
+
+def copied_graph(graph: Graph) -> Graph:
+    """Return a copy of ``graph``, with its nodes' ``meta`` and the structure of its arguments."""
+    with silenced(is_of_treespec, FutureWarning):
+        return copy.deepcopy(graph)
 
 
 def attribute_of(owner: nn.Module, node: Node) -> Any:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import Graph
 
 from torchq_compat.support.discovery import HOMES
 from torchq_compat.support.process_state import held, is_exporting
@@ -32,15 +31,6 @@ def run_for_onnx(model: nn.Module, args: tuple[Any, ...]) -> Any:
     """Run ``model`` with operators that ONNX has; see ``lower/onnx/forms.py``."""
     with held(_IS_RUNNING, True):
         return _stage("run_for_onnx")(model, args)
-
-
-def graph_for_onnx(model: nn.Module) -> Graph:
-    """Return a graph that calls ``run_for_onnx``: torch.export interprets the graph of a GraphModule and does
-    not call its ``forward``."""
-    graph = Graph()
-    args = graph.placeholder("*args")
-    graph.output(graph.call_function(lambda given: run_for_onnx(model, tuple(given)), (args,)))
-    return graph
 
 
 def scripted_graph(model: nn.Module) -> Any:
