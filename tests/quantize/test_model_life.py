@@ -269,8 +269,8 @@ def test_a_copy_shares_nothing_with_its_original(tagger: tuple[nn.Module, GraphM
     calibrate(twin, [(10 * x,)])
     assert all(torch.equal(value, before[name]) for name, value in prepared.state_dict().items())
     assert any(not torch.equal(value, before[name]) for name, value in twin.state_dict().items())
-    assert_equal_bits(tc.convert_fx(prepared)(x), converted(x))
-    assert not torch.equal(tc.convert_fx(twin)(x), converted(x))
+    assert_equal_bits(tc.convert_to_reference_fx(prepared)(x), converted(x))
+    assert not torch.equal(tc.convert_to_reference_fx(twin)(x), converted(x))
 
 
 class Tied(nn.Module):
@@ -327,7 +327,7 @@ def leaves_of(model: nn.Module) -> list[Tensor]:
 def test_a_copy_of_prepared_converts_to_the_same(tagger: tuple[nn.Module, GraphModule, GraphModule]) -> None:
     _, prepared, converted = tagger
     x = torch.randn(3, 9, INPUTS)
-    assert_equal_bits(tc.convert_fx(copy.deepcopy(prepared))(x), converted(x))
+    assert_equal_bits(tc.convert_to_reference_fx(copy.deepcopy(prepared))(x), converted(x))
 
 
 # state_dict
@@ -345,7 +345,7 @@ def test_prepared_state_loads_into_a_second_prepared_model(backend: str) -> None
     for second in (fresh, calibrated):
         missing, unexpected = second.load_state_dict(copy.deepcopy(state))
         assert (missing, unexpected) == ([], [])
-        assert_equal_bits(tc.convert_fx(second)(x), converted(x))
+        assert_equal_bits(tc.convert_to_reference_fx(second)(x), converted(x))
     # From here on all models observe x as well.
     result = prepared(x)
     expected = tc.convert_fx(prepared)(x)
@@ -575,8 +575,8 @@ def test_calibration_in_every_grad_mode(
             prepared(*batch)
     calibrate(prepared, data[2:])
     x = torch.randn(3, 9, INPUTS)
-    assert_equal_bits(tc.convert_fx(prepared)(x), expected(x))
-    assert_equal_bits(tc.convert_fx(copy.deepcopy(prepared))(x), expected(x))
+    assert_equal_bits(tc.convert_to_reference_fx(prepared)(x), expected(x))
+    assert_equal_bits(tc.convert_to_reference_fx(copy.deepcopy(prepared))(x), expected(x))
 
 
 def test_converted_in_inference_mode(tagger: tuple[nn.Module, GraphModule, GraphModule]) -> None:

@@ -198,7 +198,18 @@ class QuantizationGraphModule(GraphModule):
     def recompile(self) -> PythonCode:
         """See ``torch.fx.GraphModule``; in the class of ``fully_shard`` its call would call itself."""
         with of_class_before(self):
-            return super().recompile()
+            code = super().recompile()
+            own = type(self)
+            computed = own.forward
+
+            @wraps(computed)
+            def forward(self: QuantizationGraphModule, *args: Any) -> Any:
+                if torch.compiler.is_dynamo_compiling() and torch.compiler.is_exporting():
+                    self.record.signature.check(args)  # A strict export does not go through ``__call__``.
+                return computed(self, *args)
+
+            own.forward = forward
+        return code
 
     def add_decisions(self, decisions: tuple[Decision, ...]) -> None:
         """Add ``decisions`` about the finished model to its record."""

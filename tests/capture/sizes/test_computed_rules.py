@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.export import Dim
 from torch.ao.quantization import QConfigMapping, get_default_qconfig_mapping
+from torch.export import Dim
 
 import torchq_compat as tc
 from tests.helpers.oracle import calibrate
@@ -196,18 +196,19 @@ def test_every_form_keeps_the_rule() -> None:
     assert torch.equal(program(other), converted.reference(other))
     with pytest.raises(AssertionError, match=">= 10"):
         program(small)
-    every_size = ({0: Dim.AUTO, 2: Dim.AUTO, 3: Dim.AUTO},)
-    for form in (reference, converted):  # torch.export interprets their graphs and calls neither of them.
-        alone = torch.export.export(form, (x,), dynamic_shapes=every_size).module()
+    every_size = {0: Dim.AUTO, 2: Dim.AUTO, 3: Dim.AUTO}
+    # torch.export calls none of them: it interprets their graphs, or, if it is strict, calls ``forward``.
+    for form, strict in ((reference, False), (converted, False), (converted, True)):
+        alone = torch.export.export(form, (x,), dynamic_shapes=(every_size,), strict=strict).module()
         assert torch.equal(alone(other), form(other))
         with pytest.raises(AssertionError, match=">= 10"):
             alone(small)
-        with pytest.raises(InputError, match=r"size 6 in dimension 2, .* needs at least 10"):
-            torch.export.export(form, (small,))
-    scripted = torch.jit.script(converted)
-    assert torch.equal(scripted(other), converted(other))
-    with pytest.raises(torch.jit.Error, match="at least 10"):
-        scripted(small)
+    with pytest.raises(InputError, match=r"size 6 in dimension 2, .* needs at least 10"):
+        torch.export.export(converted, (small,))
+    for scripted in (torch.jit.script(converted), torch.jit.trace(converted, (x,))):
+        assert torch.equal(scripted(other), converted(other))
+        with pytest.raises(torch.jit.Error, match="at least 10"):
+            scripted(small)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

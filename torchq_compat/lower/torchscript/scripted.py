@@ -108,6 +108,7 @@ def _scripted_graph(model: QuantizationGraphModule) -> ScriptedGraph:
     if model.is_prepared:
         warn_user("TQ705")
     source = write_function(model, lambda path: operator.attrgetter(path)(model), _Leaves(model).write)
+    source.lines[:0] = _checks(model, [name for name, _ in source.inputs])
     source.is_without_gradients = model.reference is not model
     constants = {
         name: value.detach() if isinstance(value, Tensor) else value
@@ -354,19 +355,20 @@ def _forward_lines(scripted: ScriptedGraph) -> tuple[list[str], list[str]]:
     for name, child in zip(names, spec.children(), strict=True):
         typed.append(f"{name}: {_type_of_spec(child, kinds)}")
         flat += list(_leaves_of(child, name))
-    labels = model.record.signature.labelled(pytree.tree_unflatten([None] * len(flat), spec))
-    lines = [*_checks(model, dict(zip(labels, flat, strict=True)))]
     constants = [f"self.{name}" for name in scripted.constants]
-    lines.append(f"results = graph_function({', '.join([*flat, *constants])})")
+    lines = [f"results = graph_function({', '.join([*flat, *constants])})"]
     count = len(scripted.source.results)
     results = ["results"] if count == 1 else [f"results[{i}]" for i in range(count)]
     lines.append(f"return {_result_of_call(model.reference, results)}")
     return typed, lines
 
 
-def _checks(model: QuantizationGraphModule, inputs: dict[str, str]) -> Iterator[str]:
-    """Yield assertions about the values and sizes that capture fixed or related to each other."""
-    sizes = model.record.signature.sizes
+def _checks(model: QuantizationGraphModule, names: Sequence[str]) -> Iterator[str]:
+    """Yield assertions about the values and sizes that capture fixed or related to each other, of flat inputs
+    with these ``names``."""
+    spec = model.reference.graph._codegen.pytree_info.in_spec.children()[0]  # type: ignore[attr-defined]
+    labels = model.record.signature.labelled(pytree.tree_unflatten([None] * len(names), spec))
+    inputs, sizes = dict(zip(labels, names, strict=True)), model.record.signature.sizes
     for label, value in sizes.constants.items():
         message = f"{label} is not as captured: {value!r}"
         same = "is" if value is None else "=="
