@@ -155,3 +155,26 @@ def test_what_cannot_be_exported_is_said_in_words(strict: bool) -> None:
         torch.export.export(prepared, args, strict=strict)
     with pytest.raises(CustomModuleError, match=r"'rnn' is called with a PackedSequence.*\nHint: torchq_c"):
         torch.export.export(packed, args, strict=strict)
+
+
+class Weighted(nn.Module):
+    """Two inputs that are not exchangeable."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+        return self.linear(x) * weights
+
+
+def test_arguments_are_given_by_name() -> None:
+    x, weights = torch.randn(3, 6), torch.randn(3, 1)
+    prepared = tc.prepare_fx(Weighted().eval(), STATIC, (x, weights))
+    prepared(x, weights)
+    converted = tc.convert_fx(prepared)
+    for form in (prepared, converted.reference, converted):
+        assert torch.equal(form.forward(weights=weights, x=x), form(x, weights))
+    for strict in (False, True):
+        program = torch.export.export(converted, (x,), {"weights": weights}, strict=strict).module()
+        assert torch.equal(program(x, weights=weights), converted(x, weights))

@@ -203,10 +203,11 @@ class QuantizationGraphModule(GraphModule):
             computed = own.forward
 
             @wraps(computed)
-            def forward(self: QuantizationGraphModule, *args: Any) -> Any:
+            def forward(self: QuantizationGraphModule, *args: Any, **kwargs: Any) -> Any:
                 if torch.compiler.is_dynamo_compiling() and torch.compiler.is_exporting():
-                    self.record.signature.check(args)  # A strict export does not go through ``__call__``.
-                return computed(self, *args)
+                    # A strict export does not go through ``__call__``.
+                    args, kwargs = self.record.signature.bind(args, kwargs), {}
+                return computed(self, *args, **kwargs)
 
             own.forward = forward
         return code
@@ -521,8 +522,8 @@ class ConvertedGraphModule(ConvertedModel):
         exported = type(GraphModule(self, plain)).forward
 
         @wraps(compiled)
-        def forward(self: ConvertedGraphModule, *args: Any) -> Any:
-            return exported(self, *args) if _is_exported_alone() else compiled(self, *args)
+        def forward(self: ConvertedGraphModule, *args: Any, **kwargs: Any) -> Any:
+            return (exported if _is_exported_alone() else compiled)(self, *args, **kwargs)
 
         type(self).forward = forward
         return code

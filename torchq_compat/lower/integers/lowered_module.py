@@ -430,8 +430,8 @@ class LoweredGraphModule(ConvertedModel):
         plain, direct = own.forward, direct_forward(code, self._graph, self)
 
         @wraps(plain)
-        def forward(self: LoweredGraphModule, *args: Any) -> Any:
-            return plain(self, *args) if is_compiling() else direct(self, *args)
+        def forward(self: LoweredGraphModule, *args: Any, **kwargs: Any) -> Any:
+            return (plain if is_compiling() else direct)(self, *args, **kwargs)
 
         own.forward = forward
         if "__call__" in vars(own):
