@@ -388,6 +388,17 @@ def test_guards_of_a_program_are_those_its_module_checks() -> None:
     assert program.module()(torch.ones(4, 5)).shape == (4, 5)
 
 
+def test_a_symbol_has_the_limits_of_its_dim() -> None:
+    class Twice(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + x
+
+    sizes = ({0: torch.export.Dim("batch", min=3, max=9), 1: torch.export.Dim.AUTO},)
+    program = torch.export.export(Twice(), (torch.ones(4, 2),), dynamic_shapes=sizes)
+    (x,) = program.graph.find_nodes(op="placeholder")
+    assert [upstream.limits_of(size) for size in x.meta["val"].shape] == [(3, 9), (2, None)]
+
+
 def test_profilers_and_modes_watch_operators() -> None:
     class Seen(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -19,6 +19,7 @@ from torchq_compat.capture.inlined_blocks import Block, detach_writes
 from torchq_compat.capture.packed_sequences import PackingMode
 from torchq_compat.capture.row_order import check_row_order
 from torchq_compat.capture.sizes.find_sizes import (
+    GIVEN,
     Group,
     SizeGroups,
     admit_equal,
@@ -543,7 +544,7 @@ def _decide(case: CaptureCase, result: Attempt, dimension: Dimension, rules: lis
 
 def _conditions(result: Attempt, dimension: Dimension, rules: list[SizeRule]) -> str:
     # The limits of operators are those of the float model too, and are not reported.
-    of_python = [rule for rule in rules if rule.by_python or "==" in rule.expected]
+    of_python = [rule for rule in rules if rule.by_python or "==" in rule.expected or rule.line == GIVEN]
     of_python = [rule for rule in of_python if not rule.is_unbroken] or of_python
     words = [rule.expected if ".size(" in rule.expected else f"it is {rule.expected}" for rule in of_python]
     texts = [

@@ -124,5 +124,10 @@ def default_store() -> Any:
 
 def is_free(size: torch.SymInt) -> bool:
     """Return whether ``size`` is a symbol of a value, nothing computed from it, and has no greatest value."""
-    expression = size.node.expr
-    return bool(expression.is_Symbol and size.node.shape_env.bound_sympy(expression).upper == int_oo)
+    return bool(size.node.expr.is_Symbol) and limits_of(size)[1] is None
+
+
+def limits_of(size: torch.SymInt) -> tuple[Any, Any]:
+    """Return the least and the greatest value that torch.export assumes of ``size``; None if no greatest."""
+    bounds = size.node.shape_env.bound_sympy(size.node.expr)
+    return bounds.lower, None if bounds.upper == int_oo else bounds.upper

@@ -223,6 +223,40 @@ def test_a_compiled_form_keeps_the_rule(dynamic: bool) -> None:
         compiled(torch.randn(2, 3, 6, 6))
 
 
+@pytest.mark.parametrize(
+    ("batch", "words", "right", "wrong"),
+    [
+        (Dim("batch", max=8), "at most 8", (2, 8), (9, 12)),
+        (Dim.DYNAMIC(min=3, max=9), "at least 3", (3, 9), (2, 12)),
+    ],
+    ids=["named", "dynamic"],
+)
+def test_the_limits_of_a_dim_are_kept(
+    batch: Any, words: str, right: tuple[int, ...], wrong: tuple[int, ...]
+) -> None:
+    """Within them torch.export has no guard for what Python decides beyond."""
+
+    class Doubles(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x)
+            return y * 2 if y.shape[0] > 10 else y
+
+    model, x = Doubles().eval(), torch.randn(4, 5, 4)
+    prepared = tc.prepare_fx(model, QConfigMapping(), (x,), dynamic_shapes=({0: batch},))
+    assert words in str(tc.explain(prepared))
+    for form in (prepared, tc.convert_fx(prepared)):
+        for size in right:
+            x = torch.randn(size, 5, 4)
+            torch.testing.assert_close(form(x), model.linear(x))
+        for size in wrong:
+            with pytest.raises(InputError, match=f"size {size} in dimension 0, .* captured model needs "):
+                form(torch.randn(size, 5, 4))
+
+
 class _ExpandsPositions(nn.Module):
     """Expands its positions unless the batch is one, and masks unless the sequence is one, as Llama does."""
 

@@ -27,6 +27,7 @@ from torchq_compat.capture.sizes.input_sizes import (
 from torchq_compat.capture.sizes.numbers import Size, condition_of, simplified, sizes_in
 from torchq_compat.capture.sizes.shape_program import ShapeProgram, is_computable
 from torchq_compat.capture.sizes.size_reads import ReadSizes
+from torchq_compat.support.upstream import limits_of
 
 # Finds what sizes a captured graph accepts: by its guards, and by running it on shapes at other sizes.
 
@@ -39,6 +40,8 @@ SizeGroups = Mapping[Group, int]
 Sizes = Mapping[Place, int]
 #: How far from the example's size it is looked for sizes that only one rule refuses.
 NEARBY = 40
+#: In place of the line of a rule that comes from the limits of a ``Dim``.
+GIVEN = "dynamic_shapes"
 
 
 def group_of(dimension: Dimension) -> Group:
@@ -356,6 +359,7 @@ def sizes_of_symbols(
     """
     dimensions: list[Dimension] = []
     roots: dict[str, Place] = {}
+    limits: list[SizeRule] = []
     specialized: set[Place] = set()
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     for node, (label, example) in zip(placeholders, inputs.items(), strict=True):
@@ -369,8 +373,13 @@ def sizes_of_symbols(
                 continue
             root = roots.setdefault(str(size), (label, index))
             dimensions.append(Dimension(label, index, known, None if root == (label, index) else root))
+            limits += _rules_of_limits(len(dimensions) - 1, dimensions[-1], *limits_of(size))
     constants = {label: value for label, value in inputs.items() if not isinstance(value, Tensor)}
-    rules = (*_rules_of_dimensions(dimensions, specialized), *_rules_of_conditions(dimensions, conditions))
+    rules = (
+        *_rules_of_dimensions(dimensions, specialized),
+        *_rules_of_conditions(dimensions, conditions),
+        *limits,
+    )
     program, of_guards = _rules_of_guards(inputs, read, dimensions)
     result = InputSizes(tuple(dimensions), constants, (*rules, *of_guards), program)
     return accepted_range(result, sizes_of(inputs))
@@ -388,6 +397,17 @@ def _rules_of_dimensions(
             places = {f"s{number}": dimension.place, f"s{other}": dimension.root}
             words = f"{dimension.name} == {dimensions[other].name}"
             yield SizeRule(f"s{number} == s{other}", places, dimension, words)
+
+
+def _rules_of_limits(number: int, dimension: Dimension, low: int, high: int | None) -> Iterator[SizeRule]:
+    """Yield the rule that a size is from ``low`` to ``high``: beyond, Python may decide otherwise, for which
+    torch.export has no condition."""
+    places = {f"s{number}": dimension.place}
+    # torch.export takes sizes to be neither 0 nor 1; its graphs run at these all the same.
+    if low > 2:
+        yield SizeRule(f"s{number} >= {low}", places, dimension, f"at least {low}", GIVEN)
+    if high is not None:
+        yield SizeRule(f"s{number} <= {high}", places, dimension, f"at most {high}", GIVEN)
 
 
 def _rules_of_conditions(dimensions: Sequence[Dimension], conditions: Sequence[str]) -> Iterator[SizeRule]:
