@@ -159,7 +159,8 @@ def attempt(case: CaptureCase, reads: SizeReads | None) -> Attempt:
             InputSizes() if case.is_step else find_sizes(case.inputs, case.read.and_also(reads.read), accepts)
         )
     else:
-        sizes = sizes_of_symbols(graph_module, case.inputs, case.read, conditions)
+        has_limits = case.dynamic_shapes is not None
+        sizes = sizes_of_symbols(graph_module, case.inputs, case.read, conditions, has_limits=has_limits)
     clean_captured(graph_module)
     make_out_of_place(graph_module)
     result = Attempt(graph_module, sizes, tuple(case.packing.blocks.seen), None)

@@ -348,7 +348,12 @@ SIZE = re.compile(r"L\['(?P<name>\w+)'\](?P<path>(?:\[[^\]]+\]|\.\w+)*)\.size\(\
 
 
 def sizes_of_symbols(
-    graph_module: GraphModule, inputs: Mapping[str, Any], read: ReadSizes, conditions: Sequence[str]
+    graph_module: GraphModule,
+    inputs: Mapping[str, Any],
+    read: ReadSizes,
+    conditions: Sequence[str],
+    *,
+    has_limits: bool,
 ) -> InputSizes:
     """Return the sizes of the placeholders of ``graph_module``.
 
@@ -356,6 +361,7 @@ def sizes_of_symbols(
         inputs: the example inputs by label.
         read: what Python asked of sizes before this capture.
         conditions: what torch.export assumes of the sizes, as Python code.
+        has_limits: whether the user gave it limits of sizes.
     """
     dimensions: list[Dimension] = []
     roots: dict[str, Place] = {}
@@ -373,7 +379,8 @@ def sizes_of_symbols(
                 continue
             root = roots.setdefault(str(size), (label, index))
             dimensions.append(Dimension(label, index, known, None if root == (label, index) else root))
-            limits += _rules_of_limits(len(dimensions) - 1, dimensions[-1], *limits_of(size))
+            if has_limits:
+                limits += _rules_of_limits(len(dimensions) - 1, dimensions[-1], *limits_of(size))
     constants = {label: value for label, value in inputs.items() if not isinstance(value, Tensor)}
     rules = (
         *_rules_of_dimensions(dimensions, specialized),
