@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from tests.helpers.lstm_flow import uniform
 from torchq_compat.read.qparams import PerTensorQParams
 from torchq_compat.recurrent.cell_graph import ConvertedCellGraphModule
-from torchq_compat.recurrent.kernel.bound_module import OwnedProgram, run_native_direction
+from torchq_compat.recurrent.kernel.bound_module import BoundDirection
 from torchq_compat.recurrent.kernel.op import recurrent
 from torchq_compat.recurrent.kernel.program import (
     CellNumbers,
     ModuleNumbers,
+    as_numbers,
     column_qparams,
     floats_around,
     weight_mask,
@@ -51,8 +52,17 @@ def native(
     columns = options.pop("columns", column_qparams(X_QPARAMS, x.shape[-1], x.dim()))
     program = cell.program()
     assert program is not None
-    owned = OwnedProgram(cell, program)
-    return run_native_direction(owned, x, states, columns, backward=options.pop("backward", False))
+    bound = BoundDirection(program, cell, cell, cell.program)
+    backward = options.pop("backward", False)
+    numbers = CellNumbers(program.table, program.constants, bound.masks, backward=backward)
+    output, *last = recurrent(
+        x,
+        [entry[None] for entry in states],
+        [attribute(cell, name) for name in bound.names],
+        ModuleNumbers(((numbers,),)).tensor(),
+        floats_around(as_numbers(columns), len(states)),
+    )
+    return output, tuple(item[0] for item in last)
 
 
 def attribute(cell: nn.Module, name: str) -> Tensor:

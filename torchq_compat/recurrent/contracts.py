@@ -1,11 +1,11 @@
 """Contracts of recurrent modules: how a module is called, which cells it holds, how a runner runs them.
 
-``SequenceContract`` is the contract of LSTM, GRU and RNN, ``CellContract`` the contract of their cells.
+``SequenceContract`` is the contract of LSTM, GRU and RNN. ``CellContract``, that of their cells, has the same
+methods.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -42,123 +42,39 @@ from torchq_compat.support.process_state import is_compiling
 InputQParams = Any
 
 
-class RecurrentContract(ABC):
-    """How a recurrent module is called, and what it holds."""
-
-    kind: CellKind
-    #: Whether an exported program shows the qparams of a converted module's results.
-    shows_qparams_in_export = False
-
-    @abstractmethod
-    def attributes(self) -> dict[str, Any]:
-        """Return the public attributes of the float module."""
-
-    @abstractmethod
-    def float_module(self, float_class: type[nn.Module]) -> nn.Module:
-        """Make a ``float_class`` of the same sizes."""
-
-    @abstractmethod
-    def suffixes(self) -> Sequence[Sequence[str]]:
-        """Return the suffixes of the float module's parameter names: for each layer, one per direction."""
-
-    @abstractmethod
-    def place(self, module: nn.Module, layers: list[RecurrentLayer]) -> None:
-        """Register ``layers`` in ``module``, under the paths of torch.ao."""
-
-    @abstractmethod
-    def layers(self, module: nn.Module) -> list[RecurrentLayer]:
-        """Return the layers of ``module``; the one layer of a cell is created on every call."""
-
-    @abstractmethod
-    def cells(self, module: nn.Module) -> Iterator[tuple[str, CellGraphModule]]:
-        """Yield (path inside the module, cell) for every layer and direction."""
-
-    #: The number of dimensions of a batched input, and whether its batch dimension comes first.
-    rank: int
-    batch_first: bool
-    has_dropout: bool
-    input_size: int
-
-    @abstractmethod
-    def call(
-        self,
-        module: Any,
-        runner: Runner,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        qparams: InputQParams = None,
-    ) -> Any:
-        """Run ``module(*args, **kwargs)`` in every form torch.nn accepts.
-
-        Raises:
-            CustomModuleError: if the float module would refuse the arguments; names the module's path.
-        """
-
-    @abstractmethod
-    def arguments_of(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Return the input and the state of a call, or their counterparts in values of the same structure,
-        such as qparams."""
-
-    def input_of(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the input of a call, or its counterpart in values of the same structure."""
-        return self.arguments_of(path, args, kwargs)[0]
-
-    def initial_state(self, module: nn.Module, x: Tensor, hidden: Any) -> State:
-        """Return the state that a call of ``module`` with ``x`` and ``hidden`` begins with; sequences only.
-
-        Raises:
-            CustomModuleError: if the float module would refuse the state.
-        """
-        raise NotImplementedError
-
-    @abstractmethod
-    def state_shapes(self, x: Sequence[Any]) -> list[list[Any]]:
-        """Return the shape of every state of a call whose input has the shape ``x``."""
-
-    @abstractmethod
-    def output_qparams(self, module: nn.Module, results: list[Tensor]) -> tuple[QParams | None, ...]:
-        """Return the qparams of the flat ``results`` of a converted module."""
-
-    @abstractmethod
-    def result_groups(self) -> tuple[str, ...]:
-        """Return, for each flat result, the group of parts whose dtype it has."""
-
-    @abstractmethod
-    def fake_call(self, path: str) -> FakeCall:
-        """Return a function that computes the shapes of a call's results."""
-
-
 @dataclass(frozen=True)
-class SequenceContract(RecurrentContract):
+class SequenceContract:
     """The contract of LSTM, GRU and RNN: layers over time. They compute in float32; inputs and results of
     other float dtypes are cast."""
 
     structure: RecurrentStructure
+    #: Whether an exported program shows the qparams of a converted module's results.
     shows_qparams_in_export = True
-
+    #: The number of dimensions of a batched input.
     rank = 3
 
     @property
-    def kind(self) -> CellKind:  # type: ignore[override]
+    def kind(self) -> CellKind:
         return self.structure.kind
 
     @property
-    def batch_first(self) -> bool:  # type: ignore[override]
+    def batch_first(self) -> bool:
         return self.structure.batch_first
 
     @property
-    def input_size(self) -> int:  # type: ignore[override]
+    def input_size(self) -> int:
         return self.structure.input_size
 
     @property
-    def has_dropout(self) -> bool:  # type: ignore[override]
+    def has_dropout(self) -> bool:
         return bool(self.structure.dropout)
 
     def attributes(self) -> dict[str, Any]:
-        names = ("input_size", "hidden_size", "num_layers", "bias", "batch_first", "dropout")
-        return {name: getattr(self.structure, name) for name in (*names, "bidirectional", "proj_size")}
+        """Return the public attributes of the float module."""
+        return {name: value for name, value in vars(self.structure).items() if name != "kind"}
 
     def float_module(self, float_class: type[nn.Module]) -> nn.Module:
+        """Make a ``float_class`` of the same sizes."""
         options = self.attributes() | dict(self.structure.kind.options)
         sizes = options.pop("input_size"), options.pop("hidden_size")
         if not options["proj_size"]:
@@ -166,18 +82,22 @@ class SequenceContract(RecurrentContract):
         return float_class(*sizes, **options)
 
     def suffixes(self) -> Sequence[Sequence[str]]:
+        """Return the suffixes of the float module's parameter names: for each layer, one per direction."""
         directions = ("", "_reverse")[: self.structure.num_directions]
         return [[f"_l{layer}{suffix}" for suffix in directions] for layer in range(self.structure.num_layers)]
 
     def place(self, module: nn.Module, layers: list[RecurrentLayer]) -> None:
+        """Register ``layers`` in ``module``, under the paths of torch.ao."""
         module.layers = nn.ModuleList(layers)
         for direction in layers[0].directions():
             direction.batch_first = self.structure.batch_first
 
     def layers(self, module: nn.Module) -> list[RecurrentLayer]:
+        """Return the layers of ``module``; the one layer of a cell is created on every call."""
         return [layer for layer in module.layers if isinstance(layer, RecurrentLayer)]  # type: ignore[union-attr]
 
     def cells(self, module: nn.Module) -> Iterator[tuple[str, CellGraphModule]]:
+        """Yield (path inside the module, cell) for every layer and direction."""
         for index, layer in enumerate(self.layers(module)):
             for name, direction in zip(("layer_fw", "layer_bw"), layer.directions(), strict=False):
                 yield f"layers.{index}.{name}.cell", direction.cell
@@ -190,55 +110,64 @@ class SequenceContract(RecurrentContract):
         kwargs: dict[str, Any],
         qparams: InputQParams = None,
     ) -> tuple[Any, Any]:
-        x = self.input_of(module.module_path, args, kwargs)
-        columns = None
-        if runner.reads_columns:
-            if isinstance(x, PackedSequence):
-                x, qparams = x.data, None if qparams is None else qparams.data
-            columns = column_qparams(
-                qparams, self.structure.input_size, x.dim() if isinstance(x, Tensor) else 0
-            )
+        """Run ``module(*args, **kwargs)`` in every form torch.nn accepts.
+
+        Raises:
+            CustomModuleError: if the float module would refuse the arguments; names the module's path.
+        """
+        x, _ = self.arguments_of(module.module_path, args, kwargs)
+        if isinstance(x, PackedSequence):
+            x, qparams = x.data, None if qparams is None else qparams.data
+        columns = column_qparams(qparams, self.input_size, x.dim() if isinstance(x, Tensor) else 0)
         run_layers = partial(self._run_layers, module, runner, columns)
         return call_recurrent(self.structure, module.module_path, run_layers, args, kwargs)
 
     def arguments_of(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Return the input and the state of a call, or their counterparts in values of the same structure,
+        such as qparams."""
         return bound_arguments(path, args, kwargs)
 
     def _run_layers(
         self,
         module: Any,
         runner: Runner,
-        columns: ColumnQParams | None,
+        columns: ColumnQParams,
         x: Tensor,
         state: State | None,
         batch_sizes: list[int] | Tensor | None = None,
     ) -> tuple[Tensor, State]:
         dtype, wide = x.dtype, _computes_in(module)
         x = as_dtype(x, wide)
-        states = self._states(module, x, state, batch_sizes)
+        sizes, mask = (None, batch_sizes) if isinstance(batch_sizes, Tensor) else (batch_sizes, None)
+        states = self._states(module, x, state, sizes)
         if has_no_rows(x):
             width = self.structure.num_directions * self.structure.output_size
             x, last = x.new_empty(*x.shape[:-1], width), states
         else:
             dropout = self.structure.dropout if module.training else 0.0
-            given = Sequences.of(x, batch_sizes, columns)
+            given = Sequences(x, columns, sizes, mask)
             x, last = runner.run_layers(self.layers(module), given, states, dropout)
         return as_dtype(x, dtype), tuple(
             as_dtype(torch.stack(rows), dtype) for rows in zip(*last, strict=True)
         )
 
     def _states(
-        self, module: nn.Module, x: Tensor, state: State | None, batch_sizes: list[int] | Tensor | None
+        self, module: nn.Module, x: Tensor, state: State | None, batch_sizes: list[int] | None
     ) -> list[State]:
         """Return the initial state of every layer and direction."""
         if state is not None:
             return list(zip(*(as_dtype(item, x.dtype).unbind(0) for item in state), strict=True))
         widths = self.structure.state_widths
-        first_step = x[: batch_sizes[0]] if isinstance(batch_sizes, list) else x[0]
+        first_step = x[0] if batch_sizes is None else x[: batch_sizes[0]]
         return [cell.initial_state(widths, first_step) for _, cell in self.cells(module)]
 
     def initial_state(self, module: nn.Module, x: Tensor, hidden: Any) -> State:
-        """Return the states that a call of ``module`` begins with: (L*D, B, width) each."""
+        """Return the states that a call of ``module`` with ``x`` and ``hidden`` begins with: (L*D, B, width)
+        each.
+
+        Raises:
+            CustomModuleError: if the float module would refuse the state.
+        """
         if hidden is not None:
             return check_state_count(self.kind, str(module.module_path), hidden)
         batched = x.dim() == 3
@@ -248,12 +177,14 @@ class SequenceContract(RecurrentContract):
         return tuple(state if batched else state.squeeze(1) for state in states)
 
     def state_shapes(self, x: Sequence[Any]) -> list[list[Any]]:
+        """Return the shape of every state of a call whose input has the shape ``x``."""
         batched = self.structure.state_shapes(x[0 if self.structure.batch_first else 1])
         return batched if len(x) == 3 else [[rows, width] for rows, _, width in batched]
 
     def output_qparams(self, module: nn.Module, results: list[Tensor]) -> tuple[QParams | None, ...]:
-        """Return the qparams of the output and the last states, per-channel where layers or directions have
-        different qparams; None for the indices of a PackedSequence."""
+        """Return the qparams of the flat ``results`` of a converted module: the output and the last states,
+        per-channel where layers or directions have different qparams; None for the indices of a
+        PackedSequence."""
         by_state = list(zip(*(converted_qparams(cell) for _, cell in self.cells(module)), strict=True))
         last_layer = by_state[0][-self.structure.num_directions :]
         output = combined(results[0].dim() - 1, last_layer, self.structure.output_size)
@@ -261,10 +192,13 @@ class SequenceContract(RecurrentContract):
         return output, *indices, *(combined(0, all_qparams, 1) for all_qparams in by_state)
 
     def result_groups(self) -> tuple[str, ...]:
+        """Return, for each flat result, the group of parts whose dtype it has."""
         states = tuple(state.group for state in self.kind.states)
         return states[0], *states
 
     def fake_call(self, path: str) -> FakeCall:
+        """Return a function that computes the shapes of a call's results."""
+
         def fake(*args: Any, **kwargs: Any) -> Any:
             return call_recurrent(self.structure, path, fake_layers(self.structure), args, kwargs)
 
@@ -272,24 +206,21 @@ class SequenceContract(RecurrentContract):
 
 
 @dataclass(frozen=True)
-class CellContract(RecurrentContract):
-    """The contract of LSTMCell, GRUCell and RNNCell: one cell, called once. It computes in float32."""
+class CellContract:
+    """The contract of LSTMCell, GRUCell and RNNCell: one cell, called once. It computes in float32. See
+    ``SequenceContract`` for its methods."""
 
     kind: CellKind
     input_size: int
     hidden_size: int
     bias: bool
+    shows_qparams_in_export = False
     rank = 2
     batch_first = False
     has_dropout = False
 
     def attributes(self) -> dict[str, Any]:
-        return {
-            "kind": self.kind,
-            "input_size": self.input_size,
-            "hidden_size": self.hidden_size,
-            "bias": self.bias,
-        }
+        return dict(vars(self))
 
     def float_module(self, float_class: type[nn.Module]) -> nn.Module:
         return float_class(self.input_size, self.hidden_size, bias=self.bias, **dict(self.kind.options))
@@ -334,8 +265,7 @@ class CellContract(RecurrentContract):
         if has_no_rows(x):
             new = tuple(state.clone() for state in states)
         else:
-            columns = column_qparams(qparams, self.input_size, rank=2) if runner.reads_columns else None
-            new = runner.run_step(cell, x, states, columns)
+            new = runner.run_step(cell, x, states, column_qparams(qparams, self.input_size, rank=2))
         new = tuple(as_dtype(state, input.dtype) for state in new)
         return as_given(new if batched else tuple(state.squeeze(0) for state in new))
 
@@ -384,6 +314,9 @@ class CellContract(RecurrentContract):
             return as_given(tuple(map(input.new_empty, self.state_shapes(input.shape))))
 
         return fake
+
+
+RecurrentContract = SequenceContract | CellContract
 
 
 def contract_of(module: nn.Module) -> RecurrentContract:

@@ -31,10 +31,6 @@ from torchq_compat.support.torch_ao import QConfig, quantizable, quantized
 # new.
 
 
-#: Ends the names of constructor arguments, after the group of parts.
-SUFFIX = "_obs_ctr"
-
-
 class ObservedLSTM(recurrent_module.ObservedRecurrent, quantizable.LSTM):
     """An LSTM whose parts are observed, or fake-quantized, one by one."""
 
@@ -237,7 +233,7 @@ def quantize_recurrent(module: nn.Module, qconfig: QConfig, path: str) -> Dynami
     """
     prepared = prepare_dynamic(module, DynamicPartSpecs(OpSpecs(qconfig)))
     prepared.module_path = path
-    converted = convert_dynamic(prepared).eval()
+    converted = DynamicRecurrent.converted_from(prepared).eval()
     converted.source = MadeFrom.of(module, qconfig)
     return converted
 
@@ -257,13 +253,6 @@ def prepare_dynamic(module: nn.Module, specs: PartSpecs) -> DynamicRecurrent:
     dynamic_recurrent = DynamicRecurrent(contract, _prepared_layers(contract, module, specs))
     dynamic_recurrent.split_gates = False
     return dynamic_recurrent.observed_by(specs, training=module.training)
-
-
-def convert_dynamic(prepared: DynamicRecurrent) -> DynamicRecurrent:
-    """Return the q-dq form of ``prepared`` with integer weights folded; ``prepared`` is left unchanged."""
-    converted = DynamicRecurrent(prepared.contract, prepared.converted_layers())
-    converted.take_over_from(prepared)
-    return converted
 
 
 def _prepared_layers(

@@ -185,7 +185,7 @@ class DynamicRecurrentHandler(_LoweredByTheCellLoop):
 
     def convert(self, request: ConvertRequest) -> OpaqueModule:
         assert isinstance(request.observed, families.DynamicRecurrent)
-        return families.convert_dynamic(request.observed)
+        return families.DynamicRecurrent.converted_from(request.observed)
 
     def required_of_fx(
         self, opaque: OpaqueModule, state: FxState, prefix: str, required_by_model: RequiredByModel

@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from torchq_compat.modules.parts import ConvertedPartGraphModule, convert_parts
 from torchq_compat.read.qdq import weight_by_weight
 from torchq_compat.recurrent.cell_graph import CellGraphModule, ConvertedCellGraphModule, reference_cell
-from torchq_compat.recurrent.kernel.bound_module import BoundDirection, OwnedProgram
+from torchq_compat.recurrent.kernel.bound_module import BoundDirection
 from torchq_compat.recurrent.kernel.cell_reader import program_or_problem
 from torchq_compat.recurrent.kernel.program import CellProgram, ColumnQParams
 from torchq_compat.support.graph_nodes import copied_model
@@ -249,28 +249,15 @@ class RecurrentDirection(nn.Module):
             projection = ConvertedPartGraphModule.wrap(convert_parts(_copy_to_convert(projection)))
         return RecurrentDirection(reference_cell(_copy_to_convert(self.cell)), projection)
 
-    def program(self) -> OwnedProgram | None:
-        """Return the program that the cell loop runs for this direction; None if it cannot run it."""
-        cell = self.cell
-        if not isinstance(cell, ConvertedCellGraphModule):
-            return None
-        if self.input_projection is None:
-            program = cell.program()
-            return None if program is None else OwnedProgram(cell, program)
-        return None if isinstance(self._program, str) else OwnedProgram(self, self._program)
-
-    def current_program(self) -> CellProgram | None:
-        """Return the program of ``program()`` without its owner; None if there is none."""
-        owned = self.program()
-        return None if owned is None else owned.program
+    def program(self) -> CellProgram | None:
+        """Return the program of the input projection and the cell; None if the cell loop cannot run it."""
+        return None if isinstance(self._program, str) else self._program
 
     def bound(self) -> BoundDirection | None:
         """Return this direction for a ``BoundModule``; None if the cell loop cannot run it."""
-        owned = self.program()
-        if owned is None:
-            return None
-        current = self.cell.program if self.input_projection is None else self.current_program
-        return BoundDirection(owned, self.cell, current)
+        owner = self.cell if self.input_projection is None else self
+        program = owner.program()
+        return None if program is None else BoundDirection(program, owner, self.cell, owner.program)
 
     def program_problem(self) -> str | None:
         """Return the reason why the cell loop cannot run this direction; None if it can."""

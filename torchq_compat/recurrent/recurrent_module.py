@@ -144,8 +144,8 @@ class RecurrentModule(PartOwner):
     def _homes_of_cells(self) -> list[tuple[dict[str, Any], str, nn.Module]]:
         """Return, for every cell and every module around it, the dictionary that holds it, its name in the
         dictionary and the module."""
-        paths = {path.rpartition(".cell")[0] for path, _ in self.cells()} | {path for path, _ in self.cells()}
-        paths = {path[:end] for path in paths for end in (*_dots(path), len(path))} - {""}
+        names = [path.split(".") for path, _ in self.cells()]
+        paths = {".".join(of_cell[:end]) for of_cell in names for end in range(1, len(of_cell) + 1)}
         homes = []
         for path in sorted(paths):
             home, _, name = path.rpartition(".")
@@ -250,13 +250,14 @@ class RecurrentModule(PartOwner):
     ) -> Any:
         arguments = self.contract.arguments_of(self.module_path, args, kwargs)
         check_devices(self.contract.kind, self.module_path, arguments, self._device())
-        qparams = self.contract.input_of(self.module_path, *qparams_of_call(layout))
+        qparams, _ = self.contract.arguments_of(self.module_path, *qparams_of_call(layout))
         # Dynamo cannot read a ContextVar; a streaming model keeps Dynamo from tracing this call.
         streams = None if torch.compiler.is_dynamo_compiling() else active_streams()
         key = None if streams is None else (self.module_path, self._index_of(layout))
         if streams is None or key not in streams.kept:
             return self.contract.call(self, self.runner(), args, kwargs, qparams)
         x, hidden = arguments
+        assert isinstance(self.contract, SequenceContract)  # Streams keep no states of cells.
         return streams.call(
             key,
             partial(self.contract.initial_state, self, x, hidden),
@@ -279,9 +280,9 @@ class RecurrentModule(PartOwner):
         """Return the runner for the next call."""
         if is_exporting():
             return self._runner_of_export(LoopShape.OPAQUE if self.is_lowered else shape_in_export())
-        if self.is_lowered or (is_compiling() and self.can_be_lowered and self._is_on_cpu()):
-            return runners.NativeRunner(self.bound())
-        return runners.PythonRunner()
+        is_native = self.is_lowered or (is_compiling() and self.can_be_lowered and self._is_on_cpu())
+        bound = self.bound() if is_native else None
+        return runners.PythonRunner() if bound is None else runners.NativeRunner(bound)
 
     def _runner_of_export(self, shape: LoopShape) -> runners.Runner:
         bound = self.bound() if shape is LoopShape.OPAQUE and self.can_be_lowered else None
@@ -354,14 +355,13 @@ class RecurrentModule(PartOwner):
         # Between the output and the states are the indices of a PackedSequence.
         return output, *(None,) * (count - 1 - len(states)), *states
 
-    def converted_layers(self) -> list[RecurrentLayer]:
-        """Return converted copies of the layers."""
-        return [layer.converted() for layer in self.contract.layers(self)]
-
-    def take_over_from(self, other: RecurrentModule) -> None:
-        """Take over the specs, path, layouts and gates of ``other``, which this module replaces."""
-        self.take_over(other)
-        self.split_gates = other.split_gates
+    @classmethod
+    def converted_from(cls, other: RecurrentModule) -> Self:
+        """Return a module of q-dq copies of the cells of ``other``, which is left unchanged."""
+        converted = cls(other.contract, [layer.converted() for layer in other.contract.layers(other)])
+        converted.take_over(other)
+        converted.split_gates = other.split_gates
+        return converted
 
 
 class ObservedRecurrent(RecurrentModule):
@@ -476,16 +476,10 @@ class ConvertedRecurrent(RecurrentModule):
             raise CustomModuleError.of(
                 "TQ941.unusable_result", method="from_float", path="the observed module", value=other
             )
-        converted = cls(other.contract, other.converted_layers())
-        converted.take_over_from(other)
-        return converted
+        return cls.converted_from(other)
 
     def opaque_output_qparams(self, results: list[Tensor]) -> tuple[QParams | None, ...]:
         return self.contract.output_qparams(self, results)
-
-
-def _dots(path: str) -> list[int]:
-    return [index for index, letter in enumerate(path) if letter == "."]
 
 
 def _bind_again(module: RecurrentModule, _incompatible_keys: object) -> None:

@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Node
 from torchq_compat.errors import ExportError
 from torchq_compat.read.qparams import q_dq
 from torchq_compat.recurrent.cell_graph import CellGraphModule, ConvertedCellGraphModule
-from torchq_compat.recurrent.kernel.bound_module import BoundModule, OwnedProgram, run_native_direction
+from torchq_compat.recurrent.kernel.bound_module import BoundModule
 from torchq_compat.recurrent.kernel.program import ColumnQParams
 from torchq_compat.recurrent.over_time import (
     LoopShape,
@@ -40,31 +40,19 @@ class Sequences:
 
     Attributes:
         x: (T, B, I) float32; with ``batch_sizes`` the rows of a PackedSequence.
-        batch_sizes: number of rows of each step, the longest sequences first.
         columns: the qparams of the columns of ``x``, for a runner that computes on integers.
+        batch_sizes: number of rows of each step, the longest sequences first.
         mask: (T, B), in an exported program: true where a sequence has a step; elsewhere its state is kept.
     """
 
     x: Tensor
+    columns: ColumnQParams = ()
     batch_sizes: list[int] | None = None
-    columns: ColumnQParams | None = None
     mask: Tensor | None = None
-
-    @classmethod
-    def of(
-        cls, x: Tensor, batch_sizes: list[int] | Tensor | None, columns: ColumnQParams | None
-    ) -> Sequences:
-        """Return the input with ``batch_sizes``: the number of rows of each step, or a mask."""
-        if isinstance(batch_sizes, Tensor):
-            return cls(x, None, columns, batch_sizes)
-        return cls(x, batch_sizes, columns)
 
 
 class Runner(ABC):
     """Runs layers, or one step of a cell."""
-
-    #: Whether it needs the qparams of its input's columns.
-    reads_columns = False
 
     def run_layers(
         self, layers: Sequence[RecurrentLayer], given: Sequences, states: list[State], dropout: float
@@ -86,9 +74,7 @@ class Runner(ABC):
                 output, end = self.run_direction(direction, given, states[len(last)], backward=position == 1)
                 outputs.append(output)
                 last.append(end)
-            x = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
-            columns = None if given.columns is None else layer.output_columns(outputs[0].shape[-1])
-            given = replace(given, x=x, columns=columns)
+            given = replace(given, x=outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1))
         return given.x, last
 
     @abstractmethod
@@ -98,9 +84,7 @@ class Runner(ABC):
         """Run one direction of one layer; return the hidden states of all steps (T, B, P) and the last
         states."""
 
-    def run_step(
-        self, cell: CellGraphModule, x: Tensor, state: State, columns: ColumnQParams | None
-    ) -> State:
+    def run_step(self, cell: CellGraphModule, x: Tensor, state: State, columns: ColumnQParams) -> State:
         """Run one step: ``x`` (B, I) and the states -> the new states."""
         return tuple(cell(x, *state))
 
@@ -153,8 +137,6 @@ class OpaqueRunner(TracedRunner):
         program: in place of the program of ``bound``.
     """
 
-    reads_columns = True
-
     def __init__(self, bound: BoundModule, program: Tensor | None = None) -> None:
         self.bound = bound
         self.program = program
@@ -165,8 +147,7 @@ class OpaqueRunner(TracedRunner):
         if given.mask is not None:
             raise ExportError.of("TQ930.opaque_packed")
         stacked = [torch.stack(rows) for rows in zip(*states, strict=True)]
-        columns = given.columns or ((given.x.shape[-1], None),)
-        output, *last = self.bound.run(given.x, stacked, columns, program=self.program, exported=True)
+        output, *last = self.bound.run(given.x, stacked, given.columns, program=self.program, exported=True)
         all_qparams = [item.cell.state_qparams() for layer in layers for item in layer.directions()]
         count = self.bound.directions
         parts = output.chunk(count, -1) if count > 1 else (output,)
@@ -175,10 +156,7 @@ class OpaqueRunner(TracedRunner):
         ends = [tuple(map(q_dq, row, of)) for row, of in zip(rows, all_qparams, strict=True)]
         return (outputs[0] if count == 1 else torch.cat(outputs, -1)), ends
 
-    def run_step(
-        self, cell: CellGraphModule, x: Tensor, state: State, columns: ColumnQParams | None
-    ) -> State:
-        columns = columns or ((x.shape[-1], None),)
+    def run_step(self, cell: CellGraphModule, x: Tensor, state: State, columns: ColumnQParams) -> State:
         ends = self.bound.run(x, list(state), columns, program=self.program, exported=True)
         return tuple(map(q_dq, ends, cell.state_qparams()))
 
@@ -241,43 +219,23 @@ class DynamicQuantizeLSTMRunner(TracedRunner):
 
 
 class NativeRunner(PythonRunner):
-    """Runs all layers in one call of the native operator on integers. A cell that it cannot run is run in
-    Python.
+    """Runs all layers in one call of the native operator on integers; in Python with dropout between them.
 
     Args:
-        bound: the module's arguments of the operator; None if a cell has no program.
+        bound: the module's arguments of the operator.
     """
 
-    reads_columns = True
-
-    def __init__(self, bound: BoundModule | None) -> None:
+    def __init__(self, bound: BoundModule) -> None:
         self.bound = bound
 
     def run_layers(
         self, layers: Sequence[RecurrentLayer], given: Sequences, states: list[State], dropout: float
     ) -> tuple[Tensor, list[State]]:
-        if self.bound is None or given.columns is None or (dropout and len(layers) > 1):
+        if dropout and len(layers) > 1:
             return super().run_layers(layers, given, states, dropout)
         stacked = [torch.stack(rows) for rows in zip(*states, strict=True)]
         output, *last = self.bound.run(given.x, stacked, given.columns, given.batch_sizes or ())
         return output, list(zip(*(item.unbind(0) for item in last), strict=True))
 
-    def run_direction(
-        self, direction: RecurrentDirection, given: Sequences, state: State, *, backward: bool
-    ) -> tuple[Tensor, State]:
-        program, columns = direction.program(), given.columns
-        if program is None or columns is None:
-            return super().run_direction(direction, given, state, backward=backward)
-        return run_native_direction(
-            program, given.x, state, columns, backward=backward, batch_sizes=given.batch_sizes or ()
-        )
-
-    def run_step(
-        self, cell: CellGraphModule, x: Tensor, state: State, columns: ColumnQParams | None
-    ) -> State:
-        if self.bound is not None and columns is not None:
-            return tuple(self.bound.run(x, list(state), columns))
-        program = cell.program()
-        if program is None or columns is None:
-            return super().run_step(cell, x, state, columns)
-        return run_native_direction(OwnedProgram(cell, program), x[None], state, columns, backward=False)[1]
+    def run_step(self, cell: CellGraphModule, x: Tensor, state: State, columns: ColumnQParams) -> State:
+        return tuple(self.bound.run(x, list(state), columns))

@@ -20,33 +20,26 @@ from torchq_compat.support.process_state import is_compiling
 OWNERS = itertools.count(1)
 
 
-class OwnedProgram:
-    """A program, and the module that has its weights as attributes."""
-
-    def __init__(self, owner: nn.Module, program: programs.CellProgram) -> None:
-        self.owner = owner
-        self.program = program
-
-
 class BoundDirection:
     """One direction of one layer: the program that was bound, and how to find its weights.
 
     Args:
-        owned: the direction's program.
+        program: the direction's program.
+        owner: the module that has its weights as attributes.
         cell: the direction's cell.
         current: returns the direction's current program; None if it has none.
     """
 
     def __init__(
-        self, owned: OwnedProgram, cell: nn.Module, current: Callable[[], programs.CellProgram | None]
+        self,
+        program: programs.CellProgram,
+        owner: nn.Module,
+        cell: nn.Module,
+        current: Callable[[], programs.CellProgram | None],
     ) -> None:
-        self.program = owned.program
-        self.cell = cell
-        self.current = current
-        self.owner = owned.owner
-        weights = owned.program.weights
-        self.masks = tuple(programs.weight_mask(names[1:]) for names in weights)
-        self.names = [name for names in weights for name in names if name is not None]
+        self.program, self.owner, self.cell, self.current = program, owner, cell, current
+        self.masks = tuple(programs.weight_mask(names[1:]) for names in program.weights)
+        self.names = [name for names in program.weights for name in names if name is not None]
 
 
 class BoundModule:
@@ -163,37 +156,3 @@ def _place(owner: nn.Module, path: str) -> tuple[dict[str, Any], str, bool]:
         if name in tensors:
             return tensors, name, True
     return vars(module), name, False
-
-
-# Runs one direction over time in the cell loop: in one call, where ``over_time`` runs step by step.
-
-
-State = tuple[Tensor, ...]
-
-
-def run_native_direction(
-    owned: OwnedProgram,
-    x: Tensor,
-    state: State,
-    columns: programs.ColumnQParams,
-    *,
-    backward: bool,
-    batch_sizes: Sequence[int] = (),
-) -> tuple[Tensor, State]:
-    """Run one direction: ``x`` (T, B, I), or packed rows with ``batch_sizes``, and states (B, width) ->
-    (T, B, P) and the last states.
-
-    It is for modules of which some directions run in Python, and binds nothing.
-    """
-    program = owned.program
-    masks = tuple(programs.weight_mask(names[1:]) for names in program.weights)
-    numbers = programs.CellNumbers(program.table, program.constants, masks, backward=backward)
-    output, *last = recurrent(
-        x,
-        [entry[None] for entry in state],
-        [attribute_at(owned.owner, name) for names in program.weights for name in names if name is not None],
-        programs.ModuleNumbers(((numbers,),)).tensor(),
-        programs.floats_around(programs.as_numbers(columns), len(state)),
-        batch_sizes=batch_sizes,
-    )
-    return output, tuple(item[0] for item in last)
