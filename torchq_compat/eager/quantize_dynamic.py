@@ -14,7 +14,7 @@ from torchq_compat.model.graph_module import record_of
 from torchq_compat.read import qdq
 from torchq_compat.read.observers import SMALLEST_SCALE, asks_for_whole_range, with_whole_range
 from torchq_compat.recurrent.families import family_of, quantize_recurrent
-from torchq_compat.recurrent.kernel.direct_calls import LINEAR_OPERATOR, LinearCall, LinearWeight, linear_call
+from torchq_compat.recurrent.kernel.direct_calls import LINEAR_OPERATOR, LinearWeight, linear_call
 from torchq_compat.recurrent.kernel.program import DynamicQParams
 from torchq_compat.support import quantized_tensors, torch_ao
 from torchq_compat.support.argument_checks import FLAG, checked_arguments, instance_of, optional, shown
@@ -132,7 +132,7 @@ class _PlainWeight(quantized.modules.linear.LinearPackedParams):
             self.linear = LinearWeight(values, None, None, bias, quantized_tensors.qparams_of(weight))
         self.call = self._call()
 
-    def _call(self) -> LinearCall:
+    def _call(self) -> tuple[Any, ...]:
         width = self.linear.values.shape[1]
         return linear_call(self.linear, ((width, None),), dynamic=WHOLE_RANGE)
 
@@ -181,7 +181,7 @@ class WholeRangeLinear(quantized.dynamic.Linear):
         if not x.numel():
             return x.new_empty(*x.shape[:-1], self.out_features)
         rows = x.reshape(-1, self.in_features).float()
-        (result,) = LINEAR_OPERATOR(rows, *self._packed_params.call.behind_x())
+        (result,) = LINEAR_OPERATOR(rows, *self._packed_params.call)
         assert isinstance(result, Tensor)
         return result.reshape(*x.shape[:-1], self.out_features).to(x.dtype)
 

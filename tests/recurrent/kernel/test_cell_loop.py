@@ -402,14 +402,14 @@ def dynamic_linear_results() -> list[Tensor]:
     for value in (127, -128):
         weight = LinearWeight(torch.full((16, 64), value, dtype=torch.int8), None, None, None)
         call = linear_call(weight, ((64, None),), dynamic=chosen)
-        found += op.OPS.recurrent.default(x, *call.behind_x())
+        found += op.OPS.recurrent.default(x, *call)
     return found
 
 
 def products_of_integers(x: Tensor, weight: Tensor) -> Tensor:
     qparams = PerTensorQParams(1.0, 0, 0, 255, torch.uint8)
     call = linear_call(LinearWeight(weight, None, None, None), ((x.shape[1], qparams),))
-    (result,) = op.OPS.recurrent.default(x, *call.behind_x())
+    (result,) = op.OPS.recurrent.default(x, *call)
     return result
 
 

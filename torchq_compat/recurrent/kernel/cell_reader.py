@@ -22,9 +22,10 @@ from torchq_compat.recurrent.kernel.program import (
     DynamicQParams,
     Instruction,
     Op,
-    Slot,
+    SlotRow,
     WeightNames,
 )
+from torchq_compat.support.dtypes import KERNEL_DTYPES
 from torchq_compat.support.graph_nodes import attribute_of
 
 ATEN = torch.ops.aten
@@ -120,7 +121,7 @@ class _CellReader:
         carried = {slot: value.qparams for slot, value in pairs}
         return CellProgram(
             tuple(_finished(instruction, units, carried) for instruction in self.instructions),
-            tuple(Slot(*slot) for slot in zip(self.widths, units, self.once, strict=True)),
+            tuple(SlotRow(*slot) for slot in zip(self.widths, units, self.once, strict=True)),
             tuple(value.slot for value in results),
             tuple(self.weights),
         )
@@ -297,6 +298,4 @@ def _eight_bits(
     qparams: PerTensorQParams | DynamicQParams | None,
 ) -> PerTensorQParams | DynamicQParams | None:
     """Return ``qparams`` if its dtype has eight bits, else None."""
-    if qparams is None or qparams.dtype not in (torch.uint8, torch.int8):
-        return None
-    return qparams
+    return qparams if qparams is not None and qparams.dtype in KERNEL_DTYPES else None

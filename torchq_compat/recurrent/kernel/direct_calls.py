@@ -15,9 +15,8 @@ from torchq_compat.recurrent.kernel import program as programs
 from torchq_compat.recurrent.kernel.bound_module import OWNERS, BoundModule
 from torchq_compat.recurrent.kernel.build import kernel_build
 from torchq_compat.recurrent.kernel.op import NO_SIZES, drop_forgotten, forget
+from torchq_compat.support.dtypes import KERNEL_DTYPES
 from torchq_compat.support.upstream import data_address
-
-EIGHT_BITS = (torch.uint8, torch.int8)
 
 
 @dataclass
@@ -66,7 +65,8 @@ class DirectCall:
         for tensor in result:
             if type(tensor) is not Tensor:
                 return None
-            if tensor.dtype is not torch.float32 and (self.layout is None or tensor.dtype not in EIGHT_BITS):
+            is_handed = self.layout is not None and tensor.dtype in KERNEL_DTYPES
+            if tensor.dtype is not torch.float32 and not is_handed:
                 return None
         x = result[0]
         if x.dim() != self.rank or not x.numel():
@@ -145,10 +145,7 @@ def direct_call(contract: Any, layout: CallLayout | None, quantized: tuple[int, 
     form = (layout, contract.rank, contract.batch_first)
     floats = ((contract.input_size, None),)
     if layout is None:
-        boundary = programs.Boundary(
-            tuple(programs.as_numbers(floats)), ((),) * states, (None,) * (1 + states)
-        )
-        return DirectCall(*form, boundary.numbers(), states)
+        return DirectCall(*form, programs.floats_around(programs.as_numbers(floats), states), states)
     count = layout.inputs.count()
     args, kwargs = layout.inputs.put_together(range(count), (None,) * count)
     x, hidden = contract.arguments_of("", args, kwargs)
@@ -159,7 +156,9 @@ def direct_call(contract: Any, layout: CallLayout | None, quantized: tuple[int, 
     all_qparams = layout.input_qparams or (None,) * count
     rows = [_rows_on(all_qparams[place]) for place in given]
     x_qparams = all_qparams[x]
-    is_known = all(item is not None for item in rows) and (x_qparams is None or x_qparams.dtype in EIGHT_BITS)
+    is_known = all(item is not None for item in rows) and (
+        x_qparams is None or x_qparams.dtype in KERNEL_DTYPES
+    )
     columns = tuple(
         programs.as_numbers(programs.column_qparams(x_qparams, contract.input_size, contract.rank))
     )
@@ -183,7 +182,7 @@ def _rows_on(qparams: QParams | None) -> tuple[programs.QParamsRow, ...] | None:
     """Return the qparams of a state's rows; empty for floats, None if the operator does not support them."""
     if qparams is None:
         return ()
-    if qparams.dtype not in EIGHT_BITS:
+    if qparams.dtype not in KERNEL_DTYPES:
         return None
     if isinstance(qparams, PerTensorQParams):
         return (programs.qparams_row(qparams),)
@@ -223,41 +222,20 @@ class LinearWeight:
     per_tensor: tuple[float, int] = (1.0, 0)
 
 
-@dataclass(frozen=True)
-class LinearCall:
-    """The arguments of the operator after x, (rows, K); the one result has the shape (rows, N)."""
-
-    weights: tuple[Tensor, ...]
-    program: Tensor
-    boundary: list[float]
-    owner: int
-
-    def behind_x(self) -> tuple[Any, ...]:
-        """Return the arguments after x. The operator does not check whether weights were written in place: a
-        changed weight needs another ``LinearCall``."""
-        version, directions = 1, 1
-        sizes = list(NO_SIZES)
-        return (
-            *([], list(self.weights), self.program, self.boundary, sizes),
-            *(directions, False, self.owner, version),
-        )
-
-
 def linear_call(
     weight: LinearWeight,
     columns: programs.ColumnQParams,
     *,
     dynamic: programs.DynamicQParams | None = None,
-    relu: bool = False,
     output: PerTensorQParams | None = None,
-) -> LinearCall:
-    """Return the call that computes a linear layer.
+) -> tuple[Any, ...]:
+    """Return the arguments of ``LINEAR_OPERATOR`` after x, (rows, K), that compute a linear layer: the one
+    result has the shape (rows, N). The operator does not check whether weights were written in place.
 
     Args:
         weight: the weight of the layer; its tensors must not change.
         columns: the qparams of the columns of x, which may be integers or floats.
         dynamic: how to choose the qparams of x, in place of ``columns``.
-        relu: whether a ReLU follows.
         output: the 8-bit qparams of the result's integers; None: the result is floats.
     """
     outputs, inputs = weight.values.shape
@@ -274,12 +252,10 @@ def linear_call(
             input=dynamic,
             weight_qparams=weight.per_tensor,
         ),
-        programs.Instruction(
-            programs.Op.RELU if relu else programs.Op.COPY, RESULT, ((PRODUCT, 0),), outputs, outputs, False
-        ),
+        programs.Instruction(programs.Op.COPY, RESULT, ((PRODUCT, 0),), outputs, outputs, False),
     )
-    of_a_step = programs.Slot(outputs, outputs, False)
-    slots = (programs.Slot(inputs, inputs, True), of_a_step, programs.Slot(outputs, outputs, True), of_a_step)
+    of_all, of_a_step = programs.SlotRow(outputs, outputs, True), programs.SlotRow(outputs, outputs, False)
+    slots = (programs.SlotRow(inputs, inputs, True), of_a_step, of_all, of_a_step)
     names = programs.WeightNames("values", "scales", "zero_points", "bias")
     program = programs.CellProgram(instructions, slots, (RESULT,), (names,))
     parts = (weight.scales, weight.zero_points, weight.bias)
@@ -287,8 +263,9 @@ def linear_call(
     numbers = programs.CellNumbers(program.table, program.constants, (mask,), backward=False)
     result = None if output is None else programs.qparams_row(output)
     boundary = programs.Boundary(tuple(programs.as_numbers(columns)), ((),), (None, result)).numbers()
-    given = tuple(item for item in (weight.values, *parts) if item is not None)
-    call = LinearCall(given, programs.ModuleNumbers(((numbers,),)).tensor(), boundary, next(OWNERS))
-    weakref.finalize(call.program, forget, call.owner).atexit = False
+    given = [item for item in (weight.values, *parts) if item is not None]
+    module, owner = programs.ModuleNumbers(((numbers,),)).tensor(), next(OWNERS)
+    weakref.finalize(module, forget, owner).atexit = False
     drop_forgotten()
-    return call
+    directions, version = 1, 1
+    return [], given, module, boundary, list(NO_SIZES), directions, False, owner, version

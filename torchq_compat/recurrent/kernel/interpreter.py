@@ -70,7 +70,8 @@ def run_interpreted(
         for row, qparams in zip(rows, all_qparams, strict=True):
             if row.once == once:
                 value = _compute(row, qparams[QPARAMS_COLUMNS : 2 * QPARAMS_COLUMNS], slots, dense)
-                slots[row.target] = _requantized(value, qparams) if row.quantized else value
+                output = QParamsRow(*qparams[:QPARAMS_COLUMNS]) if row.quantized else None
+                slots[row.target] = _on_steps(value, output)
         return slots
 
     before = execute({0: x}, once=True)
@@ -114,12 +115,6 @@ def _dequantized(
         scale, zero_point = constants[-2:]
         return (values.float() - zero_point) * scale, bias
     return (values.float() - zero_points[:, None]) * scales[:, None], bias
-
-
-def _requantized(value: Tensor, constants: Sequence[float]) -> Tensor:
-    scale, zero_point, quant_min, quant_max, nan = constants[:QPARAMS_COLUMNS]
-    integers = (torch.round(value * (1.0 / scale)) + zero_point).clamp_(quant_min, quant_max)
-    return (integers.nan_to_num_(nan) - zero_point) * scale
 
 
 def _with_chosen_qparams(value: Tensor, row: Sequence[float]) -> Tensor:
@@ -221,7 +216,7 @@ def _first_states(
         by_row = state[None] if state.dim() == 2 else state
         count = len(cells) if len(rows) <= 1 else len(rows)
         item = rows * count if len(rows) == 1 else rows or (None,) * count
-        given.append([_requantized_state(*pair) for pair in zip(by_row.unbind(0), item, strict=True)])
+        given.append([_on_steps(*pair) for pair in zip(by_row.unbind(0), item, strict=True)])
     return list(zip(*given, strict=True))
 
 
@@ -240,15 +235,15 @@ def _columns_as_floats(x: Tensor, columns: Sequence[float]) -> Tensor:
     if x.is_floating_point() and not any(row.scale for row in rows):
         return x
     pieces = zip(torch.split(x, widths, -1), rows, strict=True)
-    return torch.cat([_requantized_state(piece, row if row.scale else None) for piece, row in pieces], -1)
+    return torch.cat([_on_steps(piece, row if row.scale else None) for piece, row in pieces], -1)
 
 
-def _requantized_state(value: Tensor, row: QParamsRow | None) -> Tensor:
+def _on_steps(value: Tensor, row: QParamsRow | None) -> Tensor:
+    """Return the floats of a ``value`` with qparams: floats are quantized and dequantized."""
     if row is None:
         return value.float()
-    if not value.is_floating_point():
-        return (value.float() - row.zero_point) * row.scale
-    return (_integers(value, row) - row.zero_point) * row.scale
+    integers = _integers(value, row) if value.is_floating_point() else value.float()
+    return (integers - row.zero_point) * row.scale
 
 
 def _handed_out(result: Tensor, row: QParamsRow | None) -> Tensor:

@@ -51,7 +51,8 @@ class InstructionRow(NamedTuple):
 
 
 class SlotRow(NamedTuple):
-    """A slot in ``CellProgram.table``."""
+    """A slot in ``CellProgram.table``: rows of ``width`` floats, in segments of ``units``; with ``once`` the
+    rows of all steps."""
 
     width: int
     units: int
@@ -117,15 +118,6 @@ class WeightNames(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Slot:
-    """Rows of ``width`` floats, in segments of ``units``; with ``once`` the rows of all steps."""
-
-    width: int
-    units: int
-    once: bool
-
-
-@dataclass(frozen=True)
 class Instruction:
     """One operation on whole rows.
 
@@ -157,7 +149,7 @@ class CellProgram:
     """A cell as instructions. ``results`` are the slots of the new states."""
 
     instructions: tuple[Instruction, ...]
-    slots: tuple[Slot, ...]
+    slots: tuple[SlotRow, ...]
     results: tuple[int, ...]
     weights: tuple[WeightNames, ...]
     table: Tensor = field(init=False, compare=False)
@@ -176,7 +168,7 @@ def _table(program: CellProgram) -> Tensor:
         segments, quantized = i.width // i.units, i.output is not None
         rows += InstructionRow(i.op, i.target, *a, *b, segments, i.units, i.weight, i.once, quantized)
     for slot in program.slots:
-        rows += SlotRow(slot.width, slot.units, slot.once)
+        rows += slot
     return torch.tensor([*rows, *program.results], dtype=torch.int64, device="cpu")
 
 

@@ -16,7 +16,7 @@ from torchq_compat.lower.integers.qdq_graph import OpSite, constant_of, integers
 from torchq_compat.lower.integers.rules.convolutions import Weight, bias_fault, ends, weight_of
 from torchq_compat.read import qdq
 from torchq_compat.read.qparams import PerTensorQParams
-from torchq_compat.recurrent.kernel.direct_calls import LINEAR_OPERATOR, LinearCall, LinearWeight, linear_call
+from torchq_compat.recurrent.kernel.direct_calls import LINEAR_OPERATOR, LinearWeight, linear_call
 from torchq_compat.recurrent.kernel.program import ColumnQParams, DynamicQParams
 from torchq_compat.support.dtypes import KERNEL_DTYPES
 
@@ -139,13 +139,13 @@ def _columns(site: OpSite, dequantize: Node, width: int) -> ColumnQParams | None
     return tuple(runs) if len(runs) <= MOST_PIECES else None
 
 
-def _written(lowered: LoweredGraph, site: OpSite, x: Any, weight: _Weight, call: LinearCall) -> Node:
+def _written(lowered: LoweredGraph, site: OpSite, x: Any, weight: _Weight, call: tuple[Any, ...]) -> Node:
     """Write the operator with the input as rows, and give the result the leading sizes of the input."""
     rank = rank_of(site.op)
     assert rank is not None
     outputs, inputs = weight.tensors.values.shape
     rows = x if rank == 2 else lowered.call(ATEN.reshape.default, x, [-1, inputs])
-    states, _, program, boundary, *others, _ = call.behind_x()
+    states, _, program, boundary, *others, _ = call
     # The operator looks at the weights at each call: they may be written to.
     arguments = (rows, states, list(weight.nodes), lowered.constant(program), boundary, *others, -1)
     result = lowered.call(operator.getitem, lowered.call(LINEAR_OPERATOR, *arguments), 0)
