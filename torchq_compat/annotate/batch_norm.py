@@ -488,16 +488,12 @@ def describe(graph_module: GraphModule) -> Iterator[BatchNormParts]:
 def prepare(
     graph_module: GraphModule,
     quantizer: Quantizer,
-    *,
     is_qat: bool,
-    cumulative: Collection[str] = (),
-    may_fold: MayFold = folds_all,
+    cumulative: Collection[str],
+    may_fold: MayFold,
 ) -> GraphModule:
-    """Insert observers or fake-quantizes into ``graph_module`` where ``quantizer`` annotates.
-
-    Args:
-        cumulative: the paths of running means that ``before_capture`` returned.
-    """
+    """Insert observers or fake-quantizes into ``graph_module`` where ``quantizer`` annotates; see
+    ``prepare_graph``."""
     if not is_qat:
         fold_constants(graph_module, may_fold)
         hide_batch_norms(graph_module)
@@ -507,8 +503,7 @@ def prepare(
     _show_keywords(prepared)
     if is_qat:
         fuse_batch_norms(prepared, may_fold)
-    if cumulative:
-        average_cumulatively(prepared, cumulative)
+    average_cumulatively(prepared, cumulative)
     return prepared
 
 

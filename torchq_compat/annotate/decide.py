@@ -27,7 +27,6 @@ from torchq_compat.annotate.patterns import (
     is_float_tensor,
     is_half_static,
     match_fused_patterns,
-    refusal,
     takes_weight,
 )
 from torchq_compat.annotate.unmatched import decide_order_rules
@@ -263,8 +262,8 @@ class _State:
             return self._share_with_input(partition, pattern.last, specs)
         roles = {"has_weight": "weight" in partition.parameters, "has_bias": "bias" in partition.parameters}
         config = find_dtype_config(entry, specs, **roles)
-        if config is None:
-            return Action.FLOAT, refusal(entry, specs, **roles)
+        if isinstance(config, str):
+            return Action.FLOAT, config
         if entry.observation_for(partition.tensor_count) is SHARE and pattern.observes_inputs:
             return self._share_with_input(partition, pattern.last, specs)
         is_module = partition.origin.is_module_call

@@ -29,15 +29,15 @@ class _Call:
 
     Attributes:
         args: the arguments, made of ``leaves``, which the operator has as tensors, then sizes.
-        results: the example value of each result, and the lookups that lead to it.
-        is_flat: whether the call has its results as its own example value.
+        results: the example value of each result that is read, and the lookups that lead to it.
+        value: the example value of the call itself, if it has one.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     leaves: tuple[Node, ...]
     results: tuple[tuple[Tensor, tuple[Lookup, ...]], ...]
-    is_flat: bool
+    value: Any
 
 
 class HiddenCalls:
@@ -96,13 +96,9 @@ class HiddenCalls:
         if len(tensors) + len(sizes) < len(values) or ends is None:
             return  # A PackedSequence, or a result that is no tensor.
         self._modules[path] = model.get_submodule(path)
-        is_flat = isinstance(call.meta.get("val"), (list, tuple))
-        results: tuple[tuple[Tensor, tuple[Lookup, ...]], ...]
-        if is_flat:
-            results = tuple((value, ((operator.getitem, at),)) for at, value in enumerate(call.meta["val"]))
-        else:
-            results = tuple((end.meta["val"], lookups) for end, lookups in ends.items())
-        self._calls.append(_Call(call.args, dict(call.kwargs), (*tensors, *sizes), results, is_flat))
+        results = tuple((end.meta["val"], lookups) for end, lookups in ends.items())
+        value = call.meta.get("val")
+        self._calls.append(_Call(call.args, dict(call.kwargs), (*tensors, *sizes), results, value))
         stand_in, layout = call, len(self._calls) - 1
         if results and not results[0][1]:
             with model.graph.inserting_before(call):
@@ -112,8 +108,7 @@ class HiddenCalls:
         stand_in.meta["val"] = [value for value, _ in results]
         for index, end in enumerate(ends):
             before = end.args[0]
-            if not is_flat:
-                _write(end, "call_function", operator.getitem, (stand_in, index), {})
+            _write(end, "call_function", operator.getitem, (stand_in, index), {})
             while isinstance(before, Node) and before is not call and not before.users:
                 unused = before
                 before = unused.args[0]
@@ -135,8 +130,9 @@ class HiddenCalls:
             model.graph.erase_node(stand_in)
             return
         _write(stand_in, "call_module", path, args, kwargs)
-        if not call.is_flat:
-            del stand_in.meta["val"]
+        del stand_in.meta["val"]
+        if call.value is not None:
+            stand_in.meta["val"] = call.value
         for index, end in ends.items():
             source = stand_in
             *inner, (lookup, key) = call.results[index][1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import nullcontext
 from enum import Enum
 from functools import partial
@@ -23,11 +23,11 @@ from torchao.quantization.pt2e.quantizer import Quantizer
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from torchq_compat.annotate import batch_norm
-from torchq_compat.annotate.annotation import NodeSpecs, OuterGraphQuantizer, SpecQuantizer, op_record
+from torchq_compat.annotate.annotation import OuterGraphQuantizer, SpecQuantizer, op_record
 from torchq_compat.read import observers
 from torchq_compat.read.observer_classes import FusedFakeQuantize, converts_otherwise, use_observer_qparams
 from torchq_compat.read.qdq import LARGE, constant_value, fold_weights, is_scaled_weight
-from torchq_compat.read.qparams import fold_weight, has_loaded_qparams, qparams_of, set_loaded_observer
+from torchq_compat.read.qparams import LoadedQParamsObserver, fold_weight, has_loaded_qparams, qparams_of
 from torchq_compat.read.torch_ao_classes import is_of_torch_ao
 from torchq_compat.support import graph_nodes, metadata
 from torchq_compat.support.dtypes import SIXTEEN_BITS, dtype_range, is_integer, plain_dtype
@@ -87,8 +87,7 @@ def adopt_observers(prepared: GraphModule) -> tuple[str, ...]:
 
 # torchao's prepare and convert of one graph: prepare with given specs, convert with FX's ranges.
 #
-# The outer graph and every recurrent cell go through ``prepare_graph`` or ``prepare_with``, and
-# ``convert_graph``.
+# The outer graph and every recurrent cell go through ``prepare_graph`` and ``convert_graph``.
 
 
 TO_DTYPE = torch.ops.aten.to.dtype
@@ -98,43 +97,27 @@ BODY_OF_LOOP = {torch.ops.higher_order.scan: 0, torch.ops.higher_order.while_loo
 
 def prepare_graph(
     graph_module: GraphModule,
-    decide: Callable[[GraphModule], Mapping[Node, NodeSpecs]],
-    *,
-    is_qat: bool,
-    cumulative: Collection[str] = (),
-    may_fold: batch_norm.MayFold = batch_norm.folds_all,
-) -> GraphModule:
-    """Put observers (or fake-quantizes) into ``graph_module`` where ``decide`` says. The result is to be
-    wrapped: it has no code."""
-    with without_code(graph_module.graph):
-        return prepare_with(
-            graph_module, SpecQuantizer(decide), is_qat=is_qat, cumulative=cumulative, may_fold=may_fold
-        )
-
-
-def prepare_with(
-    graph_module: GraphModule,
     quantizer: Quantizer,
     *,
-    is_qat: bool,
+    is_qat: bool = False,
     cumulative: Collection[str] = (),
     may_fold: batch_norm.MayFold = batch_norm.folds_all,
 ) -> GraphModule:
     """Put observers (or fake-quantizes) into ``graph_module`` where ``quantizer`` says. The result is to be
-    wrapped: its code may be that of an earlier graph.
+    wrapped: it has no code, or that of an earlier graph.
 
     Args:
         cumulative: what ``batch_norm.before_capture`` returned.
         may_fold: which batch norms may be folded into the op that they follow.
     """
     asked = OuterGraphQuantizer(quantizer)
-    prepared = batch_norm.prepare(
-        graph_module, asked, is_qat=is_qat, cumulative=cumulative, may_fold=may_fold
-    )
-    if is_qat:
-        _prepare_bodies(prepared, asked)
-    _call_shared_observers_by_one_name(prepared)
-    return _allow_train_eval(prepared)
+    # A user's Quantizer may run the graph.
+    with without_code(graph_module.graph) if isinstance(quantizer, SpecQuantizer) else nullcontext():
+        prepared = batch_norm.prepare(graph_module, asked, is_qat, cumulative, may_fold)
+        if is_qat:
+            _prepare_bodies(prepared, asked)
+        _call_shared_observers_by_one_name(prepared)
+        return _allow_train_eval(prepared)
 
 
 def calibrate_with_float_weights(prepared: GraphModule) -> None:
@@ -176,7 +159,7 @@ def convert_graph(
         for node, module in observer_nodes(folded):
             # Where torchao's convert reads them; weight observers do this themselves.
             if has_loaded_qparams(module) and not isinstance(module, observers.WeightObserver):
-                set_loaded_observer(folded, str(node.target))
+                folded.set_submodule(str(node.target), LoadedQParamsObserver(module))
         _cast_around_observers(folded)
         # They name nodes of the original, whose q-dq torchao's convert would look for.
         for node in folded.graph.nodes:

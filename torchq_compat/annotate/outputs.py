@@ -30,7 +30,7 @@ def write_specs(graph: Graph, specs: Mapping[sharing.EdgeOrNode, Spec | None]) -
     """
     # From here on getitems are made and merged: a node found earlier may have been erased.
     spelled = {
-        point: None if spec is None else sharing.with_nodes(spec, sharing.node_at)
+        point: None if spec is None else sharing.with_points(spec, sharing.point_at)
         for point, spec in specs.items()
     }
     for consumer in {point[1] for point in specs if isinstance(point, tuple)}:

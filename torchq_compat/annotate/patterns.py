@@ -330,16 +330,11 @@ def _chains(
 
 def _pattern_parts(ops: tuple[SourcePartition, ...]) -> tuple[tuple[PatternPart, ...], ...]:
     """List, for each of ``ops``, the object types by which a pattern may name it."""
-    parts = [_parts(before, op) for before, op in itertools.pairwise(ops)]
-    return (ops[0].origin.object_types, *parts)
-
-
-def _parts(before: SourcePartition, op: SourcePartition) -> tuple[PatternPart, ...]:
-    """List the object types by which a pattern may name ``op`` if it follows ``before``."""
-    side = _side(before, op)
-    if side is None:
-        return op.origin.object_types
-    return tuple(Join(kind, side) for kind in op.origin.object_types)
+    parts: list[tuple[PatternPart, ...]] = [ops[0].origin.object_types]
+    for before, op in itertools.pairwise(ops):
+        side, kinds = _side(before, op), op.origin.object_types
+        parts.append(kinds if side is None else tuple(Join(kind, side) for kind in kinds))
+    return tuple(parts)
 
 
 def _side(before: SourcePartition, op: SourcePartition) -> int | None:
@@ -401,21 +396,22 @@ def _check_one_qconfig(ops: tuple[SourcePartition, ...], entry: PatternEntry, ru
 
 def find_dtype_config(
     entry: PatternEntry, specs: OpSpecs, *, has_weight: bool, has_bias: bool
-) -> DTypeConfig | None:
-    """Return the first DTypeConfig of ``entry`` that allows ``specs``; None if none does.
+) -> DTypeConfig | str:
+    """Return the first DTypeConfig of ``entry`` that allows ``specs``, or the reason, for people, why none
+    does.
 
     Args:
         has_weight: whether the op is a function with a weight argument; ``takes_weight`` checks the weight
             of a module.
         has_bias: whether the op is a function with a bias argument.
     """
-    return next((c for c in entry.dtype_configs if not _violation(c, specs, has_weight, has_bias)), None)
-
-
-def refusal(entry: PatternEntry, specs: OpSpecs, *, has_weight: bool, has_bias: bool) -> str:
-    """Return the reason, for people, why ``find_dtype_config`` found nothing."""
-    reasons = dict.fromkeys(_violation(c, specs, has_weight, has_bias) for c in entry.dtype_configs)
-    return f"{NOT_SUPPORTED}: {'; '.join(reasons) or 'it has no dtype configs for it'}"
+    reasons = []
+    for config in entry.dtype_configs:
+        reason = _violation(config, specs, has_weight, has_bias)
+        if not reason:
+            return config
+        reasons.append(reason)
+    return f"{NOT_SUPPORTED}: {'; '.join(dict.fromkeys(reasons)) or 'it has no dtype configs for it'}"
 
 
 def takes_weight(entry: PatternEntry, specs: OpSpecs) -> bool:

@@ -183,13 +183,12 @@ def _spec_of(point: Any) -> QuantizationSpecBase | None:
 
 
 def _for_any_convert(specs: NodeSpecs) -> NodeSpecs:
-    inputs = {producer: _with_ready_observer(spec) for producer, spec in specs.inputs.items()}
+    inputs = dict(specs.inputs)
+    for producer, spec in specs.inputs.items():
+        constructor = getattr(spec, "observer_or_fake_quant_ctr", None)
+        if isinstance(constructor, WeightConstructor):
+            inputs[producer] = make_spec(constructor.for_any_convert)
     return replace(specs, inputs=inputs)
-
-
-def _with_ready_observer(spec: QuantizationSpecBase) -> QuantizationSpecBase:
-    constructor = spec.observer_or_fake_quant_ctr if isinstance(spec, QuantizationSpec) else None
-    return make_spec(constructor.for_any_convert) if isinstance(constructor, WeightConstructor) else spec
 
 
 # Checks which of a Quantizer's specs became observers in the prepared graph.
@@ -242,11 +241,6 @@ def unobserved_points(
         if observer is not None and source not in places and not is_moved:
             missing.add(name_of(point))
     return missing
-
-
-def unread_points(prepared: GraphModule) -> set[PointName]:
-    """Return the outputs in ``prepared`` that are observed and then read by nothing: convert drops them."""
-    return {name_of(_observed(node, prepared)) for node, _ in observer_nodes(prepared) if not node.users}
 
 
 def _observed(node: Node, prepared: GraphModule) -> Node:
@@ -406,7 +400,10 @@ class UserQuantizer(WrappingQuantizer):
             for point, observer in observers.items()
             if observer is None or not quantizes(observer)
         }
-        unread = unread_points(prepared)
+        # Outputs that are observed and then read by nothing: convert drops them.
+        unread = {
+            name_of(_observed(node, prepared)) for node, _ in observer_nodes(prepared) if not node.users
+        }
         name = type(self.quantizer).__name__
         ends = [
             Decision(end.name, ENDS[end.op], Action.QUANTIZED, f"annotated by {name}", node=end.name)

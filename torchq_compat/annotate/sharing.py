@@ -137,6 +137,11 @@ def getitems_of(output: Output) -> list[Node]:
     return sorted(picked)
 
 
+def point_at(point: EdgeOrNode) -> Node | tuple[Node, Node]:
+    """Return ``point`` written with nodes, as torchao reads it; see ``node_at``."""
+    return (node_at(point[0]), point[1]) if isinstance(point, tuple) else node_at(point)
+
+
 def node_at(source: Source) -> Node:
     """Return the node for ``source``; make its getitem if there is none, merge several into one."""
     if isinstance(source, Node):
@@ -458,15 +463,6 @@ def described(spec: Any) -> str:
     """Return ``spec`` as text for messages: its kind and dtype."""
     dtype = getattr(spec, "dtype", None)
     return f"a {type(spec).__name__}" + (f" of {dtype_name(dtype)}" if dtype is not None else "")
-
-
-def with_nodes(spec: Spec, node_of: Callable[[Any], Node]) -> Spec:
-    """Return ``spec`` with every point it refers to written with nodes, as torchao reads it."""
-
-    def spelled(point: EdgeOrNode) -> Node | tuple[Node, Node]:
-        return (node_of(point[0]), point[1]) if isinstance(point, tuple) else node_of(point)
-
-    return with_points(spec, spelled)
 
 
 def with_points(spec: Spec, point_for: Callable[[Any], Any]) -> Spec:

@@ -368,11 +368,9 @@ class _GraphReader:
         if any(name in state.entries for name in own):
             return False
         # A lowered module of one op may have no scale in its state.
-        return state.is_reference or site.observed.target is operator.getitem or self._is_composite(record)
-
-    def _is_composite(self, record: OpRecord) -> bool:
         calls = [op_record(node) for node in self.graph_module.graph.nodes]
-        return sum(item is not None and item.origin.call == record.origin.call for item in calls) > 1
+        of_call = sum(item is not None and item.origin.call == record.origin.call for item in calls)
+        return state.is_reference or site.observed.target is operator.getitem or of_call > 1
 
     def _path(self, record: OpRecord) -> str:
         path = record.origin.module_path.partition("@")[0]

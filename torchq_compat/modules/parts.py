@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e.quantizer import QuantizationSpec, SharedQuantizationSpec
 
-from torchq_compat.annotate.annotation import NodeSpecs
+from torchq_compat.annotate.annotation import NodeSpecs, SpecQuantizer
 from torchq_compat.annotate.observed_graph import convert_graph, prepare_graph
 from torchq_compat.capture.call_layouts import CallLayout, input_labels
 from torchq_compat.capture.opaque_calls import OpaqueModule
@@ -100,38 +100,16 @@ class ObservedValue(nn.Module):
 
 
 @dataclass(frozen=True)
-class PartConstructors:
-    """Observer or fake-quantize constructors by group of parts; groups left out follow the QConfig."""
-
-    by_group: dict[str, observers.ObserverConstructor] = field(default_factory=dict)
-
-    @classmethod
-    def from_legacy(cls, **legacy: Any) -> PartConstructors:
-        """Translate ``group=constructor`` pairs; None leaves a group out.
-
-        Raises:
-            ConfigError: if a value is not a constructor; names its group.
-        """
-        return cls(
-            {
-                group: observers.translate_constructor(constructor, f"{group}_obs_ctr")
-                for group, constructor in legacy.items()
-                if constructor is not None
-            }
-        )
-
-
-@dataclass(frozen=True)
 class PartSpecs:
     """The specs of every edge of a graph of parts, from one QConfig and the user's constructors.
 
     Attributes:
         op_specs: the specs of the module's QConfig.
-        constructors: the user's constructors for groups of parts.
+        constructors: the user's constructors by group of parts; groups left out follow the QConfig.
     """
 
     op_specs: OpSpecs
-    constructors: PartConstructors = PartConstructors()
+    constructors: Mapping[str, observers.ObserverConstructor] = field(default_factory=dict)
 
     def output_constructor(self, part: Part) -> observers.ObserverConstructor:
         """Return the constructor that observes the output of ``part``.
@@ -139,7 +117,7 @@ class PartSpecs:
         Default: the QConfig's activation. Sigmoid, its complement and tanh have FX's fixed qparams, which
         divide [0, 1) and [-1, 1) by the number of integers of the dtype: scales 1/256 and 2/256 for 8 bits.
         """
-        if (given := self.constructors.by_group.get(part.group)) is not None:
+        if (given := self.constructors.get(part.group)) is not None:
             return given
         if part.kind in (PartKind.SIGMOID, PartKind.COMPLEMENT, PartKind.TANH):
             return self._fixed_constructor(part.kind)
@@ -153,7 +131,7 @@ class PartSpecs:
     def input_spec(self, part: Part) -> QuantizationSpec | None:
         """Return the spec for the input of ``part`` if it is observed separately from its producer's output;
         else None."""
-        given = self.constructors.by_group.get(part.input_group or "")
+        given = self.constructors.get(part.input_group or "")
         return None if given is None else _spec_of_integers(given)
 
     def linear_input_spec(self, input_dtype: torch.dtype | None) -> QuantizationSpec | None:
@@ -165,11 +143,11 @@ class PartSpecs:
 
     def group_dtype(self, group: str) -> torch.dtype:
         """Return the dtype of the parts of ``group``, which is a float dtype if they stay float."""
-        given = self.constructors.by_group.get(group)
+        given = self.constructors.get(group)
         return given.settings.dtype if given is not None else self.op_specs.activation_dtype
 
     def weight_spec(self) -> QuantizationSpec | None:
-        given = self.constructors.by_group.get("weight")
+        given = self.constructors.get("weight")
         if given is None:
             return self.op_specs.weight
         return make_spec(given if given.settings.is_fake_quantize else observers.WeightConstructor(given))
@@ -299,7 +277,7 @@ def prepare_parts(
             decided[node] = node_specs
         return decided
 
-    return prepare_graph(captured, decide, is_qat=False)
+    return prepare_graph(captured, SpecQuantizer(decide))
 
 
 class PartGraphModule(GraphModule):

@@ -28,24 +28,6 @@ FAR_WORSE, FAR_BELOW = 28.0, 8.0
 class PartOwnerHandler(CustomModuleHandler):
     """Base of the handlers of modules that consist of graphs of parts."""
 
-    def boundary(self, opaque: OpaqueModule, request: ObserveRequest, layout: CallLayout) -> OpaqueBoundary:
-        """Return a boundary that quantizes every float input by the QConfig; results have the qparams of the
-        parts, or are floats."""
-        assert isinstance(opaque, part_graphs.PartOwner)
-        count = layout.outputs.count()
-        dtypes = tuple(
-            dtype if dtype is not None and is_integer(dtype) else None
-            for dtype in opaque.result_dtypes(count)
-        )
-        return OpaqueBoundary(
-            input_specs=tuple(
-                None if is_index else request.specs.activation for is_index in layout.inputs.holds_indices()
-            ),
-            output_dtypes=dtypes,
-            output_specs=(None,) * count,
-            accepted=frozenset(dtype for dtype in dtypes if dtype is not None),
-        )
-
     def observer_faults(self, opaque: OpaqueModule) -> list[tuple[str, ObserverFault]]:
         assert isinstance(opaque, part_graphs.PartOwner)
         return [
@@ -71,7 +53,7 @@ class PartOwnerHandler(CustomModuleHandler):
                 where, formula = f"{path}.{graph_path}.{name}", part_graphs.part_of(node).formula
                 values = quantized_values(graph, node, where, parts - {node}, parts)
                 action = Action.QUANTIZED
-                given = opaque.specs.constructors.by_group.get(part_graphs.part_of(node).group)
+                given = opaque.specs.constructors.get(part_graphs.part_of(node).group)
                 if given is not None and not is_integer(given.settings.dtype):
                     reason += "; its result stays float, as its observer is of a float dtype"
                     action = Action.QUANTIZED if values else Action.FLOAT
@@ -151,6 +133,24 @@ class FamilyHandler(PartOwnerHandler):
     def owns(self, opaque: nn.Module) -> bool:
         return isinstance(opaque, (self.family.observed, self.family.converted))
 
+    def boundary(self, opaque: OpaqueModule, request: ObserveRequest, layout: CallLayout) -> OpaqueBoundary:
+        """Return a boundary that quantizes every float input by the QConfig; results have the qparams of the
+        parts, or are floats."""
+        assert isinstance(opaque, part_graphs.PartOwner)
+        count = layout.outputs.count()
+        dtypes = tuple(
+            dtype if dtype is not None and is_integer(dtype) else None
+            for dtype in opaque.result_dtypes(count)
+        )
+        return OpaqueBoundary(
+            input_specs=tuple(
+                None if is_index else request.specs.activation for is_index in layout.inputs.holds_indices()
+            ),
+            output_dtypes=dtypes,
+            output_specs=(None,) * count,
+            accepted=frozenset(dtype for dtype in dtypes if dtype is not None),
+        )
+
     def loses_forward(self, module: nn.Module) -> bool:
         return has_own_forward(module, self.family.float_class)
 
@@ -228,7 +228,7 @@ def required_by_parts(graph: GraphModule, at: str) -> Required:
         RequiredObserver(observer, (f"{at}.{part}.activation_post_process",), (f"{at}.{part}.scale",))
         for part, observer in part_observers(graph)
     ]
-    return Required(required_weights(graph, at), (*observers, *required_weight_observers(graph, at)))
+    return Required(observers=tuple(observers)) + required_weights(graph, at)
 
 
 def part_observers(graph: GraphModule) -> Iterator[tuple[str, str]]:
@@ -249,13 +249,11 @@ def weights_of_parts(graph: GraphModule) -> Iterator[tuple[str, tuple[str, ...]]
             yield str(node.target), observer_of.get(node, ())
 
 
-def required_weights(graph: GraphModule, at: str) -> tuple[RequiredTensor, ...]:
-    weights = weights_of_parts(graph)
-    return tuple(RequiredTensor(name, (f"{at}.{name}",), observers) for name, observers in weights)
-
-
-def required_weight_observers(graph: GraphModule, at: str) -> Iterator[RequiredObserver]:
+def required_weights(graph: GraphModule, at: str) -> Required:
+    """Return what the weights of a graph of parts, and their observers, need; see ``required_by_parts``."""
+    required = Required()
     for name, observers in weights_of_parts(graph):
-        for observer in observers:
-            path = name.rpartition(".")[0]
-            yield RequiredObserver(observer, (f"{at}.{path}.weight_fake_quant",), is_weight=True)
+        theirs = (f"{at}.{name.rpartition('.')[0]}.weight_fake_quant",)
+        of_weight = tuple(RequiredObserver(observer, theirs, is_weight=True) for observer in observers)
+        required += Required((RequiredTensor(name, (f"{at}.{name}",), observers),), of_weight)
+    return required

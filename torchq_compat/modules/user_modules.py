@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
+from torchao.quantization.pt2e.observer import FixedQParamsObserver
 from torchao.quantization.pt2e.quantizer import QuantizationSpec
 
 from torchq_compat.capture import call_layouts
@@ -19,7 +20,6 @@ from torchq_compat.read.observers import translate_constructor
 from torchq_compat.read.qdq import DEQUANTIZE
 from torchq_compat.read.qparams import PerTensorQParams, QParams, covering
 from torchq_compat.read.qspecs import OpSpecs, make_spec
-from torchq_compat.read.torch_ao_classes import take_settings
 from torchq_compat.support import torch_ao
 from torchq_compat.support.dtypes import LEGACY_DTYPES, dtype_name, dtype_range, is_integer
 from torchq_compat.support.graph_nodes import called_modules, copied_model
@@ -88,25 +88,13 @@ def _spec(value: Any, specs: OpSpecs, named: str) -> QuantizationSpec | None:
     return make_spec(translate_constructor(constructor, named))
 
 
-# One output observer for a module that is called several times, whose qparams cover all calls.
-
-
-class CoveringObserver(nn.Module):
-    """Per-tensor qparams whose range contains the ranges of several observers of one dtype."""
-
-    def __init__(self, observers: Sequence[nn.Module]) -> None:
-        super().__init__()
-        self.dtype: Any = observers[0].dtype
-        take_settings(self, observers[0])
-        self.observers = nn.ModuleList(observers)
-
-    def calculate_qparams(self) -> tuple[Tensor, Tensor]:
-        """Return scale (1,) float32 and zero point (1,) int64."""
-        settings: Any = self
-        limits = settings.quant_min, settings.quant_max, self.dtype
-        observed = (observer.calculate_qparams() for observer in settings.observers)
-        qparams = covering([PerTensorQParams(float(s), int(z), *limits) for s, z in observed])
-        return torch.tensor([qparams.scale]), torch.tensor([qparams.zero_point])
+def covering_observer(observers: Sequence[Any]) -> FixedQParamsObserver:
+    """Return an observer for a module that is called several times, whose qparams cover those of the
+    ``observers`` of all calls, of one dtype."""
+    limits = observers[0].quant_min, observers[0].quant_max, observers[0].dtype
+    observed = (observer.calculate_qparams() for observer in observers)
+    qparams = covering([PerTensorQParams(float(s), int(z), *limits) for s, z in observed])
+    return FixedQParamsObserver(**vars(qparams))
 
 
 # A user's module as an opaque module: the same object, its class replaced by a subclass that the graph can
@@ -296,7 +284,7 @@ class UserModuleHandler(registry.CustomModuleHandler):
         if request.output_observers:
             # FX sets it there; legacy classes read their output qparams from it.
             of_calls = request.output_observers
-            first, *more = (one[0] if len(one) == 1 else CoveringObserver(one) for one in of_calls)
+            first, *more = (one[0] if len(one) == 1 else covering_observer(one) for one in of_calls)
             observed.activation_post_process = nn.ModuleList([first, *more]) if more else first
         quantized = call_class_method(request.quantized_class, "from_observed", observed, path)
         if isinstance(quantized, OpaqueModule) and registry.handler_of(quantized) is not None:

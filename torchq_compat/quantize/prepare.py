@@ -10,7 +10,7 @@ from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e.quantizer import Quantizer
 
 from torchq_compat.annotate import batch_norm, extreme_values, observed_graph
-from torchq_compat.annotate.annotation import NodeSpecs, write_op_records
+from torchq_compat.annotate.annotation import NodeSpecs, SpecQuantizer, write_op_records
 from torchq_compat.annotate.decide import decide_graph
 from torchq_compat.annotate.patterns import is_folded_in_fx
 from torchq_compat.annotate.quantizers import QuantizerFailedError, UserQuantizer
@@ -90,7 +90,7 @@ def _observe_by_rules(state: _Preparing) -> Observed:
 
     prepared = observed_graph.prepare_graph(
         state.captured.attempt.graph_module,
-        decide,
+        SpecQuantizer(decide),
         is_qat=state.is_qat,
         cumulative=state.cumulative,
         may_fold=may_fold,
@@ -103,7 +103,7 @@ def _observe_by_quantizer(state: _Preparing, quantizer: Quantizer) -> Observed:
     is_fixed = bool(state.request.fixed_because)
     around = UserQuantizer(quantizer, state.boundaries, state.with_loops.model, is_fixed=is_fixed)
     graph_module = state.captured.attempt.graph_module
-    prepared = observed_graph.prepare_with(
+    prepared = observed_graph.prepare_graph(
         graph_module, around, is_qat=state.is_qat, cumulative=state.cumulative
     )
     return prepared, around.decisions(prepared)

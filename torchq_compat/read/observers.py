@@ -313,21 +313,16 @@ class FloatQParamsWeightObserver(WeightObserver):
         qparams.fold_weight(model, observer_node, scale, zero_point, self)
 
 
-class WeightConstructor:
+class WeightConstructor(ObserverConstructor):
     """An ``ObserverConstructor`` whose observers observe at this package's convert."""
 
     def __init__(self, constructor: ObserverConstructor) -> None:
+        vars(self).update(vars(constructor))
         self.constructor = constructor
-        self.setting = constructor.setting
-        self.settings: torch_ao_classes.ObserverSettings = constructor.settings
-        self.__name__ = constructor.__name__
         self._has_float_zero_points = self.settings.qscheme is torch.per_channel_affine_float_qparams
 
-    def with_args(self, **_spec: Any) -> WeightConstructor:
-        return self
-
     @property
-    def for_any_convert(self) -> ObserverConstructor | WeightConstructor:
+    def for_any_convert(self) -> ObserverConstructor:
         """A constructor for torchao's own convert too: it needs observers that have observed, except for
         float zero points, whose observers have a ``convert``."""
         return self if self._has_float_zero_points else self.constructor

@@ -265,11 +265,6 @@ class LoadedQParamsObserver(ObserverBase):  # type: ignore[misc]
         return self.qparams
 
 
-def set_loaded_observer(graph_module: GraphModule, path: str) -> None:
-    """Replace the observer at ``path`` by a ``LoadedQParamsObserver``."""
-    graph_module.set_submodule(path, LoadedQParamsObserver(graph_module.get_submodule(path)))
-
-
 def adopt_loaded_qparams(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Give buffers for loaded qparams to the observers of ``model`` that have such qparams in ``state``, and
     remove them from all other observers."""

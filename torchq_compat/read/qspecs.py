@@ -69,7 +69,7 @@ def check_axis(settings: ObserverSettings, dimensions: int, place: str) -> None:
 # static.
 
 
-def make_spec(constructor: ObserverConstructor | WeightConstructor) -> QuantizationSpec:
+def make_spec(constructor: ObserverConstructor) -> QuantizationSpec:
     """Return the spec whose observers ``constructor`` makes.
 
     Raises:

@@ -8,8 +8,6 @@ dynamic QConfig leaves ``nn.LSTM`` as it is, and packs one object for each layer
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import nn
 from torch.fx import GraphModule
 
@@ -70,26 +68,12 @@ def _dynamic_graph(graph: GraphModule, prefix: str, layer: int, suffix: str, ind
     return Required(tuple(tensors), tuple(observers))
 
 
-@dataclass(frozen=True)
-class _Numbers:
-    """The parts of a cell in the order of FX's observers; None for an observer without a counterpart here.
-
-    Attributes:
-        prepared: the order in a prepared cell.
-        functions: the order of the numbered scales in a converted cell.
-    """
-
-    prepared: list[str | None]
-    functions: list[str | None]
-
-
 def _numbered_parts(module: RecurrentModule, cell: CellGraphModule, state: FxState, at: str) -> Required:
-    numbers = _numbers(module.split_gates, _requantized_gates(module, cell))
+    expected = _parts_in_order(module.split_gates, _requantized_gates(module, cell), state.is_converted)
     observer_of = dict(parts_handler.part_observers(cell))
     theirs = state.observers_at(f"{at}.")
     if state.is_converted:
         theirs = [name for name in state.scales_at(f"{at}.") if name.startswith(f"{at}._scale_")]
-    expected = numbers.functions if state.is_converted else numbers.prepared
     problems: tuple[str, ...] = ()
     if len(theirs) != len(expected):
         problems = (f"it has {len(theirs)} observers in {at} where FX makes {len(expected)}",)
@@ -109,33 +93,39 @@ def _numbered_parts(module: RecurrentModule, cell: CellGraphModule, state: FxSta
     requantizing: list[str] = []
     for index, (own, name) in enumerate(zip(expected, theirs, strict=False)):
         if own is None:
-            (unused if _is_input(index, state, numbers) else requantizing).append(name)
+            (unused if _is_input(index, state, expected) else requantizing).append(name)
     if state.is_converted:
         first = "igates_input_input_scale_0" if module.split_gates else "igates_input_scale_0"
         unused.append(f"{at}.{first}")
-    return Required(
-        parts_handler.required_weights(cell, at),
-        (*observers, *parts_handler.required_weight_observers(cell, at)),
+    of_values = Required(
+        observers=tuple(observers),
         only_fx=(*only_fx, *requantizing),
         unused=tuple(unused),
         problems=problems,
     )
+    return of_values + parts_handler.required_weights(cell, at)
 
 
-def _is_input(index: int, state: FxState, numbers: _Numbers) -> bool:
+def _is_input(index: int, state: FxState, names: list[str | None]) -> bool:
     """Return whether observer number ``index`` observes an input of the cell; inputs arrive quantized."""
     if state.is_converted:
         return index < 2
-    names = numbers.prepared
     return index == 0 or (
         index > 0 and names[index : index + 2][-1] in ("hgates", "hgates.input", "fgate_cx")
     )
 
 
-def _numbers(split_gates: bool, requantized: set[str]) -> _Numbers:
+def _parts_in_order(split_gates: bool, requantized: set[str], is_converted: bool) -> list[str | None]:
+    """Return the parts of a cell in the order of FX's observers, or, if it ``is_converted``, of its numbered
+    scales; None for one without a counterpart here."""
+
     def extra(gate: str) -> list[str | None]:
         return [None] if gate in requantized else []
 
+    if is_converted:
+        sums = [f"gates.{gate}" for gate in LSTM_GATES] if split_gates else ["gates"]
+        inputs = [entry for gate in LSTM_GATES for entry in extra(gate)]
+        return [None, None, *sums, *inputs, *inputs, *LAST_PARTS]
     projections: list[str | None] = [None, "igates", None, "hgates", "gates"]
     if split_gates:
         first, *others = LSTM_GATES
@@ -143,7 +133,7 @@ def _numbers(split_gates: bool, requantized: set[str]) -> _Numbers:
         projections += [f"{part}.{gate}" for gate in others for part in ("igates", "hgates", "gates")]
     gates = [item for gate, part in GATE_PARTS.items() for item in (*extra(gate), part)]
     fgate_cx, igate_cgate, cy, tanh_cy, ogate_cy = LAST_PARTS
-    prepared = [
+    return [
         *projections,
         *gates,
         *(*extra("forget"), None, fgate_cx),
@@ -151,9 +141,6 @@ def _numbers(split_gates: bool, requantized: set[str]) -> _Numbers:
         *(cy, tanh_cy),
         *(*extra("output"), ogate_cy),
     ]
-    sums = [f"gates.{gate}" for gate in LSTM_GATES] if split_gates else ["gates"]
-    inputs = [entry for gate in LSTM_GATES for entry in extra(gate)]
-    return _Numbers(prepared, [None, None, *sums, *inputs, *inputs, *LAST_PARTS])
 
 
 def _requantized_gates(module: RecurrentModule, cell: CellGraphModule) -> set[str]:

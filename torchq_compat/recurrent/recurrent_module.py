@@ -17,12 +17,12 @@ from torchq_compat.errors import ConfigError, CustomModuleError
 from torchq_compat.model.other_tools import OBSERVED_KEY
 from torchq_compat.modules.parts import (
     FloatPartSpecs,
-    PartConstructors,
     PartOwner,
     PartSpecs,
     check_part_dtypes,
 )
 from torchq_compat.read.backend_configs import read_backend_config
+from torchq_compat.read.observers import translate_constructor
 from torchq_compat.read.qparams import QParams
 from torchq_compat.read.qspecs import OpSpecs
 from torchq_compat.recurrent import runners
@@ -72,8 +72,12 @@ def given_specs(
             )
     if split_gates and not kind.float_cell.gate_names:
         raise ConfigError.of("TQ911.no_gates", kind=kind.name)
-    by_group = {name.removesuffix(SUFFIX): value for name, value in constructors.items()}
-    specs = PartSpecs(OpSpecs(qconfig), PartConstructors.from_legacy(**by_group))
+    by_group = {
+        name.removesuffix(SUFFIX): translate_constructor(value, name)
+        for name, value in constructors.items()
+        if value is not None
+    }
+    specs = PartSpecs(OpSpecs(qconfig), by_group)
     if backend_config is not None:
         parts = kind.parts(split_gates=split_gates, projected=getattr(float_module, "proj_size", 0) > 0)
         check_part_dtypes(parts, specs, read_backend_config(backend_config))
@@ -138,7 +142,10 @@ class RecurrentModule(PartOwner):
         self._bound, self._direct = None, {}
         if known and list(map(len, known)) == list(map(len, bound)):
             width = known[0][0].program.slots[1].width
-            columns = [layer.output_columns(width) for layer in layers[:-1]]
+            columns = [
+                tuple((width, direction.cell.state_qparams()[0]) for direction in layer.directions())
+                for layer in layers[:-1]
+            ]
             self._bound = BoundModule(known, columns, self._homes_of_cells())
 
     def _homes_of_cells(self) -> list[tuple[dict[str, Any], str, nn.Module]]:
@@ -250,6 +257,9 @@ class RecurrentModule(PartOwner):
     ) -> Any:
         arguments = self.contract.arguments_of(self.module_path, args, kwargs)
         check_devices(self.contract.kind, self.module_path, arguments, self._device())
+        if not self.can_be_lowered:
+            # No dequantize has turned a state into float32 yet: dtypes that differ come from the caller.
+            check_same_dtype(self.contract.kind, self.module_path, arguments)
         qparams, _ = self.contract.arguments_of(self.module_path, *qparams_of_call(layout))
         # Dynamo cannot read a ContextVar; a streaming model keeps Dynamo from tracing this call.
         streams = None if torch.compiler.is_dynamo_compiling() else active_streams()
@@ -279,17 +289,15 @@ class RecurrentModule(PartOwner):
     def runner(self) -> runners.Runner:
         """Return the runner for the next call."""
         if is_exporting():
-            return self._runner_of_export(LoopShape.OPAQUE if self.is_lowered else shape_in_export())
+            shape = LoopShape.OPAQUE if self.is_lowered else shape_in_export()
+            bound = self.bound() if shape is LoopShape.OPAQUE and self.can_be_lowered else None
+            if bound is not None:
+                return runners.OpaqueRunner(bound, self._buffers.get(PROGRAM))
+            is_onnx = shape is LoopShape.DYNAMIC_QUANTIZE_LSTM and self._is_dynamic_lstm()
+            return runners.DynamicQuantizeLSTMRunner() if is_onnx else runners.TracedRunner()
         is_native = self.is_lowered or (is_compiling() and self.can_be_lowered and self._is_on_cpu())
         bound = self.bound() if is_native else None
         return runners.PythonRunner() if bound is None else runners.NativeRunner(bound)
-
-    def _runner_of_export(self, shape: LoopShape) -> runners.Runner:
-        bound = self.bound() if shape is LoopShape.OPAQUE and self.can_be_lowered else None
-        if bound is not None:
-            return runners.OpaqueRunner(bound, self._buffers.get(PROGRAM))
-        is_onnx = shape is LoopShape.DYNAMIC_QUANTIZE_LSTM and self._is_dynamic_lstm()
-        return runners.DynamicQuantizeLSTMRunner() if is_onnx else runners.TracedRunner()
 
     #: Whether its linears choose qparams from their inputs, and nothing else is quantized.
     is_dynamic = False
@@ -298,7 +306,7 @@ class RecurrentModule(PartOwner):
         contract = self.contract
         if not self.is_dynamic or not isinstance(contract, SequenceContract):
             return False
-        return len(contract.kind.states) == 2 and not contract.structure.proj_size
+        return len(contract.kind.states) == 2 and not contract.proj_size
 
     def opaque_forget_packed(self) -> None:
         """See ``OpaqueModule``."""
@@ -418,14 +426,6 @@ class ObservedRecurrent(RecurrentModule):
         observed = cls(contract, prepared_layers(contract, module, specs, split_gates=split_gates))
         observed.split_gates = split_gates
         return observed.observed_by(specs, training=module.training)
-
-    def opaque_call_from_graph(
-        self, layout: CallLayout, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        # No dequantize has turned a state into float32 yet: dtypes that differ come from the caller.
-        arguments = self.contract.arguments_of(self.module_path, args, kwargs)
-        check_same_dtype(self.contract.kind, self.module_path, arguments)
-        return super().opaque_call_from_graph(layout, args, kwargs)
 
     @classmethod
     @argument_checks.checked_arguments(
