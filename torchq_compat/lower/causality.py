@@ -200,7 +200,7 @@ def _read(trial: TrialCalls, node: Node, module: RecurrentModule, path: str) -> 
     contract = module.contract
     if not isinstance(contract, SequenceContract):
         raise _refused(path, "it is a cell: the loop around it is Python's and has a fixed number of steps")
-    if contract.structure.bidirectional:
+    if contract.bidirectional:
         raise _refused(path, "it is bidirectional: its backward direction begins at the end of the sequence")
     index = layout_index(node)
     layout = module.opaque_layouts[index]
@@ -211,11 +211,11 @@ def _read(trial: TrialCalls, node: Node, module: RecurrentModule, path: str) -> 
     _, hidden = contract.arguments_of(path, args, kwargs)
     shape = node.meta["val"][0].shape
     is_batched = len(shape) == 3
-    axis = 1 if is_batched and contract.structure.batch_first else 0
+    axis = 1 if is_batched and contract.batch_first else 0
     steps = trial.place_of(node, axis)
     if steps is None:
         raise _refused(path, f"the model fixes its sequences to {shape[axis]} steps")
-    batch = trial.place_of(node, 0 if contract.structure.batch_first else 1) if is_batched else None
+    batch = trial.place_of(node, 0 if contract.batch_first else 1) if is_batched else None
     return RecurrentCall(
         node,
         (path, index),

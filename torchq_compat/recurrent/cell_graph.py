@@ -61,12 +61,6 @@ def split_off_projection(cell: Graph) -> SplitGraph:
     return _split(cell, moved, constants)
 
 
-def split_off_constants(step: Graph) -> SplitGraph:
-    """Return ``step`` split into () -> constants, such as dequantized weights, and (*constants, *inputs) ->
-    results."""
-    return _split(step, _constants(step), set())
-
-
 def call_on(owner: Owner, graph: Graph) -> Function:
     """Return ``graph``, whose attributes are those of ``owner``, as a function of an owner and the graph's
     inputs. The function is not bound to ``owner``, so that a copy of ``owner`` can use it too."""
@@ -104,7 +98,8 @@ class CellFunctions:
     def of(cls, owner: Owner, cell: Graph) -> Self:
         """Return the functions of ``cell``, whose attributes are those of ``owner``."""
         graphs = split_off_projection(cell)
-        constants, step = split_off_constants(graphs.outside)
+        # () -> constants, such as dequantized weights, and (*constants, *inputs) -> results.
+        constants, step = _split(graphs.outside, _constants(graphs.outside), set())
         _dequantize_in_blocks(constants)
         of_weights = _split(constants, {node for node in constants.nodes if node.op == "get_attr"}, set())
         return cls(graphs, *(call_on(owner, graph) for graph in (graphs.first, *of_weights, step)))
@@ -207,19 +202,14 @@ class CellGraphModule(parts.PartGraphModule):
     def initial_state(self, widths: Sequence[int], x: Tensor) -> tuple[Tensor, ...]:
         """Return the states of a call that passes none: zeros (B, width) each, quantized with the
         initial-state qparams in a converted cell."""
-        return tuple(
-            _with_initial_qparams(x.new_zeros(x.shape[0], width), qparams, self._initial_qparams(index))
-            for index, (width, qparams) in enumerate(zip(widths, self.state_qparams(), strict=True))
-        )
-
-
-def _with_initial_qparams(
-    zeros: Tensor, qparams: PerTensorQParams | None, given: tuple[float, int]
-) -> Tensor:
-    if qparams is None or given == DEFAULT_INITIAL:
-        return zeros
-    initial = replace(qparams, scale=given[0], zero_point=given[1])
-    return initial.dequantize(initial.quantize(zeros))
+        states = []
+        for index, (width, qparams) in enumerate(zip(widths, self.state_qparams(), strict=True)):
+            state, (scale, zero_point) = x.new_zeros(x.shape[0], width), self._initial_qparams(index)
+            if qparams is not None and (scale, zero_point) != DEFAULT_INITIAL:
+                initial = replace(qparams, scale=scale, zero_point=zero_point)
+                state = initial.dequantize(initial.quantize(state))
+            states.append(state)
+        return tuple(states)
 
 
 class ConvertedCellGraphModule(parts.ConvertedPartGraphModule, CellGraphModule):
@@ -295,11 +285,6 @@ class ConvertedCellGraphModule(parts.ConvertedPartGraphModule, CellGraphModule):
         weights."""
         weights = self._functions.weights(self)
         return partial(self._functions.step_of_weights, self, len(weights)), weights
-
-
-def reference_cell(prepared: GraphModule) -> ConvertedCellGraphModule:
-    """Return the q-dq form of a prepared cell with int8 weights folded. Changes ``prepared``: pass a copy."""
-    return ConvertedCellGraphModule.wrap(parts.convert_parts(prepared))
 
 
 # Makes the prepared cells of a float recurrent module, one for each layer and direction.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +53,7 @@ class RecurrentStructure:
     proj_size: int
 
     @classmethod
-    def of(cls, module: nn.RNNBase) -> RecurrentStructure:
+    def of(cls, module: nn.RNNBase) -> Self:
         given = {field.name: getattr(module, field.name) for field in fields(cls) if field.name != "kind"}
         return cls(kind_of(module), **{**given, "dropout": float(module.dropout)})
 
@@ -71,7 +71,7 @@ class RecurrentStructure:
         """Width of every state, the hidden state first."""
         return (self.output_size, *(self.hidden_size for _ in self.kind.states[1:]))
 
-    def state_shapes(self, batch: Any) -> list[list[Any]]:
+    def batched_state_shapes(self, batch: Any) -> list[list[Any]]:
         """Return the shape of every state, (L*D, B, width)."""
         return [[self.num_layers * self.num_directions, batch, width] for width in self.state_widths]
 
@@ -93,7 +93,7 @@ def call_recurrent(
         return _call_packed(structure, path, run_layers, x, hidden)
     _check_input(structure, path, x)
     batched = x.dim() == 3
-    steps_first = _steps_first(structure, x)
+    steps_first = x.unsqueeze(1) if not batched else x.transpose(0, 1) if structure.batch_first else x
     state = _initial_state(structure, path, steps_first, hidden, batched)
     output, last = run_layers(steps_first, state)
     if not batched:
@@ -226,12 +226,6 @@ def _check_input(structure: RecurrentStructure, path: str, x: Any) -> None:
         raise CustomModuleError.call_failed(path, "the sequence has no steps")
 
 
-def _steps_first(structure: RecurrentStructure, x: Tensor) -> Tensor:
-    if x.dim() == 2:
-        return x.unsqueeze(1)
-    return x.transpose(0, 1) if structure.batch_first else x
-
-
 def _initial_state(
     structure: RecurrentStructure, path: str, x: Tensor, hidden: Any, batched: bool
 ) -> State | None:
@@ -241,7 +235,7 @@ def _initial_state(
     return tuple(
         _state(path, state.name, value, shape, batched)
         for state, value, shape in zip(
-            structure.kind.states, states, structure.state_shapes(x.shape[1]), strict=True
+            structure.kind.states, states, structure.batched_state_shapes(x.shape[1]), strict=True
         )
     )
 
@@ -314,6 +308,8 @@ def fake_layers(structure: RecurrentStructure) -> RunLayers:
     ) -> tuple[Tensor, State]:
         width = structure.num_directions * structure.output_size
         batch = batch_sizes[0] if isinstance(batch_sizes, list) else x.shape[1]
-        return x.new_empty(*x.shape[:-1], width), tuple(map(x.new_empty, structure.state_shapes(batch)))
+        return x.new_empty(*x.shape[:-1], width), tuple(
+            map(x.new_empty, structure.batched_state_shapes(batch))
+        )
 
     return run

@@ -43,39 +43,26 @@ InputQParams = Any
 
 
 @dataclass(frozen=True)
-class SequenceContract:
+class SequenceContract(RecurrentStructure):
     """The contract of LSTM, GRU and RNN: layers over time. They compute in float32; inputs and results of
     other float dtypes are cast."""
 
-    structure: RecurrentStructure
     #: Whether an exported program shows the qparams of a converted module's results.
     shows_qparams_in_export = True
     #: The number of dimensions of a batched input.
     rank = 3
 
     @property
-    def kind(self) -> CellKind:
-        return self.structure.kind
-
-    @property
-    def batch_first(self) -> bool:
-        return self.structure.batch_first
-
-    @property
-    def input_size(self) -> int:
-        return self.structure.input_size
-
-    @property
     def has_dropout(self) -> bool:
-        return bool(self.structure.dropout)
+        return bool(self.dropout)
 
     def attributes(self) -> dict[str, Any]:
         """Return the public attributes of the float module."""
-        return {name: value for name, value in vars(self.structure).items() if name != "kind"}
+        return {name: value for name, value in vars(self).items() if name != "kind"}
 
     def float_module(self, float_class: type[nn.Module]) -> nn.Module:
         """Make a ``float_class`` of the same sizes."""
-        options = self.attributes() | dict(self.structure.kind.options)
+        options = self.attributes() | dict(self.kind.options)
         sizes = options.pop("input_size"), options.pop("hidden_size")
         if not options["proj_size"]:
             del options["proj_size"]
@@ -83,14 +70,14 @@ class SequenceContract:
 
     def suffixes(self) -> Sequence[Sequence[str]]:
         """Return the suffixes of the float module's parameter names: for each layer, one per direction."""
-        directions = ("", "_reverse")[: self.structure.num_directions]
-        return [[f"_l{layer}{suffix}" for suffix in directions] for layer in range(self.structure.num_layers)]
+        directions = ("", "_reverse")[: self.num_directions]
+        return [[f"_l{layer}{suffix}" for suffix in directions] for layer in range(self.num_layers)]
 
     def place(self, module: nn.Module, layers: list[RecurrentLayer]) -> None:
         """Register ``layers`` in ``module``, under the paths of torch.ao."""
         module.layers = nn.ModuleList(layers)
         for direction in layers[0].directions():
-            direction.batch_first = self.structure.batch_first
+            direction.batch_first = self.batch_first
 
     def layers(self, module: nn.Module) -> list[RecurrentLayer]:
         """Return the layers of ``module``; the one layer of a cell is created on every call."""
@@ -120,7 +107,7 @@ class SequenceContract:
             x, qparams = x.data, None if qparams is None else qparams.data
         columns = column_qparams(qparams, self.input_size, x.dim() if isinstance(x, Tensor) else 0)
         run_layers = partial(self._run_layers, module, runner, columns)
-        return call_recurrent(self.structure, module.module_path, run_layers, args, kwargs)
+        return call_recurrent(self, module.module_path, run_layers, args, kwargs)
 
     def arguments_of(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Return the input and the state of a call, or their counterparts in values of the same structure,
@@ -141,10 +128,10 @@ class SequenceContract:
         sizes, mask = (None, batch_sizes) if isinstance(batch_sizes, Tensor) else (batch_sizes, None)
         states = self._states(module, x, state, sizes)
         if has_no_rows(x):
-            width = self.structure.num_directions * self.structure.output_size
+            width = self.num_directions * self.output_size
             x, last = x.new_empty(*x.shape[:-1], width), states
         else:
-            dropout = self.structure.dropout if module.training else 0.0
+            dropout = self.dropout if module.training else 0.0
             given = Sequences(x, columns, sizes, mask)
             x, last = runner.run_layers(self.layers(module), given, states, dropout)
         return as_dtype(x, dtype), tuple(
@@ -157,7 +144,7 @@ class SequenceContract:
         """Return the initial state of every layer and direction."""
         if state is not None:
             return list(zip(*(as_dtype(item, x.dtype).unbind(0) for item in state), strict=True))
-        widths = self.structure.state_widths
+        widths = self.state_widths
         first_step = x[0] if batch_sizes is None else x[: batch_sizes[0]]
         return [cell.initial_state(widths, first_step) for _, cell in self.cells(module)]
 
@@ -171,14 +158,14 @@ class SequenceContract:
         if hidden is not None:
             return check_state_count(self.kind, str(module.module_path), hidden)
         batched = x.dim() == 3
-        rows = x.select(1 if self.structure.batch_first else 0, 0) if batched else x[:1]
+        rows = x.select(1 if self.batch_first else 0, 0) if batched else x[:1]
         cells = self._states(module, as_dtype(rows, _computes_in(module))[None], None, None)
         states = (as_dtype(torch.stack(item), x.dtype) for item in zip(*cells, strict=True))
         return tuple(state if batched else state.squeeze(1) for state in states)
 
     def state_shapes(self, x: Sequence[Any]) -> list[list[Any]]:
         """Return the shape of every state of a call whose input has the shape ``x``."""
-        batched = self.structure.state_shapes(x[0 if self.structure.batch_first else 1])
+        batched = self.batched_state_shapes(x[0 if self.batch_first else 1])
         return batched if len(x) == 3 else [[rows, width] for rows, _, width in batched]
 
     def output_qparams(self, module: nn.Module, results: list[Tensor]) -> tuple[QParams | None, ...]:
@@ -186,8 +173,8 @@ class SequenceContract:
         per-channel where layers or directions have different qparams; None for the indices of a
         PackedSequence."""
         by_state = list(zip(*(converted_qparams(cell) for _, cell in self.cells(module)), strict=True))
-        last_layer = by_state[0][-self.structure.num_directions :]
-        output = combined(results[0].dim() - 1, last_layer, self.structure.output_size)
+        last_layer = by_state[0][-self.num_directions :]
+        output = combined(results[0].dim() - 1, last_layer, self.output_size)
         indices = (None,) * (len(results) - 1 - len(by_state))
         return output, *indices, *(combined(0, all_qparams, 1) for all_qparams in by_state)
 
@@ -200,7 +187,7 @@ class SequenceContract:
         """Return a function that computes the shapes of a call's results."""
 
         def fake(*args: Any, **kwargs: Any) -> Any:
-            return call_recurrent(self.structure, path, fake_layers(self.structure), args, kwargs)
+            return call_recurrent(self, path, fake_layers(self), args, kwargs)
 
         return fake
 
@@ -322,7 +309,7 @@ RecurrentContract = SequenceContract | CellContract
 def contract_of(module: nn.Module) -> RecurrentContract:
     """Return the contract of a float recurrent module of torch.nn."""
     if isinstance(module, nn.RNNBase):
-        return SequenceContract(RecurrentStructure.of(module))
+        return SequenceContract.of(module)
     assert isinstance(module, nn.RNNCellBase)
     return CellContract(kind_of(module), module.input_size, module.hidden_size, module.bias)
 

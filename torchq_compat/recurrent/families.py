@@ -19,7 +19,7 @@ from torchq_compat.read.qspecs import OpSpecs
 from torchq_compat.recurrent import recurrent_module
 from torchq_compat.recurrent.cell_graph import CellGraphModule, float_cell
 from torchq_compat.recurrent.cells import CellKind, FloatCell, kind_of
-from torchq_compat.recurrent.contracts import RecurrentContract, contract_of
+from torchq_compat.recurrent.contracts import SequenceContract, contract_of
 from torchq_compat.recurrent.over_time import RecurrentDirection, RecurrentLayer
 from torchq_compat.support.argument_checks import FLAG, Expected, checked_arguments, optional
 from torchq_compat.support.later_stages import scripted_recurrent
@@ -131,18 +131,11 @@ def family_of(module: object) -> ModuleFamily | None:
 # quantized as a whole, and the hidden state is quantized step by step. Only the linears are quantized.
 
 
-#: Defaults of the arguments that ``repr`` shows only if they differ.
-SHOWN = {
-    "num_layers": 1,
-    "bias": True,
-    "batch_first": False,
-    "dropout": 0.0,
-    "bidirectional": False,
-    "proj_size": 0,
-    "nonlinearity": "tanh",
-}
 #: Arguments of the float modules' constructors.
-ARGUMENTS = ("input_size", "hidden_size", *SHOWN)
+ARGUMENTS = (
+    *("input_size", "hidden_size", "num_layers", "bias", "batch_first", "dropout", "bidirectional"),
+    *("proj_size", "nonlinearity"),
+)
 
 
 class InputProjection(nn.Module):
@@ -190,10 +183,8 @@ class DynamicRecurrent(recurrent_module.RecurrentModule):
         return f"DynamicQuantized{self.contract.kind.name}"
 
     def __repr__(self) -> str:
-        shown = dict(self.source.arguments) if self.source else self.contract.attributes()
-        sizes = [str(shown.pop(name)) for name in ("input_size", "hidden_size") if name in shown]
-        others = [f"{name}={shown[name]}" for name in SHOWN if shown.get(name, SHOWN[name]) != SHOWN[name]]
-        return f"{self._get_name()}({', '.join([*sizes, *others])})"
+        base: Any = nn.RNNBase if isinstance(self.contract, SequenceContract) else nn.RNNCellBase
+        return f"{self._get_name()}({base.extra_repr(self)})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = type(self).__new__(type(self))
@@ -250,27 +241,20 @@ def prepare_dynamic(module: nn.Module, specs: PartSpecs) -> DynamicRecurrent:
     """Return a prepared module with copies of the parameters of ``module``, its linears marked for dynamic
     quantization."""
     contract = contract_of(module)
-    dynamic_recurrent = DynamicRecurrent(contract, _prepared_layers(contract, module, specs))
-    dynamic_recurrent.split_gates = False
-    return dynamic_recurrent.observed_by(specs, training=module.training)
-
-
-def _prepared_layers(
-    contract: RecurrentContract, module: nn.Module, specs: PartSpecs
-) -> list[RecurrentLayer]:
-    if isinstance(module, nn.RNNCellBase):
-        kind, cell = contract.kind, float_cell(module, "", split_gates=False)
-        prepared = CellGraphModule.wrap(_prepare(kind, cell, cell.example_inputs(), specs))
-        return [RecurrentLayer([RecurrentDirection(prepared)])]
-    return [
+    layers = [
         RecurrentLayer([_prepared_direction(module, suffix, specs) for suffix in suffixes])
         for suffixes in contract.suffixes()
     ]
+    dynamic_recurrent = DynamicRecurrent(contract, layers)
+    dynamic_recurrent.split_gates = False
+    return dynamic_recurrent.observed_by(specs, training=module.training)
 
 
 def _prepared_direction(module: nn.Module, suffix: str, specs: PartSpecs) -> RecurrentDirection:
     kind, cell = kind_of(module), float_cell(module, suffix, split_gates=False)
     x, *states = cell.example_inputs()
+    if isinstance(module, nn.RNNCellBase):
+        return RecurrentDirection(CellGraphModule.wrap(_prepare(kind, cell, (x, *states), specs)))
     projection = _prepare(kind, InputProjection(cell), (x.expand(3, *x.shape),), specs)
     (projected,) = (tensor.clone() for tensor in cell.project(x))
     step = _prepare(kind, ProjectedStep(cell), (projected.detach(), *states), specs, "cell.")

@@ -176,10 +176,6 @@ class DynamicRecurrentHandler(_LoweredByTheCellLoop):
         prepared.module_path = request.path
         return prepared
 
-    def boundary(self, opaque: OpaqueModule, request: ObserveRequest, layout: CallLayout) -> OpaqueBoundary:
-        """Return a boundary of floats: nothing is quantized around the call."""
-        return OpaqueBoundary.floats(layout.inputs.count(), layout.outputs.count())
-
     def copies_parameters(self, quantized_class: type[nn.Module] | None) -> bool:
         return True
 

@@ -13,10 +13,10 @@ from torch.fx import GraphModule
 
 from torchq_compat.modules.parts import ConvertedPartGraphModule, convert_parts
 from torchq_compat.read.qdq import weight_by_weight
-from torchq_compat.recurrent.cell_graph import CellGraphModule, ConvertedCellGraphModule, reference_cell
+from torchq_compat.recurrent.cell_graph import CellGraphModule, ConvertedCellGraphModule
 from torchq_compat.recurrent.kernel.bound_module import BoundDirection
 from torchq_compat.recurrent.kernel.cell_reader import program_or_problem
-from torchq_compat.recurrent.kernel.program import CellProgram, ColumnQParams
+from torchq_compat.recurrent.kernel.program import CellProgram
 from torchq_compat.support.graph_nodes import copied_model
 from torchq_compat.support.process_state import held, without_code
 from torchq_compat.support.upstream import scan
@@ -30,17 +30,6 @@ from torchq_compat.support.upstream import scan
 State = tuple[Tensor, ...]
 Step = Callable[..., State]
 SCAN = torch.ops.higher_order.scan
-
-
-def project_as_given(
-    project: Callable[[Tensor], tuple[Tensor, ...]], x: Tensor, *, batch_first: bool
-) -> tuple[Tensor, ...]:
-    """Return ``project(x)`` for ``x`` (T, B, I), computed in the caller's layout: (B, T, I) with
-    ``batch_first``. A linear would copy the transposed view, and backends match a linear only directly after
-    a dequantize."""
-    if not batch_first or x.dim() != 3:
-        return project(x)
-    return tuple(item.transpose(0, 1) for item in project(x.transpose(0, 1)))
 
 
 def masked_step(step: Step, weights: int, states: int) -> Step:
@@ -59,18 +48,34 @@ def masked_step(step: Step, weights: int, states: int) -> Step:
 
 
 def run_looped_direction(
-    step: Step, inputs: tuple[Tensor, ...], state: State, *, backward: bool
+    step: Step,
+    inputs: tuple[Tensor, ...],
+    state: State,
+    *,
+    backward: bool,
+    batch_sizes: list[int] | None = None,
 ) -> tuple[Tensor, State]:
     """Run ``step`` in a Python loop: ``inputs`` (T, B, width) each, states (B, width) -> (T, B, P) and the
-    last states."""
-    steps = list(zip(*(item.unbind(0) for item in inputs), strict=True))
+    last states.
+
+    With ``batch_sizes`` inputs and result are the rows of a PackedSequence, as in torch.nn. Step t has
+    ``batch_sizes[t]`` rows, the longest sequences first; batch sizes never grow. Forward, a sequence leaves
+    the batch at its end; backward, it joins there with its own initial state.
+    """
+    parts = [item.unbind(0) if batch_sizes is None else torch.split(item, batch_sizes) for item in inputs]
+    steps = list(zip(*parts, strict=True))
     outputs = []
     for at_time in reversed(steps) if backward else steps:
-        state = tuple(step(*at_time, *state))
-        outputs.append(state[0])
+        if batch_sizes is None:
+            new = state = tuple(step(*at_time, *state))
+        else:
+            size = at_time[0].shape[0]
+            new = step(*at_time, *(element[:size] for element in state))
+            state = tuple(torch.cat([now, entry[size:]]) for now, entry in zip(new, state, strict=True))
+        outputs.append(new[0])
     if backward:
         outputs.reverse()
-    return torch.stack(outputs), state
+    return torch.stack(outputs) if batch_sizes is None else torch.cat(outputs), state
 
 
 def scan_steps(
@@ -118,26 +123,6 @@ def run_rolled_direction(
     xs = [item.flip([0]) for item in inputs] if backward else list(inputs)
     *last, outputs = scan_steps(body, state, xs, weights)
     return (outputs.flip([0]) if backward else outputs), tuple(last)
-
-
-def run_packed_direction(
-    step: Step, inputs: tuple[Tensor, ...], state: State, batch_sizes: list[int], *, backward: bool
-) -> tuple[Tensor, State]:
-    """Run ``step`` over the rows of a PackedSequence, as torch.nn does: ``inputs`` (sum of batch_sizes,
-    width) each -> (sum of batch_sizes, P) and the last state of every sequence.
-
-    Step t has ``batch_sizes[t]`` rows, the longest sequences first; batch sizes never grow. Forward, a
-    sequence leaves the batch at its end; backward, it joins there with its own initial state.
-    """
-    steps = list(zip(batch_sizes, *(torch.split(item, batch_sizes) for item in inputs), strict=True))
-    outputs = []
-    for size, *at_time in reversed(steps) if backward else steps:
-        new = step(*at_time, *(element[:size] for element in state))
-        outputs.append(new[0])
-        state = tuple(torch.cat([now, entry[size:]]) for now, entry in zip(new, state, strict=True))
-    if backward:
-        outputs.reverse()
-    return torch.cat(outputs), state
 
 
 # The shape of the loop over time in an exported program: export sets it, recurrent modules read it.
@@ -212,9 +197,7 @@ class RecurrentDirection(nn.Module):
         With ``batch_sizes``, ``x`` and the result are the rows of a PackedSequence."""
         x = self.project_first(x)
         step, inputs = self._step_and_inputs(x)
-        if batch_sizes is not None:
-            return run_packed_direction(step, inputs, state, batch_sizes, backward=backward)
-        return run_looped_direction(step, inputs, state, backward=backward)
+        return run_looped_direction(step, inputs, state, backward=backward, batch_sizes=batch_sizes)
 
     def project_first(self, x: Tensor) -> Tensor:
         """Return the input projection of ``x``, all steps at once; ``x`` itself if there is none."""
@@ -226,8 +209,12 @@ class RecurrentDirection(nn.Module):
         return projected
 
     def project(self, cell: ConvertedCellGraphModule, x: Tensor) -> tuple[Tensor, ...]:
-        """Return the inputs of the steps of a converted ``cell``, computed for all steps of ``x`` at once."""
-        return project_as_given(cell.project, x, batch_first=self.batch_first)
+        """Return the inputs of the steps of a converted ``cell``, computed for all steps of ``x`` at once, in
+        the caller's layout: a linear would copy the transposed view, and backends match a linear only
+        directly after a dequantize."""
+        if not self.batch_first or x.dim() != 3:
+            return cell.project(x)
+        return tuple(item.transpose(0, 1) for item in cell.project(x.transpose(0, 1)))
 
     def _step_and_inputs(self, x: Tensor) -> tuple[Step, tuple[Tensor, ...]]:
         """Return the function of one time step, and its inputs at all steps. A cell with hooks is called
@@ -247,7 +234,8 @@ class RecurrentDirection(nn.Module):
         projection = self.input_projection
         if projection is not None:
             projection = ConvertedPartGraphModule.wrap(convert_parts(_copy_to_convert(projection)))
-        return RecurrentDirection(reference_cell(_copy_to_convert(self.cell)), projection)
+        cell = ConvertedCellGraphModule.wrap(convert_parts(_copy_to_convert(self.cell)))
+        return RecurrentDirection(cell, projection)
 
     def program(self) -> CellProgram | None:
         """Return the program of the input projection and the cell; None if the cell loop cannot run it."""
@@ -295,11 +283,6 @@ class RecurrentLayer(nn.Module):
 
     def directions(self) -> tuple[RecurrentDirection, ...]:
         return (self.layer_fw, self.layer_bw) if hasattr(self, "layer_bw") else (self.layer_fw,)
-
-    def output_columns(self, width: int) -> ColumnQParams:
-        """Return the qparams of the columns of the layer's output, ``width`` columns for each direction; the
-        cells are converted."""
-        return tuple((width, direction.cell.state_qparams()[0]) for direction in self.directions())
 
     def converted(self) -> RecurrentLayer:
         """Return a converted copy."""

@@ -55,14 +55,9 @@ class Direction:
     parameters: dict[str, Node]
 
     @property
-    def name(self) -> str:
-        """The name of the direction inside its layer: ``layer_fw`` or ``layer_bw``."""
-        return "layer_bw" if self.backward else "layer_fw"
-
-    @property
     def path(self) -> str:
         """The path of its cell inside the module."""
-        return f"layers.{self.layer}.{self.name}.cell"
+        return f"layers.{self.layer}.layer_{'bw' if self.backward else 'fw'}.cell"
 
     def values(self, graph_module: GraphModule) -> dict[str, Tensor]:
         """Return the tensors of the parameters, by name.

@@ -57,19 +57,17 @@ class OpaqueRecurrent(nn.Module):
             for directions in recurrent.layers()
         )
 
-    def by_layer(self) -> list[tuple[RecurrentDirection, ...]]:
-        """Return the directions of each layer, in the order of the rows of the states."""
-        return [layer.directions() for layer in self.layers if isinstance(layer, RecurrentLayer)]
+    def by_layer(self) -> list[RecurrentLayer]:
+        return [layer for layer in self.layers if isinstance(layer, RecurrentLayer)]
 
     def directions(self) -> list[RecurrentDirection]:
-        """Return the directions of all layers."""
-        return [direction for layer in self.by_layer() for direction in layer]
+        """Return the directions of all layers, in the order of the rows of the states."""
+        return [direction for layer in self.by_layer() for direction in layer.directions()]
 
     def forward(self, x: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
         rows: list[State] = list(zip(*(state.unbind(0) for state in states), strict=True))
         x = x.transpose(0, 1) if self.batch_first else x
-        layers = [layer for layer in self.layers if isinstance(layer, RecurrentLayer)]
-        x, last = PythonRunner().run_layers(layers, Sequences(x), rows, self.dropout)
+        x, last = PythonRunner().run_layers(self.by_layer(), Sequences(x), rows, self.dropout)
         ends = (torch.stack(rows) for rows in zip(*last, strict=True))
         return (x.transpose(0, 1) if self.batch_first else x), *ends
 
@@ -95,14 +93,16 @@ INPUTS, RESULTS = ("x", "h0", "c0"), ("output", "h_n", "c_n")
 def quantize_boundary(graph_module: GraphModule, path: str, module: OpaqueRecurrent) -> None:
     """Insert q-dq around every call of ``module``, whose path is ``path``; warn about edges left float."""
     inputs = _input_qparams(module)
-    output = [converted_qparams(direction.cell)[0] for direction in module.by_layer()[-1]]
+    output = [converted_qparams(direction.cell)[0] for direction in module.by_layer()[-1].directions()]
     states = zip(*(converted_qparams(direction.cell) for direction in module.directions()), strict=True)
     results = combined(2, output, module.output_size), *(combined(0, state, 1) for state in states)
     for call in [node for node in graph_module.graph.nodes if node.op == "call_module"]:
         if call.target == path:
             # By position: one tensor may be both states, each with its own qparams.
             call.args = tuple(
-                _quantized_argument(graph_module, call, argument, qparams)
+                argument
+                if qparams is None or PerTensorQParams.of_call(argument, DEQUANTIZE) == qparams
+                else _insert(graph_module, argument, qparams, before=call)
                 for argument, qparams in zip(call.args, inputs, strict=True)
             )
             for getitem in list(call.users):
@@ -119,7 +119,7 @@ def quantize_boundary(graph_module: GraphModule, path: str, module: OpaqueRecurr
 
 
 def _input_qparams(module: OpaqueRecurrent) -> tuple[QParams | None, ...]:
-    first_layer = {_argument_qparams(direction.cell)[0] for direction in module.by_layer()[0]}
+    first_layer = {_argument_qparams(item.cell)[0] for item in module.by_layer()[0].directions()}
     x = first_layer.pop() if len(first_layer) == 1 else None
     _, *states = zip(*(_argument_qparams(direction.cell) for direction in module.directions()), strict=True)
     return x, *(combined(0, state, 1) for state in states)
@@ -127,22 +127,11 @@ def _input_qparams(module: OpaqueRecurrent) -> tuple[QParams | None, ...]:
 
 def _argument_qparams(cell: GraphModule) -> tuple[PerTensorQParams | None, ...]:
     """Return the qparams with which a converted cell quantizes x and each state; None if it does not."""
-    return tuple(_qparams_of_readers(node) for node in cell.graph.nodes if node.op == "placeholder")
-
-
-def _qparams_of_readers(placeholder: Node) -> PerTensorQParams | None:
-    all_qparams = {PerTensorQParams.of_call(user, QUANTIZE) for user in placeholder.users}
-    return all_qparams.pop() if len(all_qparams) == 1 else None
-
-
-def _quantized_argument(
-    graph_module: GraphModule, call: Node, argument: Any, qparams: QParams | None
-) -> Node:
-    """Return q-dq of ``argument`` of ``call`` with ``qparams``, or ``argument`` if it has them already."""
-    if qparams is None or PerTensorQParams.of_call(argument, DEQUANTIZE) == qparams:
-        source: Node = argument
-        return source
-    return _insert(graph_module, argument, qparams, before=call)
+    result = []
+    for placeholder in cell.graph.find_nodes(op="placeholder"):
+        all_qparams = {PerTensorQParams.of_call(user, QUANTIZE) for user in placeholder.users}
+        result.append(all_qparams.pop() if len(all_qparams) == 1 else None)
+    return tuple(result)
 
 
 def _insert_after(graph_module: GraphModule, node: Node, qparams: QParams) -> None:
@@ -157,7 +146,7 @@ def _insert_after(graph_module: GraphModule, node: Node, qparams: QParams) -> No
                 dequantize.replace_all_uses_with(q_dq)
 
 
-def _insert(graph_module: GraphModule, node: Node, qparams: QParams, *, before: Node) -> Node:
+def _insert(graph_module: GraphModule, node: Any, qparams: QParams, *, before: Node) -> Node:
     """Insert q-dq of ``node`` and return the dequantize node."""
     with graph_module.graph.inserting_before(before):
         return insert_q_dq(graph_module.graph, node, qparams, constants_in(graph_module))

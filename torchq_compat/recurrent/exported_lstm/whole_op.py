@@ -305,7 +305,7 @@ class _Writer(aten_recurrent.NodeWriter):
     def _zeros(self, x: Node, axis: int) -> list[Node]:
         """Return zeros for the states of a call that passes none, in the dtype and on the device of ``x``."""
         batch = self._op(ATEN.sym_size.int, x, axis, value=x.meta["val"].shape[axis])
-        shapes = RecurrentStructure.of(self.recurrent).state_shapes(batch)
+        shapes = RecurrentStructure.of(self.recurrent).batched_state_shapes(batch)
         return [self._op(ATEN.new_zeros.default, x, shape) for shape in shapes]
 
     def _parameter(self, name: str) -> Node:
