@@ -17,7 +17,7 @@ import torchq_compat as tc
 from tests.helpers.loop_models import LOOPS
 from tests.helpers.once import made_once
 from tests.helpers.oracle import calibrate, leaves
-from torchq_compat.errors import CustomModuleError, ExportError
+from torchq_compat.errors import CustomModuleError, ExportError, InputError, QuantizationWarning
 
 STATIC = get_default_qconfig_mapping("x86")
 DYNAMIC = QConfigMapping().set_global(default_dynamic_qconfig)
@@ -178,3 +178,37 @@ def test_arguments_are_given_by_name() -> None:
     for strict in (False, True):
         program = torch.export.export(converted, (x,), {"weights": weights}, strict=strict).module()
         assert torch.equal(program(x, weights=weights), converted(x, weights))
+
+
+class Flipping(nn.Module):
+    """What Python decides by a size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        return -y if x.shape[0] > 5 else y
+
+
+def test_forward_called_itself_takes_the_sizes_that_a_call_takes() -> None:
+    x, large = torch.randn(3, 6), torch.randn(7, 6)
+    with pytest.warns(QuantizationWarning, match="TQ602"):
+        prepared = tc.prepare_fx(Flipping().eval(), STATIC, (x,))
+    prepared(x)
+    converted = tc.convert_fx(prepared)
+    for form in (prepared, converted.reference, converted):
+        compiled = torch.compile(lambda given, form=form: form.forward(given), backend="eager")
+        for forward in (form.forward, compiled):
+            assert torch.equal(forward(x[:2]), form(x[:2]))
+            with pytest.raises(InputError, match=r"'x' has size 7 in dimension 0"):
+                forward(large)
+    original = converted.forward
+    expected = 2 * converted(x)
+    converted.forward = lambda given: 2 * original(given)  # as those do who wrap it
+    assert torch.equal(converted(x), expected)
+    del converted.forward
+    with torch.no_grad():
+        converted.reference.get_parameter("linear.bias").add_(1.0)
+    assert torch.equal(converted.forward(x), converted(x))

@@ -160,11 +160,7 @@ class QuantizationGraphModule(GraphModule):
         GraphModule.graph.fset(self, graph)  # type: ignore[attr-defined]
 
     def _called_in_export(self, args: tuple[Any, ...]) -> Any:
-        signature = self.record.signature
-        if (at_other_rank := signature.at_other_rank(args)) is not None:
-            return at_other_rank(lambda *bound: self._called_in_export(bound))
-        signature.check(args)
-        return Interpreter(self, graph=self._exported_graph()).run(*args)
+        return self.record.signature.call(Interpreter(self, graph=self._exported_graph()).run, args)
 
     def _exported_graph(self) -> Graph:
         """Return the graph for exported programs, with operators that every runtime has."""
@@ -185,6 +181,11 @@ class QuantizationGraphModule(GraphModule):
         record: ModelRecord = metadata.RECORD.required(self)
         return record
 
+    def _settle(self) -> None:
+        """Finish what a change of the model left for its next call."""
+        if STALE in self.__dict__:
+            settle(self)
+
     def call_again(self, *args: Tensor) -> Any:
         """Call the model with other values for arguments with which it was just called."""
         return self.forward(*args)
@@ -200,17 +201,23 @@ class QuantizationGraphModule(GraphModule):
         with of_class_before(self):
             code = super().recompile()
             own = type(self)
-            computed = own.forward
+            computed = self._computed(code, own.forward)
 
-            @wraps(computed)
+            @wraps(own.forward)
             def forward(self: QuantizationGraphModule, *args: Any, **kwargs: Any) -> Any:
-                if torch.compiler.is_dynamo_compiling() and torch.compiler.is_exporting():
-                    # A strict export does not go through ``__call__``.
+                if torch.compiler.is_dynamo_compiling():  # It sees no frames.
                     args, kwargs = self.record.signature.bind(args, kwargs), {}
+                elif other_tools.is_called_by_a_user():
+                    self._settle()
+                    return self.record.signature.call(partial(computed, self), args, kwargs)
                 return computed(self, *args, **kwargs)
 
             own.forward = forward
         return code
+
+    def _computed(self, code: PythonCode, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what ``forward`` computes, where ``forward`` is that of ``code``."""
+        return forward
 
     def add_decisions(self, decisions: tuple[Decision, ...]) -> None:
         """Add ``decisions`` about the finished model to its record."""
@@ -218,8 +225,7 @@ class QuantizationGraphModule(GraphModule):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         record, is_compiled = self.record, is_compiling()
-        if STALE in self.__dict__:
-            settle(self)
+        self._settle()
         is_traced = not is_compiled and torch._C._is_tracing()
         if not is_compiled:
             call_hooks_of_parts(self)
@@ -512,21 +518,22 @@ class ConvertedGraphModule(ConvertedModel):
         return states.with_plain_tables(self, self._graph) or self._graph
 
     def recompile(self) -> PythonCode:
-        """See ``torch.fx.GraphModule``. Adapt ``forward`` too: torch.export calls it inside another model."""
+        """See ``torch.fx.GraphModule``."""
         code = super().recompile()
         self._note_input_qparams()
+        return code
+
+    def _computed(self, code: PythonCode, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """See ``QuantizationGraphModule``. torch.export calls ``forward`` inside another model."""
         plain = states.with_plain_tables(self, self._graph)
         if plain is None:
-            return code
-        compiled = type(self).forward
+            return forward
         exported = type(GraphModule(self, plain)).forward
 
-        @wraps(compiled)
-        def forward(self: ConvertedGraphModule, *args: Any, **kwargs: Any) -> Any:
-            return (exported if _is_exported_alone() else compiled)(self, *args, **kwargs)
+        def computed(self: ConvertedGraphModule, *args: Any, **kwargs: Any) -> Any:
+            return (exported if _is_exported_alone() else forward)(self, *args, **kwargs)
 
-        type(self).forward = forward
-        return code
+        return computed
 
     def _is_asked_for_onnx(self) -> bool:
         return later_stages.is_captured_for_onnx() and record_of(self) is not None

@@ -231,6 +231,12 @@ def is_read_by_an_interpreter() -> bool:
     return frame is not None and frame.f_code is Interpreter.__init__.__code__
 
 
+def is_called_by_a_user() -> bool:
+    """Return whether ``forward``, in which it is called, is called itself and not by ``nn.Module.__call__``."""
+    caller = sys._getframe(2).f_globals.get("__name__")
+    return not str(caller).startswith(("torch.nn.modules.module", "torchq_compat."))
+
+
 class _Guard:
     """A stand-in for the value that torchao's prepare left; reading any attribute raises a ConvertError."""
 

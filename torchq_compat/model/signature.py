@@ -86,6 +86,20 @@ class CallSignature:
             return None
         return partial(other[0].call, args=bound, labels=inputs, sizes=other[1])
 
+    def call(
+        self, computed: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call ``computed``, which takes the positional arguments of the captured model as its graph does.
+
+        Raises:
+            InputError: as ``bind``.
+        """
+        bound = self.by_position(args, kwargs or {})
+        if (at_other_rank := self.at_other_rank(bound)) is not None:
+            return at_other_rank(lambda *others: self.call(computed, others))
+        self.check(bound)
+        return computed(*bound)
+
     def knows(self, args: tuple[Any, ...]) -> bool:
         """Return whether a call with the same shapes and dtypes was accepted before: no check is needed.
         Do not call this while tracing."""

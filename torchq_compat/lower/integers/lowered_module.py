@@ -9,7 +9,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import wraps
 from itertools import chain
 from operator import attrgetter
 from typing import Any, Self
@@ -297,10 +296,7 @@ class LoweredGraphModule(ConvertedModel):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not is_compiling():
-            if not self._lowering.is_current:
-                with _LOWERING:  # Threads that call the model at once lower it once.
-                    if not self._lowering.is_current:
-                        self._lower_again()
+            self._settle()
             if not kwargs and self._is_plain_call(args):
                 # The way through nn.Module takes as long as a step of a small LSTM.
                 try:
@@ -316,6 +312,13 @@ class LoweredGraphModule(ConvertedModel):
             bound = self.record.signature.by_position(args, kwargs)
             return super().__call__(*take_integers(bound, lowering.input_qparams))
         return super().__call__(*args, **kwargs)
+
+    def _settle(self) -> None:
+        super()._settle()
+        if not is_compiling() and not self._lowering.is_current:
+            with _LOWERING:  # Threads that call the model at once lower it once.
+                if not self._lowering.is_current:
+                    self._lower_again()
 
     def call_again(self, *args: Tensor) -> Any:
         """See ``QuantizationGraphModule``."""
@@ -419,25 +422,21 @@ class LoweredGraphModule(ConvertedModel):
     def graph(self, graph: Graph) -> None:
         GraphModule.graph.fset(self, graph)  # type: ignore[attr-defined]
 
-    def recompile(self) -> PythonCode:
-        """See ``torch.fx.GraphModule``.
+    def _computed(self, code: PythonCode, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """See ``QuantizationGraphModule``.
 
-        ``forward`` reads the state past ``nn.Module.__getattr__``, which takes as long as a small kernel; for
-        torch.compile it does not, since that has to know where a tensor is from.
+        The state is read past ``nn.Module.__getattr__``, which takes as long as a small kernel; for
+        torch.compile it is not, since that has to know where a tensor is from.
         """
-        code = super().recompile()
-        own = type(self)
-        plain, direct = own.forward, direct_forward(code, self._graph, self)
-
-        @wraps(plain)
-        def forward(self: LoweredGraphModule, *args: Any, **kwargs: Any) -> Any:
-            return (plain if is_compiling() else direct)(self, *args, **kwargs)
-
-        own.forward = forward
+        own, direct = type(self), direct_forward(code, self._graph, self)
         if "__call__" in vars(own):
             del own.__call__  # It calls this class's, in two steps, and prints what failed_calls tells.
         own._plain_forward = PlainForward(self._graph, direct, _plain_forward_of)
-        return code
+
+        def computed(self: LoweredGraphModule, *args: Any, **kwargs: Any) -> Any:
+            return (forward if is_compiling() else direct)(self, *args, **kwargs)
+
+        return computed
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state of the reference: what is lowered inside this model has no other."""
