@@ -232,7 +232,7 @@ def is_read_by_an_interpreter() -> bool:
 
 
 def is_called_by_a_user() -> bool:
-    """Return whether ``forward``, in which it is called, is called itself and not by ``nn.Module.__call__``."""
+    """Return whether ``forward``, where it is called, is called itself, not by ``nn.Module.__call__``."""
     caller = sys._getframe(2).f_globals.get("__name__")
     return not str(caller).startswith(("torch.nn.modules.module", "torchq_compat."))
 
