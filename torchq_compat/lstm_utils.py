@@ -87,6 +87,7 @@ def get_lstm_with_individually_observed_parts(
         >>> observed(torch.randn(5, 2, 4))[0].shape
         torch.Size([5, 2, 8])
     """
+    constructors = {name: value for name, value in locals().items() if name.endswith("_obs_ctr")}
     if not isinstance(float_lstm, nn.LSTM):
         raise CustomModuleError.call_failed(
             "float_lstm", f"an nn.LSTM is needed, got {type(float_lstm).__name__}"
@@ -96,17 +97,7 @@ def get_lstm_with_individually_observed_parts(
         example_inputs,
         backend_config,
         split_gates=split_gates,
-        igates_obs_ctr=igates_obs_ctr,
-        hgates_obs_ctr=hgates_obs_ctr,
-        linear_output_obs_ctr=linear_output_obs_ctr,
-        sigmoid_obs_ctr=sigmoid_obs_ctr,
-        tanh_obs_ctr=tanh_obs_ctr,
-        cell_state_obs_ctr=cell_state_obs_ctr,
-        hidden_state_obs_ctr=hidden_state_obs_ctr,
-        tanh_cell_state_obs_ctr=tanh_cell_state_obs_ctr,
-        weight_obs_ctr=weight_obs_ctr,
-        sigmoid_input_obs_ctr=sigmoid_input_obs_ctr,
-        tanh_input_obs_ctr=tanh_input_obs_ctr,
+        **constructors,
     )
     assert isinstance(observed, families.ObservedLSTM)
     return observed

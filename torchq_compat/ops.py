@@ -65,32 +65,28 @@ def weight_of(node: Node) -> Node | None:
     """Return the weight argument of ``node`` if a QConfig can quantize it, or None."""
     if node.target in those("normalization") or node.target is PRELU:
         return None
-    edge = _edges(node).get("weight")
-    return edge[0] if edge else None
+    return named_parameters_of(node).get("weight")
 
 
 def parameters_of(node: Node) -> dict[str, tuple[Node, Node]]:
     """Map "weight" and "bias" to the edge into ``node``, for those that ``node`` is given."""
-    return {name: edge for name, edge in _edges(node).items() if name in ("weight", "bias")}
+    named = named_parameters_of(node)
+    return {name: (named[name], node) for name in named if name in ("weight", "bias")}
 
 
 def parameter_nodes(node: Node) -> set[Node]:
     """Return all arguments of ``node`` that are parameters and not activations."""
-    return {parameter for parameter, _ in _edges(node).values()}
+    return set(named_parameters_of(node).values())
 
 
 def named_parameters_of(node: Node) -> dict[str, Node]:
     """Map each role, such as "weight" or "running_mean", to the parameter that ``node`` is given for it."""
-    return {name: parameter for name, (parameter, _) in _edges(node).items()}
-
-
-def _edges(node: Node) -> dict[str, tuple[Node, Node]]:
-    edges = {}
+    named = {}
     for name, position in facts(node.target).parameters.items():
         argument = node.args[position] if position < len(node.args) else None
         if isinstance(argument, Node):
-            edges[name] = (argument, node)
-    return edges
+            named[name] = argument
+    return named
 
 
 def preserves_values(node: Node) -> bool:

@@ -100,18 +100,7 @@ def prepare_fx(
         >>> prepared(torch.randn(50, 4)).shape
         torch.Size([50, 2])
     """
-    return _prepare(
-        model,
-        qconfig_mapping,
-        example_inputs,
-        prepare_custom_config,
-        _equalization_config,
-        backend_config,
-        dynamic_shapes,
-        custom_module_qconfig,
-        fuse_as_fx=fuse_as_fx,
-        is_qat=False,
-    )
+    return _prepare(**locals(), is_qat=False)
 
 
 @waits_for_first_call
@@ -148,18 +137,7 @@ def prepare_qat_fx(
         >>> prepared = prepare_qat_fx(model, get_default_qat_qconfig_mapping("x86"), (x,))
         >>> prepared(x).sum().backward()  # train it as any module
     """
-    return _prepare(
-        model,
-        qconfig_mapping,
-        example_inputs,
-        prepare_custom_config,
-        _equalization_config,
-        backend_config,
-        dynamic_shapes,
-        custom_module_qconfig,
-        fuse_as_fx=fuse_as_fx,
-        is_qat=True,
-    )
+    return _prepare(**locals(), is_qat=True)
 
 
 @takes_waiting_models
@@ -383,21 +361,21 @@ def get_default_convert_custom_config() -> torch_ao.ConvertCustomConfig:
 
 
 def _prepare(
+    *,
     model: nn.Module,
     qconfig_mapping: Any,
     example_inputs: Any,
     prepare_custom_config: Any,
-    equalization_config: Any,
+    _equalization_config: Any,
     backend_config: Any,
     dynamic_shapes: Any,
-    custom_module_qconfig: Any,
-    *,
     fuse_as_fx: bool,
+    custom_module_qconfig: Any,
     is_qat: bool,
 ) -> QuantizationGraphModule:
     name = "prepare_qat_fx" if is_qat else "prepare_fx"
     checks.check_arguments(name, {"fuse_as_fx": checks.FLAG}, {"fuse_as_fx": fuse_as_fx})
-    if equalization_config is not None and _asks_for_something(equalization_config):
+    if _equalization_config is not None and _asks_for_something(_equalization_config):
         raise ConfigError.of("TQ910.equalization")
     quantizer = qconfig_mapping if isinstance(qconfig_mapping, Quantizer) else None
     if quantizer is not None:

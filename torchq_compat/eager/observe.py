@@ -57,15 +57,15 @@ def set_qconfigs(model: nn.Module, spec: ModuleSpec, left_out: Collection[Any] =
     Raises:
         ConfigError: a qconfig is no QConfig.
     """
-    qconfigs = dict(propagated_qconfigs(model, spec, None, ""))
+    qconfigs = dict(propagated_qconfigs(model, spec))
     for path, qconfig in qconfigs.items():
         if qconfig is not None and not isinstance(qconfig, torch_ao.QConfig):
             raise ConfigError.of("TQ905.qconfig_type", path=path or "the model", qconfig=qconfig)
     inside: tuple[str, ...] = ()
     for path, module in model.named_modules():
         if path and (path.rpartition(".")[2] in left_out or type(module) in left_out):
-            inside = (*inside, path, f"{path}.")
-        if path not in inside and not path.startswith(tuple(item for item in inside if item.endswith("."))):
+            inside = (*inside, f"{path}.")
+        if not f"{path}.".startswith(inside):
             module.qconfig = qconfigs[path]
 
 

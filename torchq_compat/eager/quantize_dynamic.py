@@ -67,19 +67,6 @@ def read_spec(spec: Any, dtype: Any) -> ModuleSpec:
     raise ConfigError.of("TQ910.spec_type", spec=shown(spec))
 
 
-def qconfigs_by_path(model: nn.Module, spec: ModuleSpec, *, is_given: bool) -> dict[str, QConfig | None]:
-    """Return the QConfig of every module as ``torch.ao.quantization.propagate_qconfig_`` does: that of its
-    parent, unless its type, its path or its own attribute ``qconfig`` gives another.
-
-    Args:
-        is_given: whether a user wrote ``spec``, and is warned about entries that match nothing.
-    """
-    result = dict(propagated_qconfigs(model, spec, spec.get("") if "" in spec else None, ""))
-    if is_given:
-        _warn_of_no_match(model, spec, result)
-    return result
-
-
 def _warn_of_no_match(model: nn.Module, spec: ModuleSpec, paths: Container[str]) -> None:
     """Warn of the paths in ``spec`` that do not exist, and of its classes if no class matches: scripts list
     every class that can be quantized, {nn.LSTM, nn.GRU, nn.Linear}, while models have only some of them."""
@@ -96,8 +83,10 @@ def _warn_of_no_match(model: nn.Module, spec: ModuleSpec, paths: Container[str])
 
 
 def propagated_qconfigs(
-    module: nn.Module, spec: ModuleSpec, inherited: QConfig | None, path: str
+    module: nn.Module, spec: ModuleSpec, inherited: QConfig | None = None, path: str = ""
 ) -> Iterator[tuple[str, QConfig | None]]:
+    """Yield the path and the QConfig of every module as ``torch.ao.quantization.propagate_qconfig_`` sets
+    it: that of its parent, unless its type, its path or its own attribute ``qconfig`` gives another."""
     qconfig = spec.get(type(module), inherited)
     qconfig = spec.get(path, qconfig)
     qconfig = getattr(module, "qconfig", qconfig)
@@ -260,7 +249,9 @@ def quantize_dynamic(
     working.eval()
     # All modules are converted before the first is replaced: a failure leaves the model unchanged.
     quantized: dict[nn.Module, nn.Module] = {}
-    qconfigs = qconfigs_by_path(working, spec, is_given=qconfig_spec is not None)
+    qconfigs = dict(propagated_qconfigs(working, spec))
+    if qconfig_spec is not None:
+        _warn_of_no_match(working, spec, qconfigs)
     if whole_range:
         qconfigs = {path: item and (with_whole_range(item) or item) for path, item in qconfigs.items()}
     for path, module in working.named_modules():

@@ -121,5 +121,5 @@ class Site:
     def settled(self, refusal: str, edits: Iterable[Edit], imports: tuple[ImportRequest, ...] = ()) -> Site:
         """Return the site with its edits, or with the reason against them, if there is one."""
         if refusal:
-            return replace(self, refusal=refusal)
+            return replace(self, edits=(), imports=(), refusal=refusal)
         return replace(self, edits=tuple(edits), imports=imports)

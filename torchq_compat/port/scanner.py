@@ -122,7 +122,7 @@ def _sites_of(source: ParsedSource, rewrite: Finder) -> Iterator[Site]:
     stays = stays_with_fx(source) if rewrite.code in MOVING else ""
     for site in rewrite.find(source):
         reason = (stays or _missing(source, site)) if site.edits else ""
-        yield replace(site, edits=(), imports=(), refusal=reason) if reason else site
+        yield site.settled(reason, site.edits, site.imports)
 
 
 @lru_cache(maxsize=2)

@@ -17,7 +17,7 @@ from torchq_compat.port.finders import Finder
 from torchq_compat.port.names import DICT_GETTERS
 from torchq_compat.port.source.fx_calls import fx_calls, only_value, possible_values
 from torchq_compat.port.source.imports import why_not_free
-from torchq_compat.port.source.parsed import ParsedSource, dotted
+from torchq_compat.port.source.parsed import ParsedSource
 
 Expression = cst.BaseExpression
 MAX_COLUMN = 100
@@ -85,7 +85,7 @@ class DictForm:
         refusal = ""
         if isinstance(statement, cst.AnnAssign):
             refusal = f"{name} is annotated as a dict"
-        elif name in source.taken_by_others and assignment.scope is source.global_scope:
+        elif name in source.taken_by_others and isinstance(assignment.scope, cst.metadata.GlobalScope):
             refusal = f"another file uses {name}"
         for use in source.references(name, assignment.node):
             if not self._is_argument(source, use):
@@ -344,7 +344,7 @@ def find_getters(source: ParsedSource) -> Iterator[Site]:
 
 
 def _getter_import(source: ParsedSource, node: cst.ImportFrom, alias: cst.ImportAlias, new_name: str) -> Site:
-    name = dotted(alias.name)
+    name = alias.evaluated_name
     uses = source.references(alias.evaluated_alias or name, node)
     start = source.start(alias)
     refusal = next(filter(None, (_use_as_dict(source, use) for use in uses)), "")

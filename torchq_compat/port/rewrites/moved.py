@@ -8,7 +8,6 @@ still work and have the same objects, so only files that use FX graph mode are r
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import libcst as cst
 
@@ -17,7 +16,7 @@ from torchq_compat.port.constructs import Edit, ImportRequest, Site
 from torchq_compat.port.finders import Finder
 from torchq_compat.port.source.fx_calls import uses_fx
 from torchq_compat.port.source.imports import MovedNames, moved_modules, why_not_free
-from torchq_compat.port.source.parsed import ParsedSource, dotted, imported_module
+from torchq_compat.port.source.parsed import ParsedSource, imported_module
 from torchq_compat.port.source.source_tree import installed_lacks
 
 PARTS = tuple(row for row in legacy.MOVED_FUNCTIONS if row.replacement == "torchq_compat.lstm_utils")
@@ -31,6 +30,12 @@ PREPARES = frozenset(
     for name in ("prepare_pt2e", "prepare_qat_pt2e")
 )
 MOVED_OBSERVERS = MovedNames("TQ115", (), legacy.PT2E_OBSERVERS)
+
+
+#: Why observers are left that are in one file with QConfigs.
+BESIDE_QCONFIGS = (
+    "the file also has QConfigs, which take torch.ao's; the specs of prepare_pt2e take torchao's"
+)
 
 
 def find_functions(source: ParsedSource) -> Iterator[Site]:
@@ -52,13 +57,7 @@ def find_observers(source: ParsedSource) -> Iterator[Site]:
         yield from MOVED_OBSERVERS.find(source)
     elif PREPARES & used:
         for site in MOVED_OBSERVERS.find(source):
-            yield replace(
-                site,
-                edits=(),
-                imports=(),
-                refusal="the file also has QConfigs, which take torch.ao's; the specs of prepare_pt2e take "
-                "torchao's",
-            )
+            yield site.settled(BESIDE_QCONFIGS, ())
 
 
 CLASSES = MovedNames("TQ103", legacy.MOVED_CLASSES[:1], guests=legacy.MOVED_CLASSES[1:])
@@ -82,11 +81,11 @@ def find_namespaces(source: ParsedSource) -> Iterator[Site]:
 
     def now(node: cst.ImportFrom, alias: cst.ImportAlias) -> tuple[str, str] | None:
         module = imported_module(node)
-        new = new_namespace(f"{module}.{dotted(alias.name)}")
+        new = new_namespace(f"{module}.{alias.evaluated_name}")
         if new is None or node.module is None:
             return None
         if any(_is_excluded(use) for use in _attribute_uses(source, node, alias, module)):
-            what = f"from {module} import {dotted(alias.name)}"
+            what = f"from {module} import {alias.evaluated_name}"
             staying.append(Site("TQ104", source.start(alias), what, refusal=ONLY_IN_PART))
             return None
         package, _, name = new.rpartition(".")
@@ -108,7 +107,7 @@ def _is_excluded(name: str) -> bool:
 
 
 def _namespace_import(source: ParsedSource, node: cst.Import, alias: cst.ImportAlias) -> Iterator[Site]:
-    name = dotted(alias.name)
+    name = alias.evaluated_name
     new = new_namespace(name)
     if new is None:
         return
@@ -122,7 +121,7 @@ def _attribute_uses(
     source: ParsedSource, node: cst.Import | cst.ImportFrom, alias: cst.ImportAlias, module: str
 ) -> Iterator[str]:
     """Yield the full names used of an imported namespace."""
-    name = dotted(alias.name)
+    name = alias.evaluated_name
     local = alias.evaluated_alias or name.partition(".")[0]
     for use in source.references(local, node):
         parent = source.parent(use)
@@ -176,22 +175,24 @@ def find_removed(source: ParsedSource) -> Iterator[Site]:
 
 def _now(node: cst.ImportFrom, alias: cst.ImportAlias) -> tuple[str, str] | None:
     """Return the module and the name of an imported name now; None if it did not move."""
-    module, name = imported_module(node), dotted(alias.name)
+    module, name = imported_module(node), alias.evaluated_name
     new, full = legacy.new_module(module), f"{module}.{name}"
     if module in OF_PT2E and name in legacy.PT2E_FUNCTIONS:
         return None  # The other rewrite moves it.
     if full in legacy.REMOVED:
         package, _, last = legacy.REMOVED[full].rpartition(".")
         return package, last
-    if new is None:
-        return None
-    if name in legacy.NAMES_ELSEWHERE and installed_lacks(new, name):
-        return legacy.NAMES_ELSEWHERE[name]
-    return new, name
+    return None if new is None else _home_of(new, name)
+
+
+def _home_of(module: str, name: str) -> tuple[str, str]:
+    """Return the module and the name of what ``module``, the successor of a removed one, should have."""
+    is_elsewhere = name in legacy.NAMES_ELSEWHERE and installed_lacks(module, name)
+    return legacy.NAMES_ELSEWHERE[name] if is_elsewhere else (module, name)
 
 
 def _removed_import(source: ParsedSource, node: cst.Import, alias: cst.ImportAlias) -> Iterator[Site]:
-    name = dotted(alias.name)
+    name = alias.evaluated_name
     new = legacy.new_module(name)
     if new is None:
         return
@@ -202,13 +203,13 @@ def _removed_import(source: ParsedSource, node: cst.Import, alias: cst.ImportAli
         for use in uses:
             if not isinstance(use, cst.Attribute) or use.attr.value in legacy.PT2E_FUNCTIONS:
                 continue
-            home, now = legacy.NAMES_ELSEWHERE.get(use.attr.value, (new, use.attr.value))
+            home, now = _home_of(new, use.attr.value)
             if reason := installed_lacks(new, now if home == new else use.attr.value):
-                yield replace(site, refusal=reason)
+                yield site.settled(reason, ())
                 return
             if now != use.attr.value:
                 edits.append(Edit(source.start(use.attr), source.end(use.attr), now))
-    yield replace(site, edits=tuple(edits))
+    yield site.settled("", edits)
 
 
 def _removed_attribute(source: ParsedSource, node: cst.Attribute) -> Iterator[Site]:
@@ -233,14 +234,9 @@ def _removed_attribute(source: ParsedSource, node: cst.Attribute) -> Iterator[Si
         parent = source.parent(node)
     edits = [Edit(source.start(used), source.end(node), new)]
     if isinstance(parent, cst.Attribute) and parent.attr.value not in legacy.PT2E_FUNCTIONS:
-        name = parent.attr.value
-        home, now = (
-            legacy.NAMES_ELSEWHERE[name]
-            if name in legacy.NAMES_ELSEWHERE and installed_lacks(new, name)
-            else (new, name)
-        )
+        home, now = _home_of(new, parent.attr.value)
         if reason := installed_lacks(home, now):
-            yield replace(site, refusal=reason)
+            yield site.settled(reason, ())
             return
         edits, new = [Edit(source.start(used), source.end(parent), f"{home}.{now}")], home
     request = ImportRequest(new, offset=source.start(node))
@@ -250,7 +246,7 @@ def _removed_attribute(source: ParsedSource, node: cst.Attribute) -> Iterator[Si
 def find_pt2e(source: ParsedSource) -> Iterator[Site]:
     old = next(filter(None, (_of_qconfigs(source, call) for call in source.nodes(cst.Call))), "")
     for site in MovedNames(CODE_OF_PT2E, legacy.MOVED_PT2E).find(source):
-        yield replace(site, edits=(), imports=(), refusal=old) if old else site
+        yield site.settled(old, site.edits, site.imports)
 
 
 def _of_qconfigs(source: ParsedSource, call: cst.Call) -> str:

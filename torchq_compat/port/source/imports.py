@@ -8,7 +8,7 @@ import libcst as cst
 
 from torchq_compat.port.constructs import Edit, ImportRequest, Site
 from torchq_compat.port.names import MOVED, Moved
-from torchq_compat.port.source.parsed import ImportStatement, ParsedSource, dotted, imported_module
+from torchq_compat.port.source.parsed import ImportStatement, ParsedSource, imported_module, named_aliases
 
 # Add the imports that rewritten code needs: each once, above its use, near related imports.
 
@@ -164,12 +164,9 @@ def _top_level_imports(
 
 def _bindings(node: cst.CSTNode) -> Iterator[tuple[str, str]]:
     """Yield (full name, local name) for each name that an import statement binds."""
-    if not isinstance(node, (cst.Import, cst.ImportFrom)) or isinstance(node.names, cst.ImportStar):
-        return
-    prefix = f"{imported_module(node)}." if isinstance(node, cst.ImportFrom) else ""
-    for alias in node.names:
-        name = dotted(alias.name)
-        yield SAME_OBJECT.get(prefix + name, prefix + name), alias.evaluated_alias or name
+    if isinstance(node, (cst.Import, cst.ImportFrom)):
+        for alias, full in named_aliases(node):
+            yield SAME_OBJECT.get(full, full), alias.evaluated_alias or alias.evaluated_name
 
 
 def _imported(node: cst.CSTNode) -> set[str]:
@@ -179,7 +176,7 @@ def _imported(node: cst.CSTNode) -> set[str]:
 
 
 def _library(node: ImportStatement) -> str:
-    module = imported_module(node) if isinstance(node, cst.ImportFrom) else dotted(node.names[0].name)
+    module = imported_module(node) if isinstance(node, cst.ImportFrom) else node.names[0].evaluated_name
     return module.partition(".")[0]
 
 
@@ -283,12 +280,15 @@ def moved_modules(
 
 
 def _from_new_place(alias: cst.ImportAlias, module: str, name: str) -> NewImport:
-    old, local = dotted(alias.name), alias.evaluated_alias
-    return NewImport(alias, module, f"{name} as {local or old}" if local or name != old else name)
+    old, local = alias.evaluated_name, alias.evaluated_alias
+    return NewImport(alias, module, _renamed(name, local or (old if name != old else None)))
 
 
 def _alias_code(alias: cst.ImportAlias) -> str:
-    name, local = dotted(alias.name), alias.evaluated_alias
+    return _renamed(alias.evaluated_name, alias.evaluated_alias)
+
+
+def _renamed(name: str, local: str | None) -> str:
     return f"{name} as {local}" if local else name
 
 
@@ -297,9 +297,9 @@ def _imports_elsewhere(source: ParsedSource, name: str, node: cst.CSTNode) -> bo
     return any(
         other is not node
         and source.start(other) < source.start(node)
-        and source.is_top_level(other)
-        and any(dotted(a.name).partition(".")[0] == name and a.asname is None for a in other.names)
-        for other in source.nodes(cst.Import)
+        and isinstance(other, cst.Import)
+        and any(a.evaluated_name.partition(".")[0] == name and a.asname is None for a in other.names)
+        for _, other in _top_level_imports(source)
     )
 
 
@@ -313,7 +313,7 @@ def plan_name(
     new_name, local = row.names[name], alias.evaluated_alias
     use_edits: tuple[Edit, ...] = ()
     if new_name == name:
-        imported = f"{name} as {local}" if local else name
+        imported = _renamed(name, local)
     elif local or source.binds(new_name) or name in source.taken_by_others or _is_listed(source, name):
         imported = f"{new_name} as {local or name}"
     else:
@@ -327,7 +327,7 @@ def plan_module(source: ParsedSource, node: ImportStatement, alias: cst.ImportAl
     """Return the plan for ``alias``, which imports the legacy module of ``row`` as an object."""
     if isinstance(node, cst.Import) and alias.asname is None:
         return _plan_dotted_import(source, alias, row)
-    local = alias.evaluated_alias or dotted(alias.name)
+    local = alias.evaluated_alias or alias.evaluated_name
     names = source.references(local, node)
     uses = [
         use
@@ -421,8 +421,15 @@ class MovedNames:
                 settled.update(uses)
                 yield site
         for attribute in source.nodes(cst.Attribute):
-            if attribute not in settled:
-                yield from self._attribute_site(source, attribute)
+            names = source.names(attribute)
+            row = self._row_with(*names) if len(names) == 1 else None
+            if row is not None and attribute not in settled:
+                yield self._replace_dotted(source, attribute, row, *names)
+
+    def _row_with(self, full: str) -> Moved | None:
+        """Return the row that has the name ``full``."""
+        module, _, name = full.rpartition(".")
+        return next((row for row in self.all_rows if module == row.legacy and name in row.names), None)
 
     # --- imports ---
 
@@ -437,7 +444,7 @@ class MovedNames:
                 what = f"from {imported_module(node)} import *"
                 yield Site(self.code, source.start(node), what, refusal=refusal), ()
             return
-        plans = [plan for alias in node.names if (plan := self._plan(source, node, alias))]
+        plans = [plan for item in named_aliases(node) if (plan := self._plan(source, node, *item))]
         movable = [plan for plan in plans if plan.imported]
         edits = statement_edits(source, node, movable)
         uses = tuple(edit for plan in movable for edit in plan.use_edits)
@@ -446,34 +453,22 @@ class MovedNames:
             refusal = COMMENTS_BETWEEN_NAMES if plan.imported and not edits else plan.refusal
             yield site.settled(refusal, (*edits, *uses) if plan.imported else ()), plan.uses
 
-    def _plan(self, source: ParsedSource, node: ImportStatement, alias: cst.ImportAlias) -> NewImport | None:
-        prefix = f"{imported_module(node)}." if isinstance(node, cst.ImportFrom) else ""
-        written = prefix + dotted(alias.name)
+    def _plan(
+        self, source: ParsedSource, node: ImportStatement, alias: cst.ImportAlias, written: str
+    ) -> NewImport | None:
         full = source.follow(written)
-        module, _, name = full.rpartition(".")
-        for row in self.all_rows:
-            if module == row.legacy and name in row.names and prefix:
-                if full != written:
-                    return NewImport(alias, what=f"{name}, re-exported by another file")
-                return plan_name(source, node, alias, row, name)
-            if full == row.legacy and row in self.rows:
-                return plan_module(source, node, alias, row) if full == written else None
-        return None
+        name, row = full.rpartition(".")[2], self._row_with(full)
+        if row is not None and isinstance(node, cst.ImportFrom):
+            if full != written:
+                return NewImport(alias, what=f"{name}, re-exported by another file")
+            return plan_name(source, node, alias, row, name)
+        row = next((row for row in self.rows if row.legacy == full == written), None)
+        return plan_module(source, node, alias, row) if row is not None else None
 
     # --- dotted uses ---
 
-    def _attribute_site(self, source: ParsedSource, node: cst.Attribute) -> Iterator[Site]:
-        names = source.names(node)
-        for row in self.all_rows:
-            moved = {name for name in names if name in {f"{row.legacy}.{old}" for old in row.names}}
-            if not moved or names != moved:
-                continue
-            (full,) = moved
-            yield self._replace_dotted(source, node, row, row.names[full.rpartition(".")[2]])
-            return
-
-    def _replace_dotted(self, source: ParsedSource, node: cst.Attribute, row: Moved, new_name: str) -> Site:
-        start = source.start(node)
+    def _replace_dotted(self, source: ParsedSource, node: cst.Attribute, row: Moved, full: str) -> Site:
+        start, new_name = source.start(node), row.names[full.rpartition(".")[2]]
         site = Site(self.code, start, source.code(node))
         if source.written_names(node) != source.names(node):
             return site

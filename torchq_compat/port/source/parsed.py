@@ -1,13 +1,14 @@
 """A parsed Python text: its nodes, their positions, and the full names that they mean."""
 
 import re
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, cached_property
 from typing import Any, TypeVar, cast
 
 import libcst as cst
-from libcst import metadata
+from libcst import matchers, metadata
+from libcst.helpers import get_full_name_for_node_or_raise
 from libcst.metadata import MetadataWrapper
 from libcst.metadata.scope_provider import ScopeVisitor
 
@@ -55,21 +56,22 @@ class _Visitor(ScopeVisitor):
 
 def imported_module(node: cst.ImportFrom) -> str:
     """Return the module of a from-import: ``..a.b`` for ``from ..a.b import c``."""
-    return "." * len(node.relative) + (dotted(node.module) if node.module is not None else "")
+    return "." * len(node.relative) + (get_full_name_for_node_or_raise(node.module) if node.module else "")
+
+
+def named_aliases(node: ImportStatement) -> Iterator[tuple[cst.ImportAlias, str]]:
+    """Yield the names of an import statement, each with its full name; ``import *`` has none."""
+    module = imported_module(node) if isinstance(node, cst.ImportFrom) else ""
+    prefix = f"{module}." if module.strip(".") else module
+    for alias in () if isinstance(node.names, cst.ImportStar) else node.names:
+        yield alias, prefix + alias.evaluated_name
 
 
 def names_in_import(node: ImportStatement) -> list[str]:
     """Return the full names that an import statement imports; ``module.*`` for ``import *``."""
-    prefix = f"{imported_module(node)}." if isinstance(node, cst.ImportFrom) else ""
-    if isinstance(node.names, cst.ImportStar):
-        return [f"{prefix}*"]
-    return [prefix + dotted(alias.name) for alias in node.names]
-
-
-def dotted(node: cst.CSTNode) -> str:
-    """Return ``a.b.c`` for such a chain of names, an empty string for anything else."""
-    base, remaining = split_dotted(node)
-    return base.value + remaining if base is not None else ""
+    if isinstance(node, cst.ImportFrom) and isinstance(node.names, cst.ImportStar):
+        return [f"{imported_module(node)}.*"]
+    return [full for _, full in named_aliases(node)]
 
 
 def split_dotted(node: cst.CSTNode) -> tuple[cst.Name | None, str]:
@@ -166,9 +168,7 @@ class ParsedSource:
 
     def has_comment(self, node: cst.CSTNode) -> bool:
         """Return whether there is a comment within ``node``."""
-        start, end = self.start(node), self.end(node)
-        index = bisect_left(self._comments, start)
-        return index < len(self._comments) and self._comments[index] < end
+        return bool(matchers.findall(node, matchers.Comment()))
 
     def line(self, offset: int) -> int:
         """Return the line, from 1, of a byte offset."""
@@ -185,11 +185,6 @@ class ParsedSource:
         return [match.end() for match in LINE_END.finditer(self.data)]
 
     @cached_property
-    def _comments(self) -> list[int]:
-        """The offsets at which comments start."""
-        return [self.start(comment) for comment in self.nodes(cst.Comment)]
-
-    @cached_property
     def _names_by_value(self) -> dict[str, list[cst.Name]]:
         """Name -> the nodes of it that refer to something."""
         matches: dict[str, list[cst.Name]] = {}
@@ -200,11 +195,6 @@ class ParsedSource:
 
     def scope(self, node: cst.CSTNode) -> metadata.Scope | None:
         return self._scopes.get(node)
-
-    @property
-    def global_scope(self) -> metadata.GlobalScope | None:
-        scope = self._scopes.get(self.module.body[0]) if self.module.body else None
-        return scope.globals if scope is not None else None
 
     def newline(self) -> str:
         return self.module.default_newline
@@ -244,13 +234,8 @@ class ParsedSource:
     def names_from(self) -> Iterator[tuple[cst.ImportFrom, cst.ImportAlias, str]]:
         """Yield each name of a from-import, with its statement and full name; ``import *`` has none."""
         for node in self.nodes(cst.ImportFrom):
-            if not isinstance(node.names, cst.ImportStar):
-                for alias in node.names:
-                    yield node, alias, f"{imported_module(node)}.{dotted(alias.name)}"
-
-    def is_top_level(self, node: cst.CSTNode) -> bool:
-        """Return whether a small statement is at the top level, outside any block."""
-        return self.parent(self.parent(node)) is self.module
+            for alias, full in named_aliases(node):
+                yield node, alias, full
 
     def references(self, name: str, binding: cst.CSTNode) -> list[cst.Name]:
         """Return the uses of ``name`` that ``binding``, an import statement or the target of an assignment,

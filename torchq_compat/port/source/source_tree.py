@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
+from importlib.util import find_spec, resolve_name
 from pathlib import Path
 from typing import NamedTuple
 
@@ -226,12 +226,7 @@ def _has(module: str, name: str, budget: int) -> bool:
     if name in names or "__getattr__" in names or _source_of(f"{module}.{name}") is not None:
         return True
     package = module if file.stem == "__init__" else module.rpartition(".")[0]
-    for star in stars:
-        dots = len(star) - len(star.lstrip("."))
-        base = ".".join(package.split(".")[: len(package.split(".")) - dots + 1]) if dots else ""
-        if _has(".".join(filter(None, (base, star[dots:]))), name, budget - 1):
-            return True
-    return False
+    return any(_has(resolve_name(star, package), name, budget - 1) for star in stars)
 
 
 @cache
@@ -247,11 +242,10 @@ def module_name(path: Path) -> str:
 
 def _absolute(importer: Path, name: str) -> str:
     """Return ``name`` with the dots of a relative import resolved."""
-    if not name.startswith("."):
-        return name
-    dots = len(name) - len(name.lstrip("."))
-    package = module_name(importer).split(".")
+    package = module_name(importer)
     if importer.stem != "__init__":
-        package = package[:-1]
-    package = package[: len(package) - (dots - 1)] if dots > 1 else package
-    return ".".join([*package, name[dots:]] if name[dots:] else package)
+        package = package.rpartition(".")[0]
+    try:
+        return resolve_name(name, package)
+    except ImportError:  # The importer is in no package, or in none that far up.
+        return name.lstrip(".")
