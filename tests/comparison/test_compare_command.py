@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ import torchq_compat as tc
 from tests.helpers.oracle import MAP_LSTM
 from tests.helpers.warm_python import ENVIRONMENT, Ran, warm_python
 from torchq_compat.cli import main
-from torchq_compat.comparison.cases import Recording, _take_trained
+from torchq_compat.comparison.cases import Case, _take_trained
 from torchq_compat.comparison.compare_command import case_of_function
 from torchq_compat.comparison.results import Target
 from torchq_compat.errors import ScriptError
@@ -355,10 +354,10 @@ def test_a_trained_model_is_compared_with_the_weights_it_was_trained_to(
 
 def test_the_recorder_has_the_trained_weights_and_the_last_batches() -> None:
     """In this process, where torch is already imported."""
-    recording = Recording(nn.Sequential(nn.Linear(2, 2), nn.LSTM(2, 2)), {}, True, deque([(1,)], maxlen=8))
+    case = Case(nn.Sequential(nn.Linear(2, 2), nn.LSTM(2, 2)), None, None, [(1,)], is_qat=True)
     trained = {"0.weight": torch.eye(2), "0.bias": torch.ones(3), "1.layers.0.cell.weight": torch.eye(2)}
-    remark = _take_trained(recording, trained)
-    assert torch.equal(recording.model[0].weight, torch.eye(2))
+    remark = _take_trained(case, trained)
+    assert torch.equal(case.model[0].weight, torch.eye(2))
     assert "; 0.bias, 1.bias_hh_l0, 1.bias_ih_l0 as before the training, and observe the last 1 b" in remark
 
 

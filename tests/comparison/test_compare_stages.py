@@ -118,7 +118,7 @@ def test_taps_keep_what_later_ops_overwrite() -> None:
 
     graph_module = torch.fx.symbolic_trace(InPlace())
     add = next(node for node in graph_module.graph.nodes if node.op == "call_function")
-    taps = tap_nodes(graph_module, [add])
+    taps = tap_nodes({add: (graph_module, add)})
     assert torch.equal(graph_module(torch.ones(2)), torch.full((2,), 6.0))
     (kept,) = taps[add].take()
     assert torch.equal(kept, torch.full((2,), 2.0))

@@ -8,7 +8,7 @@ import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, Self
 
 import torch
@@ -177,18 +177,13 @@ Function = Callable[..., Any]
 
 @dataclass
 class Recording:
-    """One prepared model: the arguments of its prepare, and the batches it has been called with since.
+    """One prepared model: its case, whose calibration data are the batches it has been called with since.
 
     Copies of the model share the recording, so the script may calibrate any of them.
     """
 
-    model: nn.Module
-    arguments: dict[str, Any]
-    is_qat: bool = False
-    batches: deque[tuple[Any, ...]] = field(default_factory=deque)
+    case: Case
     is_converted: bool = False
-    convert_custom_config: Any = None
-    observer_qparams: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
@@ -229,7 +224,7 @@ class ScriptRecorder:
         converted = [recording for recording in self._recordings if recording.is_converted]
         if not converted:
             raise ScriptError.of("TQ973.no_case", script=script)
-        return tuple(_case(recording) for recording in converted)
+        return tuple(recording.case.checked() for recording in converted)
 
     def _wrap_redirected(self, function: Function, original: Function) -> Function:
         converting = function if self._trained_qparams else redirections.converting_as_fx(function)
@@ -250,9 +245,10 @@ class ScriptRecorder:
         return redirected
 
     def _prepare_fx(self, call: Function, arguments: dict[str, Any], *, is_qat: bool = False) -> Any:
-        settings = {name: copy.deepcopy(value) for name, value in arguments.items() if name != "model"}
-        batches = deque[tuple[Any, ...]](maxlen=LAST_BATCHES if is_qat else None)
-        recording = Recording(copy.deepcopy(arguments["model"]), settings, is_qat, batches)
+        known = {setting.name for setting in fields(Case)}
+        given = {name: copy.deepcopy(value) for name, value in arguments.items() if name in known}
+        batches = deque[Batch](maxlen=LAST_BATCHES if is_qat else None)
+        recording = Recording(Case(**given, calibration_data=batches, is_qat=is_qat))
         prepared = call()
         metadata.RECORDING.write(prepared, recording)
         self._recordings.append(recording)
@@ -265,34 +261,37 @@ class ScriptRecorder:
         recording = metadata.RECORDING.of(arguments["graph_module"])
         if recording is None or recording.is_converted:
             return call()
-        trained, batches = arguments["graph_module"].state_dict(), recording.batches.copy()
+        # Without the batches on which convert tries what it makes.
+        trained, batches = arguments["graph_module"].state_dict(), list(recording.case.calibration_data)
         converted = call()
-        # Without the batches on which convert tried what it made.
-        recording.batches, recording.is_converted = batches, True
-        recording.convert_custom_config = arguments.get("convert_custom_config")
-        recording.observer_qparams = converted.record.observer_qparams
-        if recording.is_qat:
-            self.remarks.append(_take_trained(recording, trained))
+        recording.is_converted = True
+        recording.case = replace(
+            recording.case,
+            calibration_data=batches,
+            convert_custom_config=arguments.get("convert_custom_config"),
+            observer_qparams=converted.record.observer_qparams,
+        )
+        if recording.case.is_qat:
+            self.remarks.append(_take_trained(recording.case, trained))
         return converted
 
     _convert_to_reference_fx = _convert_fx
 
 
-def _take_trained(recording: Recording, trained: Mapping[str, Any]) -> str:
+def _take_trained(case: Case, trained: Mapping[str, Any]) -> str:
     """Load the tensors that the script trained into the recorded model, and return the remark about it."""
-    model = recording.model
-    own = model.state_dict()
+    own = case.model.state_dict()
     result = {
         name: value.detach().clone()
         for name, value in trained.items()
         if isinstance(value, Tensor) and name in own and own[name].shape == value.shape
     }
-    model.load_state_dict(result, strict=False)
+    case.model.load_state_dict(result, strict=False)
     untrained = sorted(own.keys() - result.keys())
     kept = f"; {', '.join(untrained[:3])} as before the training" if untrained else ""
     return (
-        f"{type(model).__name__} goes through prepare_qat_fx: both sides have the weights it was trained to"
-        f"{kept}, and observe the last {len(recording.batches)} batches anew"
+        f"{type(case.model).__name__} goes through prepare_qat_fx: both sides have the weights it was "
+        f"trained to{kept}, and observe the last {len(case.calibration_data)} batches anew"
     )
 
 
@@ -302,18 +301,4 @@ def _note_call(module: nn.Module, args: tuple[Any, ...]) -> None:
         if isinstance(recording, Recording) and not recording.is_converted:
             # Copies of the tensors, since a script may reuse the same buffers.
             kept = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), args)
-            recording.batches.append(kept)
-
-
-def _case(recording: Recording) -> Case:
-    return Case(
-        recording.model,
-        recording.arguments["qconfig_mapping"],
-        recording.arguments["example_inputs"],
-        list(recording.batches),
-        recording.arguments.get("prepare_custom_config"),
-        recording.convert_custom_config,
-        recording.arguments.get("backend_config"),
-        is_qat=recording.is_qat,
-        observer_qparams=recording.observer_qparams,
-    ).checked()
+            recording.case.calibration_data.append(kept)

@@ -55,22 +55,18 @@ def observe_places(
     Taps are inserted into ``reference``.
     """
     outputs = pytree.tree_leaves(reference.graph.output_node().args[0])
-    taps: dict[sides.Key, sides.Tap] = {}
-    for owner, nodes in _nodes(prepared, reference, places):
-        tapped = sides.tap_nodes(owner, nodes.values())
-        taps.update({key: tapped[node] for key, node in nodes.items()})
-    taps.update(_module_taps(reference, places))
-    sources = [_source_of_dequantize(node) for node in outputs]
-    source_taps = sides.tap_nodes(reference, [node for node in sources if node is not None])
     eager = _LastCalls()
-    taps.update(eager.taps(reference, places))
+    taps = sides.tap_nodes(dict(_nodes(prepared, reference, places)))
+    taps |= _module_taps(reference, places) | eager.taps(reference, places)
+    sources = [_source_of_dequantize(node) for node in outputs]
+    source_taps = sides.tap_nodes({node: (reference, node) for node in sources if node is not None})
+    run_with_taps = sides.runner(reference, taps, lambda key, passes: _reading(passes))
     last_qparams: list[QParams | None] = []
 
     def run(batch: tuple[Any, ...]) -> tuple[Any, Mapping[sides.Key, sides.Reading]]:
-        with torch.no_grad(), eager:
-            result = reference(*batch)
+        with eager:
+            result, readings = run_with_taps(batch)
         last_qparams[:] = [_last_qparams(source_taps[node]) if node is not None else None for node in sources]
-        readings = {key: _reading(passes) for key, tap in taps.items() if (passes := tap.take())}
         return pytree.tree_map_only(Tensor, quantized_tensors.as_float, result), readings
 
     def output_qparams(result: Any) -> tuple[QParams | None, ...]:
@@ -82,13 +78,16 @@ def observe_places(
 
 def _nodes(
     prepared: GraphModule, reference: GraphModule, places: Mapping[sides.Key, KeyFacts]
-) -> Iterator[tuple[GraphModule, dict[sides.Key, Node]]]:
-    """Yield every graph with its keys and the nodes that hold their values."""
-    yield reference, {key: node for key, node in _op_nodes(prepared, reference).items() if key in places}
+) -> Iterator[tuple[sides.Key, tuple[GraphModule, Node]]]:
+    """Yield every key with the graph and the node that holds its value."""
+    for key, node in _op_nodes(prepared, reference).items():
+        if key in places:
+            yield key, (reference, node)
     for cell_path, parts in _parts_by_cell(places).items():
         cell = module_at(reference, cell_path)
         if isinstance(cell, GraphModule):
-            yield cell, {key: _value_node(node) for key, node in _part_nodes(cell, parts)}
+            for part, node in _part_nodes(cell, parts):
+                yield part, (cell, _value_node(node))
 
 
 def _op_nodes(prepared: GraphModule, reference: GraphModule) -> dict[sides.Key, Node]:

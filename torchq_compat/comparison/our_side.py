@@ -211,29 +211,18 @@ def _runner(
 ) -> sides.Run:
     """Return a function that runs ``model`` with taps, and reads floats, or the integers of the ``observed``
     nodes, of results and of parts."""
-    values: dict[sides.Key, tuple[GraphModule, Node, QParams | None]] = {}
+    places: dict[sides.Key, tuple[GraphModule, Node]] = {}
+    integers_at: dict[sides.Key, QParams | None] = {}
     for key, (graph, node) in _nodes(model, decisions).items():
         is_own = observed is not None and (not isinstance(key, sides.OpKey) or node.name in observed)
-        values[key] = (graph, *(_integers_of(node) if is_own else (node, None)))
-    taps: dict[tuple[int, Node], sides.Tap] = {}
-    for graph in {id(graph): graph for graph, _, _ in values.values()}.values():
-        tapped = sides.tap_nodes(graph, [node for owner, node, _ in values.values() if owner is graph])
-        taps.update({(id(graph), node): tap for node, tap in tapped.items()})
+        source, integers_at[key] = _integers_of(node) if is_own else (node, None)
+        places[key] = graph, source
 
-    def run(batch: tuple[Any, ...]) -> tuple[Any, Mapping[sides.Key, sides.Reading]]:
-        with torch.no_grad():
-            result = model(*batch)
-        taken = {where: tap.take() for where, tap in taps.items()}
-        readings = {}
-        for key, (graph, node, qparams) in values.items():
-            if passes := taken[id(graph), node]:
-                whole = passes[0] if len(passes) == 1 else torch.stack(passes)
-                readings[key] = sides.Reading(
-                    whole if qparams is None else qparams.dequantize(whole), qparams
-                )
-        return result, readings
+    def read(key: sides.Key, passes: list[Tensor]) -> sides.Reading:
+        whole, qparams = passes[0] if len(passes) == 1 else torch.stack(passes), integers_at[key]
+        return sides.Reading(whole if qparams is None else qparams.dequantize(whole), qparams)
 
-    return run
+    return sides.runner(model, sides.tap_nodes(places), read)
 
 
 def _integers_of(node: Node) -> tuple[Node, QParams | None]:

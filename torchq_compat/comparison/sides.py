@@ -4,9 +4,9 @@ accumulated over batches."""
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 from torchq_compat.comparison.results import Histogram, QParamsView, Side, Steps
 from torchq_compat.read.qparams import PerChannelQParams, QParams
 from torchq_compat.support.dtypes import dtype_name
+from torchq_compat.support.graph_nodes import free_name
 from torchq_compat.support.quantized_tensors import channel_qparams, is_per_channel, is_quantized
 from torchq_compat.support.upstream import pytree
 
@@ -44,6 +45,7 @@ class PartKey(NamedTuple):
 
 
 Key = OpKey | ResultKey | PartKey
+KeyT = TypeVar("KeyT")
 
 
 @dataclass(frozen=True)
@@ -95,20 +97,31 @@ class Tap(nn.Module):
         return values
 
 
-def tap_nodes(graph_module: GraphModule, nodes: Iterable[Node]) -> Mapping[Node, Tap]:
-    """Insert a tap after each of ``nodes`` of ``graph_module``, and return the taps. This changes
-    ``graph_module``: pass a copy."""
+def tap_nodes(places: Mapping[KeyT, tuple[GraphModule, Node]]) -> dict[KeyT, Tap]:
+    """Insert a tap after each node, and return the taps; keys of one node share its tap. This changes the
+    graphs: pass copies."""
     taps: dict[Node, Tap] = {}
-    for node in dict.fromkeys(nodes):
+    for graph_module, node in dict.fromkeys(places.values()):
         taps[node] = Tap()
-        name = f"torchq_compat_tap_of_{node.name}"
-        if hasattr(graph_module, name):
-            name += "_too"
+        name = free_name(graph_module, f"torchq_compat_tap_of_{node.name}")
         graph_module.add_submodule(name, taps[node])
         with graph_module.graph.inserting_after(node):
             graph_module.graph.call_module(name, (node,))
-    graph_module.recompile()
-    return taps
+    for graph_module in {owner for owner, _ in places.values()}:
+        graph_module.recompile()
+    return {key: taps[node] for key, (_, node) in places.items()}
+
+
+def runner(model: nn.Module, taps: Mapping[Key, Tap], read: Callable[[Key, list[Tensor]], Reading]) -> Run:
+    """Return a function that runs ``model``; ``read`` makes a reading of what the tap of a key has kept."""
+
+    def run(batch: tuple[Any, ...]) -> tuple[Any, Mapping[Key, Reading]]:
+        with torch.no_grad():
+            result = model(*batch)
+        taken = {tap: tap.take() for tap in set(taps.values())}
+        return result, {key: read(key, taken[tap]) for key, tap in taps.items() if taken[tap]}
+
+    return run
 
 
 def tap_module(module: nn.Module, position: int | None = None) -> Tap:

@@ -1,9 +1,10 @@
 """Comparisons in words, as tables on a terminal, and as JSON."""
 
 import io
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -84,41 +85,35 @@ def _first_line(error: str) -> str:
     return line if line.endswith(".") else f"{line}."
 
 
+@dataclass(frozen=True)
 class PointGroup:
     """Points with the same values everywhere, shown once."""
 
-    def __init__(self, point: results.Point) -> None:
-        self.point = point
-        self.names = [point.name]
+    point: results.Point
+    names: list[str]
 
     @property
     def ours(self) -> results.Side:
         return self.point.ours
 
-    def takes(self, other: results.Point) -> bool:
-        """Return whether ``other`` has the same value, moved or passed on."""
-        mine = self.point
-        same = (other.ours, other.fx, other.histogram) == (mine.ours, mine.fx, mine.histogram)
-        return same and other.kind is not results.Kind.PART and mine.kind is not results.Kind.PART
-
 
 def distinct_places(points: Sequence[results.Point]) -> list[PointGroup]:
     """Return the places in order, each value once: a pooling that passes integers on is not a place of its
     own."""
-    matches: list[PointGroup] = []
-    for point in points:
-        if matches and matches[-1].takes(point):
-            matches[-1].names.append(point.name)
-        else:
-            matches.append(PointGroup(point))
-    return matches
+
+    def values(point: results.Point) -> tuple[object, ...]:
+        part = point.name if point.kind is results.Kind.PART else ""
+        return point.ours, point.fx, point.histogram, part
+
+    groups = (list(alike) for _, alike in itertools.groupby(points, values))
+    return [PointGroup(alike[0], [point.name for point in alike]) for alike in groups]
 
 
-def worst_places(capture: results.Capture, count: int = 3) -> list[tuple[PointGroup, str]]:
-    """Return the places farthest from float, with the reason for each."""
+def worst_places(capture: results.Capture) -> list[tuple[PointGroup, str]]:
+    """Return the three places farthest from float, with the reason for each."""
     places = distinct_places(capture.points)
     noisy = [place for place in places if grade(place.point.ours.sqnr) != "exact"]
-    worst = sorted(noisy, key=lambda place: place.point.ours.sqnr)[:count]
+    worst = sorted(noisy, key=lambda place: place.point.ours.sqnr)[:3]
     return [(place, " ".join(_reasons(place.point, capture))) for place in worst]
 
 
