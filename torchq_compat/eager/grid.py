@@ -21,45 +21,35 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torchq_compat.capture.opaque_calls import OpaqueModule
+from torchq_compat.ops import those
 from torchq_compat.read.qparams import PerTensorQParams
 from torchq_compat.support import quantized_tensors
 from torchq_compat.support.dtypes import LEGACY_DTYPES
 from torchq_compat.support.process_state import held, is_exporting, own_attribute
 from torchq_compat.support.upstream import pytree
 
-#: Functions whose results have values of their input, or zeros: nothing has to be rounded.
-MOVES = frozenset(
-    """
-    __getitem__ alias adaptive_max_pool1d adaptive_max_pool2d alpha_dropout amax amin as_strided broadcast_to
-    channel_shuffle chunk clone contiguous cpu cuda detach diagonal dropout dropout1d dropout2d
-    dropout3d expand expand_as feature_alpha_dropout flatten flip gather index_select masked_select max
-    max_pool1d max_pool1d_with_indices max_pool2d max_pool2d_with_indices max_pool3d
-    max_pool3d_with_indices median min moveaxis movedim narrow native_channel_shuffle permute
-    pixel_shuffle pixel_unshuffle relu relu_ repeat repeat_interleave requires_grad_ reshape reshape_as
-    roll select sort split split_with_sizes squeeze squeeze_ swapaxes swapdims t take tensor_split tile
-    to topk transpose transpose_ type_as unbind unflatten unfold unsqueeze unsqueeze_ upsample_nearest
-    view view_as
-    """.split()  # noqa: SIM905 - one to a line would be a page
-)
-#: Functions whose results are rounded to the qparams of their input.
+#: Functions whose results are rounded to the qparams of their input, in place too.
 ROUNDED = frozenset(
     """
     adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d avg_pool1d avg_pool2d avg_pool3d clamp
-    clamp_ clamp_max clamp_min clip fill_ gelu hardtanh hardtanh_ interpolate leaky_relu leaky_relu_
-    masked_fill mean pad relu6 std threshold threshold_ upsample upsample_bilinear zero_
+    clamp_max clamp_min clip fill gelu hardtanh interpolate leaky_relu masked_fill mean pad relu6 std
+    threshold upsample upsample_bilinear zero
+    """.split()  # noqa: SIM905 - one to a line would be a page
+)
+#: Functions whose results have values of their input, or zeros, so that nothing has to be rounded: the aten
+#: operators that move values, and what else torch and its tensors have by other names.
+MOVES = {operator._schema.name.partition("::")[2] for operator in those("moves")} - ROUNDED | set(
+    """
+    __getitem__ adaptive_max_pool1d adaptive_max_pool2d alpha_dropout amax amin as_strided cpu cuda dropout1d
+    dropout2d dropout3d expand_as feature_alpha_dropout gather masked_select max max_pool1d_with_indices
+    max_pool2d_with_indices max_pool3d_with_indices median min native_channel_shuffle requires_grad
+    reshape_as roll sort take to topk type_as upsample_nearest view_as
     """.split()  # noqa: SIM905 - one to a line would be a page
 )
 #: Those that kernels compute of the integers: sums are exact, halves are common, and rounded to even.
 AVERAGES = frozenset(f"{kind}_pool{rank}d" for kind in ("avg", "adaptive_avg") for rank in (1, 2, 3))
 #: Functions whose results have qparams of their own: scale, and zero point above the least integer.
-FIXED = {
-    "hardsigmoid": (1 / 256, 0),
-    "hardsigmoid_": (1 / 256, 0),
-    "sigmoid": (1 / 256, 0),
-    "sigmoid_": (1 / 256, 0),
-    "tanh": (2 / 256, 128),
-    "tanh_": (2 / 256, 128),
-}
+FIXED = {"hardsigmoid": (1 / 256, 0), "sigmoid": (1 / 256, 0), "tanh": (2 / 256, 128)}
 #: Functions that join tensors, whose results have the qparams of the first.
 JOINS = frozenset(["cat", "concat", "concatenate", "hstack", "stack", "vstack"])
 
@@ -154,11 +144,12 @@ class FollowGrid(TorchFunctionMode):
 
     def _with_grid(self, name: str, result: Any, value: Tensor, before: PerTensorQParams) -> Any:
         """Return ``result``, whose float tensor ``value`` has qparams if the kernel had given it any."""
-        if name in MOVES or name in JOINS or name in ("__get__", "__set__"):
+        function = name if name.endswith("__") else name.removesuffix("_")
+        if function in MOVES or function in JOINS or function in ("__get__", "__set__"):
             self.know(value, before)
             return result
-        grid = _fixed(name, before) if name in FIXED else before
-        if name not in FIXED and name not in ROUNDED:
+        grid = _fixed(function, before) if function in FIXED else before
+        if function not in FIXED and function not in ROUNDED:
             self.left[name] = None
             return result
         rounded = put_on(as_quantize_per_tensor(value, grid), grid)
