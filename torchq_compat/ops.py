@@ -31,14 +31,9 @@ class Facts:
     training: int | None = None
 
 
-def _operator(name: str) -> Any:
-    packet, overload = name.split(".")
-    return getattr(getattr(ATEN, packet), overload)
-
-
 _ROWS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 #: Operator -> its facts.
-FACTS: dict[Any, Facts] = {_operator(name): Facts(**row) for name, row in _ROWS.items()}
+FACTS: dict[Any, Facts] = {operator.attrgetter(name)(ATEN): Facts(**row) for name, row in _ROWS.items()}
 
 
 def facts(target: Any) -> Facts:
@@ -153,7 +148,5 @@ def batch_norm_nodes(graph_module: GraphModule) -> Iterator[tuple[str, Node]]:
 
 def batch_norms_by_path(graph_module: GraphModule) -> dict[str, str]:
     """Return the path of every batch norm -> the path of the op before it, empty if that is no module."""
-    result = {}
-    for _, node in batch_norm_nodes(graph_module):
-        result[module_path_of(node)] = module_path_of(source_of(node))
-    return result
+    nodes = [node for _, node in batch_norm_nodes(graph_module)]
+    return {module_path_of(node): module_path_of(source_of(node)) for node in nodes}

@@ -12,7 +12,6 @@ from functools import partial
 from types import MethodType
 from typing import Any
 
-from torch import Tensor
 from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e import move_exported_model_to_eval, move_exported_model_to_train
 from torchao.quantization.pt2e.quantizer import Quantizer
@@ -41,6 +40,7 @@ from torchq_compat.recurrent.exported_lstm.whole_op import (
 from torchq_compat.support import process_state
 from torchq_compat.support.argument_checks import FLAG, checked_arguments, instance_of
 from torchq_compat.support.decisions import warn_of_decisions
+from torchq_compat.support.graph_nodes import tensors_in
 from torchq_compat.support.user_warnings import warn_user
 
 __all__ = [
@@ -197,7 +197,7 @@ class _CheckedQuantizer(UserQuantizer):
             for node in model.graph.nodes
             if node.op == "call_function"
             and node.all_input_nodes
-            and _computes_floats(node.meta.get("val"))
+            and any(value.is_floating_point() for value in tensors_in(node.meta.get("val")))
             and not preserves_values(node)
             and not is_annotated(node)
             and not any(_is_fused_into(node, user) for user in node.users)
@@ -207,8 +207,3 @@ class _CheckedQuantizer(UserQuantizer):
 def _is_fused_into(node: Node, user: Node) -> bool:
     """Return whether ``user`` is annotated, and not where it reads ``node``: as the last op of a pattern."""
     return is_annotated(user) and user.meta[Q_ANNOTATION_KEY].input_qspec_map.get(node) is None
-
-
-def _computes_floats(value: object) -> bool:
-    values = value if isinstance(value, (tuple, list)) else (value,)
-    return any(isinstance(item, Tensor) and item.is_floating_point() for item in values)

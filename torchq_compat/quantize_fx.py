@@ -417,13 +417,8 @@ def _asks_for_something(equalization_config: Any) -> bool:
         mapping = torch_ao.QConfigMapping.from_dict(mapping)
     if not isinstance(mapping, torch_ao.QConfigMapping):
         return True
-    levels = (
-        mapping.object_type_qconfigs,
-        mapping.module_name_qconfigs,
-        mapping.module_name_regex_qconfigs,
-        mapping.module_name_object_type_order_qconfigs,
-    )
-    return any(result is not None for level in levels for result in (mapping.global_qconfig, *level.values()))
+    levels = (level.values() if isinstance(level, dict) else [level] for level in vars(mapping).values())
+    return any(qconfig is not None for level in levels for qconfig in level)
 
 
 def _warn_unused(*, remove_qconfig: bool, keep_original_weights: bool = False) -> None:
