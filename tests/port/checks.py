@@ -5,7 +5,7 @@ from __future__ import annotations
 from textwrap import dedent
 
 from torchq_compat.port.finders import Finder
-from torchq_compat.port.scanner import Origin, rewrite_text
+from torchq_compat.port.scanner import Parse, rewrite_text
 from torchq_compat.port.source.parsed import ParsedSource
 
 IMPORTS = """\
@@ -22,11 +22,11 @@ def check_noop(rewrite: Finder, code: str) -> None:
     assert list(rewrite.find(ParsedSource(code))) == []
 
 
-def check_transformed(rewrite: Finder, before: str, after: str, origin: Origin | None = None) -> None:
+def check_transformed(rewrite: Finder, before: str, after: str, parse: Parse = ParsedSource) -> None:
     """Assert that ``before`` becomes ``after``, which needs no further rewrite."""
     before, after = dedent(before), dedent(after)
-    assert rewrite_text(before, (rewrite,), origin) == after
-    assert rewrite_text(after, (rewrite,), origin) == after
+    assert rewrite_text(before, (rewrite,), parse) == after
+    assert rewrite_text(after, (rewrite,), parse) == after
 
 
 def check_left(rewrite: Finder, code: str, reason: str) -> None:

@@ -104,7 +104,7 @@ NUMERIC_SUITE: list[str] = _NAMES["numeric_suite"]
 LEGACY, TORCHAO = "torch.ao.quantization", "torchao.quantization.pt2e"
 
 PT2E_OBSERVERS = tuple(
-    Moved(legacy, f"{TORCHAO}.{module}", {name: name for name in names})
+    Moved(legacy, f"{TORCHAO}.{module}", unchanged(*names))
     for module, names in (("observer", _NAMES["observers"]), ("fake_quantize", _NAMES["fake_quantizes"]))
     for legacy in (f"{LEGACY}.{module}", LEGACY)
 )
@@ -113,27 +113,12 @@ PT2E_OBSERVERS = tuple(
 # Functions that captured a model for PT2E and were removed from torch. Names only, without torch.
 
 
-class RemovedCapture(NamedTuple):
-    """A removed function that ``torch.export.export`` replaces.
-
-    Attributes:
-        module, name: its old place.
-        gave_module: whether it returned the graph module, not the exported program.
-    """
-
-    module: str
-    name: str
-    gave_module: bool
-
-
-#: Full name -> the removed function.
-REMOVED_CAPTURES: Mapping[str, RemovedCapture] = {
-    f"{item.module}.{item.name}": item
-    for item in (
-        RemovedCapture("torch._export", "capture_pre_autograd_graph", gave_module=True),
-        RemovedCapture("torch.export", "export_for_training", gave_module=False),
-        RemovedCapture("torch.export._trace", "_export_for_training", gave_module=False),
-    )
+#: The full name of a removed function that ``torch.export.export`` replaces -> whether it returned the graph
+#: module, not the exported program.
+REMOVED_CAPTURES: Mapping[str, bool] = {
+    "torch._export.capture_pre_autograd_graph": True,
+    "torch.export.export_for_training": False,
+    "torch.export._trace._export_for_training": False,
 }
 
 

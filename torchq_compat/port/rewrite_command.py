@@ -23,6 +23,7 @@ from rich.text import Text
 
 from torchq_compat.errors import PathError, ScriptError
 from torchq_compat.port import process, scanner
+from torchq_compat.port.finders import Finder
 from torchq_compat.port.rewrites import REWRITES
 from torchq_compat.port.source.files import Document, Problem, UnreadableError, replace_file
 from torchq_compat.support.report import counted
@@ -102,14 +103,12 @@ def rewrite_command(args: argparse.Namespace) -> int:
 
 
 def _changes(scan: scanner.Scan, args: argparse.Namespace, problems: list[Problem]) -> Iterator[Change]:
-    only, skip = args.only or NAMES, args.skip or ()
-    names = tuple(name for name in NAMES if name in only and name not in skip)
+    chosen = set(args.only or NAMES).difference(args.skip or ())
+    rewrites = tuple(rewrite for rewrite in REWRITES if rewrite.construct.name in chosen)
     affected = {finding.path for finding in scan.findings if finding.by == "rewrite"}
-    chosen = {document.path: (document, origin) for document, origin in scan.documents}
-    documents = [document for path, (document, _) in chosen.items() if path in affected]
-    work = partial(
-        _changed, {document.path: chosen[document.path][1] for document in documents}, names, args.timeout
-    )
+    parsers = {document.path: parse for document, parse in scan.documents if document.path in affected}
+    documents = [document for document, _ in scan.documents if document.path in affected]
+    work = partial(_changed, parsers, rewrites, args.timeout)
     results = scanner.in_processes(work, documents, args.jobs, "Rewriting")
     for document, (text, problem) in zip(documents, results, strict=True):
         if problem:
@@ -119,13 +118,12 @@ def _changes(scan: scanner.Scan, args: argparse.Namespace, problems: list[Proble
 
 
 def _changed(
-    origins: Mapping[Path, scanner.Origin], names: tuple[str, ...], seconds: float, document: Document
+    parsers: Mapping[Path, scanner.Parse], rewrites: Sequence[Finder], seconds: float, document: Document
 ) -> tuple[str, str]:
     """Return the rewritten text of ``document``, or the problem."""
-    rewrites = tuple(rewrite for rewrite in REWRITES if rewrite.construct.name in names)
     try:
         with scanner.time_limit(seconds):
-            text = scanner.rewrite_text(document.text, rewrites, origins[document.path])
+            text = scanner.rewrite_text(document.text, rewrites, parsers[document.path])
         if text != document.text:
             document.bytes_with(text)
     except (scanner.InvalidResultError, UnreadableError, scanner.TooLongError) as error:

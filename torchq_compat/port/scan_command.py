@@ -11,11 +11,9 @@ exit code: 0 nothing found, 1 something found, 2 an error of usage or a file tha
 """
 
 import argparse
-import contextlib
 import json
 from collections import Counter
 from collections.abc import Iterable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -44,9 +42,7 @@ def sarif_log(findings: Iterable[Finding], problems: Iterable[Problem]) -> dict[
         }
         for construct in RULES
     ]
-    driver: dict[str, Any] = {"name": "torchq-compat", "rules": rules}
-    with contextlib.suppress(PackageNotFoundError):  # run from a source tree
-        driver["version"] = version("torchq-compat")
+    driver = {"name": "torchq-compat", "version": process.package_version(), "rules": rules}
     if address := process.project_address():
         driver["informationUri"] = address
     notifications = [

@@ -26,7 +26,7 @@ from torchq_compat.port.rewrites import REWRITES
 from torchq_compat.port.source import files as source_files
 from torchq_compat.port.source.fx_calls import fx_calls
 from torchq_compat.port.source.imports import import_edits
-from torchq_compat.port.source.parsed import Follow, ParsedSource
+from torchq_compat.port.source.parsed import ParsedSource
 from torchq_compat.port.source.source_tree import ReExport, Tree, imports_of, installed_lacks
 from torchq_compat.read.old_forms import KEYWORDS
 
@@ -55,49 +55,36 @@ class InvalidResultError(Exception):
     """A rewrite would produce a text that is not valid Python; it is reported and never written."""
 
 
-@dataclass(frozen=True)
-class Origin:
-    """Facts about a text that come from other files.
-
-    Attributes:
-        follow: resolves names from other files.
-        taken_by_others: top-level names of the text that other files use.
-    """
-
-    follow: Follow | None = None
-    taken_by_others: frozenset[str] = frozenset()
-
-    def parse(self, text: str) -> ParsedSource:
-        return ParsedSource(text, self.follow, self.taken_by_others)
+#: Parses a text, with what other files say of its names.
+Parse = Callable[[str], ParsedSource]
 
 
-def find_sites(source: ParsedSource, rewrites: Iterable[Finder] = REWRITES) -> list[Site]:
+def find_sites(source: ParsedSource) -> list[Site]:
     """Return all sites in text order, including those for manual review."""
-    sites = [site for rewrite in rewrites for site in _sites_of(source, rewrite)]
+    sites = [site for rewrite in REWRITES for site in _sites_of(source, rewrite)]
     sites += [site for review in MANUAL_REVIEWS for site in review.find(source)]
     return sorted(dict.fromkeys(sites), key=lambda site: (site.offset, site.code))
 
 
-def rewrite_text(text: str, rewrites: Iterable[Finder] = REWRITES, origin: Origin | None = None) -> str:
+def rewrite_text(text: str, rewrites: Iterable[Finder] = REWRITES, parse: Parse = ParsedSource) -> str:
     """Return ``text`` with every site rewritten that a rewrite can handle.
 
     Raises:
         InvalidResultError: the result does not parse.
         cst.ParserSyntaxError: ``text`` is not valid Python.
     """
-    origin, rewrites = origin or Origin(), tuple(rewrites)
-    source = origin.parse(text)
+    source, rewrites = parse(text), tuple(rewrites)
     for _ in range(MAX_PASSES):
         before = source
         for rewrite in rewrites:
-            source = _settle(source, rewrite, origin)
+            source = _settle(source, rewrite, parse)
         # The result of one rewrite may be a site of a rewrite that ran before it.
         if source is before:
             break
     return source.text
 
 
-def _settle(source: ParsedSource, rewrite: Finder, origin: Origin) -> ParsedSource:
+def _settle(source: ParsedSource, rewrite: Finder, parse: Parse) -> ParsedSource:
     for _ in range(MAX_ROUNDS):
         edits: list[Edit] = []
         sites: list[Site] = []
@@ -111,7 +98,7 @@ def _settle(source: ParsedSource, rewrite: Finder, origin: Origin) -> ParsedSour
         requests = [request for site in sites for request in site.imports]
         text = apply_edits(source.data, [*edits, *import_edits(source, requests)]).decode()
         try:
-            source = origin.parse(text)
+            source = parse(text)
         except cst.ParserSyntaxError as error:
             raise InvalidResultError(f"rewriting would break it: {error.message}") from error
     return source
@@ -282,7 +269,7 @@ class Scan:
     """
 
     files: int = 0
-    documents: list[tuple[source_files.Document, Origin]] = field(default_factory=list)
+    documents: list[tuple[source_files.Document, Parse]] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     problems: list[source_files.Problem] = field(default_factory=list)
 
@@ -318,10 +305,10 @@ def scan_paths(paths: Iterable[Path], *, jobs: int = 1, seconds: float = SECONDS
         scan.problems += problems
         tree.add_taken(taken)
     for document in documents:
-        origin = _origin(tree, document.path)
-        if origin.taken_by_others and any(f.site.code in RENAMING for f in sites[document.path]):
-            sites[document.path] = _sites(document, origin, [], seconds)
-        scan.documents.append((document, origin))
+        parse = _parser(tree, document.path)
+        if tree.taken.get(document.path) and any(f.site.code in RENAMING for f in sites[document.path]):
+            sites[document.path] = _sites(document, parse, [], seconds)
+        scan.documents.append((document, parse))
         scan.findings += sites[document.path]
     scan.findings.sort(key=lambda finding: (str(finding.path), finding.site.offset))
     scan.problems.sort(key=lambda problem: str(problem.path))
@@ -376,11 +363,12 @@ def _sites_and_taken(
     tree: Tree, seconds: float, document: source_files.Document
 ) -> tuple[list[Finding], list[source_files.Problem], dict[Path, set[str]]]:
     problems: list[source_files.Problem] = []
-    return _sites(document, _origin(tree, document.path), problems, seconds), problems, tree.taken
+    return _sites(document, _parser(tree, document.path), problems, seconds), problems, tree.taken
 
 
-def _origin(tree: Tree, path: Path) -> Origin:
-    return Origin(partial(tree.follow, path), tree.taken_from(path))
+def _parser(tree: Tree, path: Path) -> Parse:
+    taken_by_others = frozenset(tree.taken.get(path, ()))
+    return partial(ParsedSource, follow=partial(tree.follow, path), taken_by_others=taken_by_others)
 
 
 def _candidates(
@@ -425,11 +413,11 @@ def _uses(re_exported: set[ReExport], raw: bytes) -> bool:
 
 
 def _sites(
-    document: source_files.Document, origin: Origin, problems: list[source_files.Problem], seconds: float
+    document: source_files.Document, parse: Parse, problems: list[source_files.Problem], seconds: float
 ) -> list[Finding]:
     try:
         with time_limit(seconds):
-            source = origin.parse(document.text)
+            source = parse(document.text)
             sites = find_sites(source)
     except TooLongError as error:
         site = Site(TOO_LONG, 0, document.path.name, refusal=str(error))

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from tests.port.checks import check_noop, check_transformed
 from torchq_compat.port.rewrites.moved import LSTM_PART_HELPERS as REWRITE
-from torchq_compat.port.scanner import Origin
+from torchq_compat.port.source.parsed import ParsedSource
 
 OLD, NEW = "_get_lstm_with_individually_observed_parts", "get_lstm_with_individually_observed_parts"
 LEGACY = "torch.ao.quantization.fx.lstm_utils"
@@ -64,7 +66,7 @@ def test_the_old_name_stays_where_another_file_imports_it() -> None:
         REWRITE,
         f"from {LEGACY} import {OLD}\n",
         f"from torchq_compat.lstm_utils import {NEW} as {OLD}\n",
-        Origin(taken_by_others=frozenset({OLD})),
+        partial(ParsedSource, taken_by_others=frozenset({OLD})),
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from functools import partial
 
 import libcst as cst
+from libcst import matchers as m
 
 from torchq_compat.port import names as legacy
 from torchq_compat.port.constructs import Site
@@ -61,13 +62,8 @@ def find_exported(source: ParsedSource) -> Iterator[Site]:
 
 def _is_old(call: cst.Call, names: frozenset[str]) -> bool:
     """Return whether ``call`` exports through TorchScript; ``dynamo`` is True by default."""
-    return names <= {OLD_EXPORTER} or any(
-        arg.keyword is not None
-        and arg.keyword.value == "dynamo"
-        and isinstance(arg.value, cst.Name)
-        and arg.value.value == "False"
-        for arg in call.args
-    )
+    without_dynamo = m.Arg(m.Name("False"), keyword=m.Name("dynamo"))
+    return names <= {OLD_EXPORTER} or any(m.matches(arg, without_dynamo) for arg in call.args)
 
 
 def _is_result(source: ParsedSource, model: cst.BaseExpression, at: cst.CSTNode) -> bool:
@@ -117,11 +113,8 @@ def _holds_no_tensor(value: cst.BaseExpression) -> bool:
         return all(_holds_no_tensor(element.value) for element in value.elements)
     if isinstance(value, cst.UnaryOperation):
         return _holds_no_tensor(value.expression)
-    if isinstance(value, cst.Call):  # x.size()
-        return isinstance(value.func, cst.Attribute) and value.func.attr.value == "size" and not value.args
-    if isinstance(value, cst.Attribute):
-        return value.attr.value == "shape"
-    return isinstance(value, (cst.BaseNumber, cst.BaseString))
+    shape = m.Attribute(attr=m.Name("shape")) | m.Call(m.Attribute(attr=m.Name("size")), [])
+    return isinstance(value, (cst.BaseNumber, cst.BaseString)) or m.matches(value, shape)
 
 
 def _is_config(value: cst.Dict) -> bool:

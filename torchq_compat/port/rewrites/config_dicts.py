@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import libcst as cst
+from libcst import matchers as m
 
 from torchq_compat.port.constructs import Edit, ImportRequest, Site
 from torchq_compat.port.finders import Finder
@@ -64,42 +65,27 @@ class DictForm:
         """Yield the dicts given to an FX function, directly or through a variable, each once."""
         matches: dict[cst.CSTNode, Site] = {}
         for call in fx_calls(source):
-            arg = call.arg(self.parameter) if self.parameter in call.parameters else None
+            arg = call.arg(self.parameter)
             value = arg.value if arg is not None else None
             if isinstance(value, cst.Name):
-                bound = only_value(source, value)
-                if bound is not None and _is_dict(bound[1]):
-                    matches.setdefault(bound[1], self._variable_site(source, value.value, *bound))
-                else:
-                    for item, why in possible_values(source, value):
-                        if _is_dict(item):
-                            matches.setdefault(item, self._site(source, item, why))
+                for assignment, item, why in possible_values(source, value):
+                    if _is_dict(item):
+                        why = why or self._other_uses(source, value.value, assignment)
+                        matches.setdefault(item, self._site(source, item, why))
             elif value is not None and _is_dict(value):
                 matches.setdefault(value, self._site(source, value))
         yield from matches.values()
 
-    def _variable_site(
-        self, source: ParsedSource, name: str, assignment: cst.metadata.Assignment, value: Expression
-    ) -> Site:
-        statement = source.parent(assignment.node)
-        refusal = ""
-        if isinstance(statement, cst.AnnAssign):
-            refusal = f"{name} is annotated as a dict"
-        elif name in source.taken_by_others and isinstance(assignment.scope, cst.metadata.GlobalScope):
-            refusal = f"another file uses {name}"
+    def _other_uses(self, source: ParsedSource, name: str, assignment: cst.metadata.Assignment) -> str:
+        """Return what else than an FX function uses the dict of a variable as one; empty if nothing does."""
+        arguments = [call.arg(self.parameter) for call in fx_calls(source)]
         for use in source.references(name, assignment.node):
-            if not self._is_argument(source, use):
-                refusal = f"{name} is also used at line {source.line(source.start(use))}"
-                break
-        return self._site(source, value, refusal)
-
-    def _is_argument(self, source: ParsedSource, use: cst.Name) -> bool:
-        arg = source.parent(use)
-        call = source.parent(arg) if isinstance(arg, cst.Arg) else None
-        return any(
-            call is fx.node and self.parameter in fx.parameters and fx.arg(self.parameter) is arg
-            for fx in fx_calls(source)
-        )
+            if source.parent(use) not in arguments:
+                return f"{name} is also used at line {source.line(source.start(use))}"
+        if isinstance(source.parent(assignment.node), cst.AnnAssign):
+            return f"{name} is annotated as a dict"
+        is_global = isinstance(assignment.scope, cst.metadata.GlobalScope)
+        return f"another file uses {name}" if is_global and name in source.taken_by_others else ""
 
     def _site(self, source: ParsedSource, value: Expression, refusal: str = "") -> Site:
         start, what = source.start(value), f"a dict for {self.parameter}"
@@ -182,9 +168,7 @@ def _items(source: ParsedSource, node: Expression) -> list[Expression]:
 
 
 def _is_dict(node: Expression) -> bool:
-    if isinstance(node, (cst.Dict, cst.DictComp)):
-        return True
-    return isinstance(node, cst.Call) and isinstance(node.func, cst.Name) and node.func.value == "dict"
+    return m.matches(node, m.Dict() | m.DictComp() | m.Call(m.Name("dict")))
 
 
 # --- layout ---
@@ -201,28 +185,23 @@ def _layout(source: ParsedSource, value: cst.Dict, head: str, calls: list[Conver
         if start <= (at := source.start(node)) < end and not any(low <= at < high for low, high in taken)
     ]
     line = head + "".join(call.call for call in calls)
-    column = len(source.data[source.data.rfind(b"\n", 0, start) + 1 : start].decode())
+    column = len(source.line_before(start))
     if not comments and (len(calls) <= 1 or column + len(line) <= MAX_COLUMN):
         return line
     newline, indent = source.newline(), source.indent_at(start)
-    lines = [head]
-    pending = list(comments)
-    for index, call in enumerate(calls):
-        following = source.start(calls[index + 1].origin) if index + 1 < len(calls) else end
-        while pending and source.start(pending[0]) < source.start(call.origin):
-            lines.append(pending.pop(0).value)
-        behind = ""
-        while pending and source.start(pending[0]) < following and _is_behind_code(source, pending[0]):
-            behind += f"  {pending.pop(0).value}"
-        lines.append(call.call + behind)
-    lines += [comment.value for comment in pending]
-    body = "".join(f"{newline}{indent}{INDENT}{item}" for item in lines)
+    places: list[tuple[int, Converted | cst.Comment]] = [
+        *((source.start(call.origin), call) for call in calls),
+        *((source.start(comment), comment) for comment in comments),
+    ]
+    lines, follows_call = [head], False
+    for at, item in sorted(places, key=lambda place: place[0]):
+        if isinstance(item, cst.Comment) and follows_call and source.line_before(at).strip():
+            lines[-1] += f"  {item.value}"
+        else:
+            follows_call = isinstance(item, Converted)
+            lines.append(item.call if isinstance(item, Converted) else item.value)
+    body = "".join(f"{newline}{indent}{INDENT}{line}" for line in lines)
     return f"({body}{newline}{indent})"
-
-
-def _is_behind_code(source: ParsedSource, comment: cst.CSTNode) -> bool:
-    start = source.start(comment)
-    return bool(source.data[source.data.rfind(b"\n", 0, start) + 1 : start].strip())
 
 
 QCONFIG_DICT = DictForm(

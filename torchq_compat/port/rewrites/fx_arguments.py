@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 
 import libcst as cst
+from libcst import matchers as m
 
 from torchq_compat.port.constructs import Edit, ImportRequest, Site
 from torchq_compat.port.finders import Finder
@@ -32,6 +33,8 @@ METHODS = frozenset(
         *("repeat", "clone", "detach", "long", "cuda", "cpu", "to", "half", "double"),
     )
 )
+#: ``next(iter(loader))[0]``, with which the official tutorials take the images of a batch.
+OF_BATCH = m.Subscript(m.Call(m.Name("next")), [m.SubscriptElement(m.Index(m.Integer()))])
 #: This one was renamed too, but has no counterpart: see ``reviews.models``.
 NOT_CARRIED_OVER = "_equalization_config"
 NEW_NAME = "convert_to_reference_fx"
@@ -127,17 +130,7 @@ def _is_tensor(source: ParsedSource, value: cst.BaseExpression, at: cst.CSTNode)
             value = value.func.value
         elif isinstance(value, cst.Subscript):
             if not isinstance(value.slice[0].slice, cst.Slice):
-                # Whether ``value`` is ``next(iter(loader))[0]``, with which the official tutorials take the
-                # images of a batch.
-                call = value.value
-                index = value.slice[0].slice if len(value.slice) == 1 else None
-                return (
-                    isinstance(call, cst.Call)
-                    and isinstance(call.func, cst.Name)
-                    and call.func.value == "next"
-                    and isinstance(index, cst.Index)
-                    and isinstance(index.value, cst.Integer)
-                )
+                return m.matches(value, OF_BATCH)
             value = value.value
         else:
             return False
@@ -190,15 +183,15 @@ def _is_trained(source: ParsedSource, call: FxCall) -> bool:
 def _of_trained(source: ParsedSource, call: FxCall) -> Site:
     last = call.node.args[-1]
     start, end = source.start(last), source.full_end(last.value)
-    line = source.data[source.data.rfind(b"\n", 0, start) + 1 : start]
-    behind = source.data.find(b"\n", end) + 1
+    line = source.line_before(start)
+    behind = source.line_end(end)
     if line.strip():
         edit = Edit(end, end, f", {ARGUMENT}=True")
     elif ENDS_LINE.fullmatch(source.data[end:behind]):
         # The argument has a line of its own, with its comma and perhaps a comment.
-        edit = Edit(behind, behind, f"{line.decode()}{ARGUMENT}=True,{source.newline()}")
+        edit = Edit(behind, behind, f"{line}{ARGUMENT}=True,{source.newline()}")
     else:
-        edit = Edit(end, end, f",{source.newline()}{line.decode()}{ARGUMENT}=True")
+        edit = Edit(end, end, f",{source.newline()}{line}{ARGUMENT}=True")
     return Site(TRAINED, source.start(call.node), source.code(call.node.func), (edit,))
 
 

@@ -101,9 +101,8 @@ def new_namespace(name: str) -> str | None:
 
 
 def _is_excluded(name: str) -> bool:
-    parts = name.split(".")
-    prefixes = {".".join(parts[:cut]) for cut in range(1, len(parts) + 1)}
-    return not prefixes.isdisjoint(legacy.NOT_IN_NAMESPACES) or any(part.startswith("_") for part in parts)
+    is_named = any(f"{name}.".startswith(f"{other}.") for other in legacy.NOT_IN_NAMESPACES)
+    return is_named or "._" in f".{name}"
 
 
 def _namespace_import(source: ParsedSource, node: cst.Import, alias: cst.ImportAlias) -> Iterator[Site]:

@@ -8,10 +8,11 @@ records.
 from collections.abc import Iterator
 
 import libcst as cst
+from libcst import matchers as m
 
 from torchq_compat.port.constructs import Edit, ImportRequest, Site
 from torchq_compat.port.finders import Finder
-from torchq_compat.port.names import REMOVED_CAPTURES, Moved, RemovedCapture
+from torchq_compat.port.names import REMOVED_CAPTURES, Moved
 from torchq_compat.port.source import imports as import_tables
 from torchq_compat.port.source.fx_calls import uses_pt2e
 from torchq_compat.port.source.parsed import ParsedSource
@@ -27,13 +28,13 @@ KEYWORDS = ("args", "kwargs", "dynamic_shapes", "strict", "preserve_module_call_
 
 def find(source: ParsedSource) -> Iterator[Site]:
     for node, alias, full in source.names_from():
-        name, removed = full.rpartition(".")[2], REMOVED_CAPTURES.get(full)
-        if removed is None:
+        if full not in REMOVED_CAPTURES:
             continue
+        module, _, name = full.rpartition(".")
         site = Site(CODE, source.start(alias), name)
         uses = source.references(alias.evaluated_alias or name, node)
-        calls, refusal = _calls(source, list(uses), removed)
-        row = Moved(removed.module, NEW_MODULE, {name: NEW_NAME})
+        calls, refusal = _calls(source, list(uses), gave_module=REMOVED_CAPTURES[full])
+        row = Moved(module, NEW_MODULE, {name: NEW_NAME})
         plan = import_tables.plan_name(source, node, alias, row, name)
         edits = import_tables.statement_edits(source, node, [plan])
         if refusal == SETTLED:
@@ -46,25 +47,24 @@ def find(source: ParsedSource) -> Iterator[Site]:
 
 
 def _dotted_site(source: ParsedSource, node: cst.Attribute) -> Iterator[Site]:
-    removed = REMOVED_CAPTURES.get(source.code(node))
-    if removed is None or source.written_names(node) != {source.code(node)}:
+    full, start = source.code(node), source.start(node)
+    if full not in REMOVED_CAPTURES or source.written_names(node) != {full}:
         return
-    start = source.start(node)
-    site = Site(CODE, start, source.code(node))
-    calls, refusal = _calls(source, [node], removed)
+    site = Site(CODE, start, full)
+    calls, refusal = _calls(source, [node], gave_module=REMOVED_CAPTURES[full])
     refusal = refusal or import_tables.why_not_free(source, ImportRequest("torch", offset=start))
     yield site.settled(refusal, (Edit(start, source.end(node), f"{NEW_MODULE}.{NEW_NAME}"), *calls))
 
 
 def _calls(
-    source: ParsedSource, uses: list[cst.BaseExpression], removed: RemovedCapture
+    source: ParsedSource, uses: list[cst.BaseExpression], *, gave_module: bool
 ) -> tuple[list[Edit], str]:
     """Return the edits at the calls of ``uses``, or the reason why they are not rewritten."""
     edits: list[Edit] = []
     for use in uses:
         call = source.parent(use)
         if not isinstance(call, cst.Call) or call.func is not use:
-            if removed.gave_module:
+            if gave_module:
                 return [], f"it is not called at line {source.line(source.start(use))}"
             continue
         positional = [arg for arg in call.args if arg.keyword is None]
@@ -76,7 +76,7 @@ def _calls(
             return [], SETTLED
         if unknown:
             return [], f"torch.export.export takes no {unknown[0]}"
-        if removed.gave_module:
+        if gave_module:
             if call.args and "strict" not in named:
                 last = source.full_end(call.args[-1].value)
                 edits.append(Edit(last, last, ", strict=True"))
@@ -89,6 +89,10 @@ def _calls(
 DYNAMO, DYNAMIC_DIM = "torch._dynamo.export", "dynamic_dim"
 #: Keywords of dynamo's export -> the values with which torch.export.export captures the same.
 DROPPED = {"aten_graph": ("True",), "tracing_mode": ('"real"', "'real'"), "pre_dispatch": ("True", "False")}
+#: ``export(...).graph_module`` and ``export(...)[0]``.
+OF_RESULT = m.Attribute(attr=m.Name("graph_module")) | m.Subscript(
+    slice=[m.SubscriptElement(m.Index(m.Integer("0")))]
+)
 
 
 def find_dynamo(source: ParsedSource) -> Iterator[Site]:
@@ -124,12 +128,7 @@ def _dynamo_edit(source: ParsedSource, call: cst.Call) -> tuple[Edit | None, str
         return None, "its example inputs are not spelled out"
     text = f"torch.export.export({source.full_code(model.value)}, {args}, strict=True).module()"
     parent = source.parent(whole)
-    if isinstance(parent, cst.Attribute) and parent.attr.value == "graph_module":
-        return Edit(source.start(parent), source.end(parent), text), ""
-    if (
-        isinstance(parent, cst.Subscript)
-        and source.code(parent)[source.end(whole) - source.start(parent) :] == "[0]"
-    ):
+    if m.matches(parent, OF_RESULT):
         return Edit(source.start(parent), source.end(parent), text), ""
     target = parent.targets[0].target if isinstance(parent, cst.Assign) else None
     if not isinstance(target, cst.Tuple) or len(target.elements) != 2 or source.has_comment(parent):

@@ -85,10 +85,11 @@ def _is_there(name: str) -> bool:
 def restore_removed_captures() -> None:
     """Give modules that have lost one of PT2E's first functions an equivalent one; ``torch._dynamo.export``
     captures what PT2E takes today where it is asked for aten."""
-    for removed in names.REMOVED_CAPTURES.values():
-        module = importlib.import_module(removed.module)
-        if not hasattr(module, removed.name):
-            setattr(module, removed.name, _capture(removed))
+    for full, gave_module in names.REMOVED_CAPTURES.items():
+        path, _, name = full.rpartition(".")
+        module = importlib.import_module(path)
+        if not hasattr(module, name):
+            setattr(module, name, _capture(path, name, gave_module=gave_module))
         if not hasattr(module, "dynamic_dim"):
             module.dynamic_dim = _FreeSize  # type: ignore[attr-defined]
     for moved in names.MOVED_OF_EXPORTED:
@@ -112,7 +113,7 @@ class _FreeSize:
     __lt__ = __ge__ = __gt__ = __le__
 
 
-def _capture(removed: names.RemovedCapture) -> Callable[..., Any]:
+def _capture(module: str, name: str, *, gave_module: bool) -> Callable[..., Any]:
     def capture(
         model: nn.Module,
         args: tuple[Any, ...],
@@ -121,7 +122,7 @@ def _capture(removed: names.RemovedCapture) -> Callable[..., Any]:
         constraints: Sequence[_FreeSize] | None = None,
         **settings: Any,
     ) -> Any:
-        if removed.gave_module:
+        if gave_module:
             # The removed function traced with Dynamo; Quantizers need the source functions it records.
             settings.setdefault("strict", True)
         if constraints and dynamic_shapes is None:
@@ -129,10 +130,9 @@ def _capture(removed: names.RemovedCapture) -> Callable[..., Any]:
             free = ({c.dimension: auto for c in constraints if c.tensor is arg} for arg in args)
             dynamic_shapes = tuple(dims or None for dims in free)
         program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, **settings)
-        return program.module() if removed.gave_module else program
+        return program.module() if gave_module else program
 
-    capture.__name__ = removed.name
-    capture.__module__ = removed.module
+    capture.__name__, capture.__module__ = name, module
     return capture
 
 

@@ -11,6 +11,7 @@ import tokenize
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -86,14 +87,13 @@ def find_files(paths: Iterable[Path]) -> Iterator[Path | Problem]:
     for root in roots:
         if not os.path.lexists(root):
             raise PathError.of("TQ981.absent", path=str(root))
-    seen: set[Path] = set()
+    seen: set[Path | Problem] = set()
     for root in roots:
         for result in _walk(root, ()) if root.is_dir() else [root]:
-            key = result.absolute() if isinstance(result, Path) else None
-            if key is None or key not in seen:
-                yield result
-            if key is not None:
+            key = result.absolute() if isinstance(result, Path) else result
+            if key not in seen:
                 seen.add(key)
+                yield result
 
 
 def _walk(folder: Path, above: tuple[Path, ...]) -> Iterator[Path | Problem]:
@@ -215,7 +215,8 @@ MAGIC_LINE = re.compile(
 #: Cell magics whose body is Python; the bodies of other magics are not.
 PYTHON_CELL_MAGICS = ("%%capture", "%%prun", "%%time", "%%timeit")
 PYTHON_LANGUAGES = ("", "ipython", "python")
-INDENTS = (1, 2, 4, "\t", None, 0, 3)
+#: How notebooks are laid out, the most frequent first.
+INDENTS, SEPARATORS = (1, 2, 4, "\t", None, 0, 3), ((",", ": "), (", ", ": "), (",", ":"))
 
 
 def join_cells(raw_text: str) -> tuple[str, tuple[str, ...]]:
@@ -225,7 +226,7 @@ def join_cells(raw_text: str) -> tuple[str, tuple[str, ...]]:
         UnreadableError: the text is not a notebook.
     """
     parts, problems = [], []
-    for number, cell in enumerate(_cells(_load(raw_text)), start=1):
+    for number, cell in enumerate(_load(raw_text)["cells"], start=1):
         code = _source(cell)
         magic = next(iter(code.split(maxsplit=1)), "") if code.lstrip().startswith("%%") else ""
         if cell.get("cell_type") != "code" or (magic and magic not in PYTHON_CELL_MAGICS):
@@ -257,10 +258,9 @@ def rewritten_notebook(raw_text: str, new_text: str) -> str:
     """
     content = _load(raw_text)
     layout = _layout(raw_text, content)
-    cells = _cells(content)
     pieces = CELL_LINE.split(new_text)[1:]
     for number, piece in zip(pieces[::2], pieces[1::2], strict=True):
-        cell = cells[int(number) - 1]
+        cell = content["cells"][int(number) - 1]
         code = piece.removeprefix("\n").removesuffix("\n").replace(MASK, "")
         if code != _source(cell):
             cell["source"] = code.splitlines(keepends=True) if isinstance(cell["source"], list) else code
@@ -307,11 +307,6 @@ def _inside(content: dict[str, Any], key: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _cells(content: dict[str, Any]) -> list[dict[str, Any]]:
-    cells: list[dict[str, Any]] = content["cells"]
-    return cells
-
-
 def _source(cell: dict[str, Any]) -> str:
     source = cell.get("source", "")
     return "".join(source) if isinstance(source, list) else str(source)
@@ -321,13 +316,10 @@ Layout = tuple[str, dict[str, Any]]
 
 
 def _layout(text: str, content: dict[str, Any]) -> Layout:
-    for indent in INDENTS:
-        for ascii_only in (False, True):
-            for separators in ((",", ": "), (", ", ": "), (",", ":")):
-                options = {"indent": indent, "ensure_ascii": ascii_only, "separators": separators}
-                for end in ("\n", ""):
-                    if _dump(content, (end, options)) == text:
-                        return end, options
+    for indent, ascii_only, separators, end in product(INDENTS, (False, True), SEPARATORS, ("\n", "")):
+        options = {"indent": indent, "ensure_ascii": ascii_only, "separators": separators}
+        if _dump(content, (end, options)) == text:
+            return end, options
     raise UnreadableError("is laid out in a way that rewriting would not keep; save it with Jupyter first")
 
 

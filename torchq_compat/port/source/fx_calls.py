@@ -79,68 +79,33 @@ def fx_calls(source: ParsedSource) -> tuple[FxCall, ...]:
     return tuple(call for call in calls if call is not None)
 
 
-def only_value(source: ParsedSource, name: cst.Name) -> tuple[Assignment, cst.BaseExpression] | None:
-    """Return the value of a variable that is assigned once, and the assignment."""
-    scope = source.scope(name)
-    assignments = list(scope[name.value]) if scope is not None and name.value in scope else []
-    if len(assignments) != 1 or not isinstance(assignments[0], Assignment):
-        return None
-    value = source.assigned_value(assignments[0])
-    return (assignments[0], value) if value is not None else None
+def only_value(source: ParsedSource, name: cst.Name) -> cst.BaseExpression | None:
+    """Return the value of a variable that is assigned once; None of others."""
+    assignments = source.assignments(name)
+    return source.assigned_value(assignments[0]) if len(assignments) == 1 else None
 
 
 def possible_values(
     source: ParsedSource, name: cst.Name, seen: frozenset[str] = frozenset()
-) -> Iterator[tuple[cst.BaseExpression, str]]:
-    """Yield the possible values of a variable, with the reasons against editing each: another name has the
-    value too, or the variable has other values. ``seen`` are the variables followed so far."""
-    scope = source.scope(name)
-    assignments = list(scope[name.value]) if scope is not None and name.value in scope else []
+) -> Iterator[tuple[Assignment, cst.BaseExpression, str]]:
+    """Yield the assignments of a variable with their values, and the reasons against editing each: another
+    name has the value too, or the variable has other values. ``seen`` are the variables followed so far."""
+    assignments = source.assignments(name)
     several = f"{name.value} has several values" if len(assignments) > 1 else ""
     for assignment in assignments:
-        if not isinstance(assignment, Assignment):
-            continue
-        value, shared = _value_and_names(source, assignment)
+        value, shared = source.value_and_sharing(assignment)
         if isinstance(value, cst.Name):
             if value.value not in seen:
-                for result, _ in possible_values(source, value, seen | {name.value}):
-                    yield result, f"{name.value} is another name of {value.value}"
+                for item, result, _ in possible_values(source, value, seen | {name.value}):
+                    yield item, result, f"{name.value} is another name of {value.value}"
         elif value is not None:
-            yield value, shared or several
-
-
-def _value_and_names(source: ParsedSource, assignment: Assignment) -> tuple[cst.BaseExpression | None, str]:
-    """Return the value of the name in ``a = b = value`` or ``a, b = value, other``, and how the value is
-    shared."""
-    target = assignment.node
-    parent = source.parent(target) if isinstance(target, cst.Name) else None
-    element = parent if isinstance(parent, cst.Element) else None
-    targets = source.parent(element) if element is not None else None
-    if isinstance(targets, (cst.Tuple, cst.List)):
-        parent = source.parent(targets)
-    statement = source.parent(parent) if isinstance(parent, cst.AssignTarget) else None
-    if not isinstance(statement, cst.Assign):
-        return source.assigned_value(assignment), ""
-    if element is not None and isinstance(targets, (cst.Tuple, cst.List)):
-        values = statement.value.elements if isinstance(statement.value, (cst.Tuple, cst.List)) else ()
-        if len(values) != len(targets.elements):
-            return None, ""
-        return values[
-            list(targets.elements).index(element)
-        ].value, "it is assigned together with another value"
-    if len(statement.targets) > 1:
-        names = " and ".join(source.code(item.target) for item in statement.targets)
-        return statement.value, f"it is assigned to {names}"
-    return statement.value, ""
+            yield assignment, value, shared or several
 
 
 def last_value(source: ParsedSource, name: cst.Name, before: cst.CSTNode) -> cst.BaseExpression | None:
     """Return the value of ``name`` at ``before``: that of the nearest assignment above it that surely ran;
     None if a branch or a loop may have assigned something else."""
-    scope = source.scope(name)
-    if scope is None or name.value not in scope:
-        return None
-    assignments = [a for a in scope[name.value] if isinstance(a, Assignment) and a.scope is scope]
+    assignments = [a for a in source.assignments(name) if a.scope is source.scope(name)]
     above = [a for a in assignments if _bound_at(source, a) <= source.start(before)]
     if not above or _in_loop(source, before, assignments):
         return None
@@ -151,8 +116,8 @@ def last_value(source: ParsedSource, name: cst.Name, before: cst.CSTNode) -> cst
 
 def sure_value(source: ParsedSource, name: cst.Name, before: cst.CSTNode) -> cst.BaseExpression | None:
     """Return the value of ``name`` at ``before``, or its only one; None if neither is known."""
-    value, only = last_value(source, name, before), only_value(source, name)
-    return only[1] if value is None and only is not None else value
+    value = last_value(source, name, before)
+    return value if value is not None else only_value(source, name)
 
 
 def _bound_at(source: ParsedSource, assignment: Assignment) -> int:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import libcst as cst
+from libcst import matchers as m
 
 from torchq_compat.port.constructs import Edit, ImportRequest, Site
 from torchq_compat.port.names import MOVED, Moved
@@ -89,7 +90,7 @@ def _is_satisfied(source: ParsedSource, request: ImportRequest) -> bool:
     full = f"{request.module}.{request.name}" if request.name else request.module
     local = request.name or request.module
     return any(
-        source.end(line) <= request.offset and (full, local) in list(_bindings(node))
+        source.end(line) <= request.offset and (full, local) in _bindings(node)
         for line, node in _top_level_imports(source)
     )
 
@@ -110,7 +111,7 @@ def _place(source: ParsedSource, request: ImportRequest) -> _ImportPosition:
     if local is not None:
         return local
     near = near or [line for line, _ in above]
-    return _ImportPosition(_line_end(source, source.end(near[-1])) if near else _top(source))
+    return _ImportPosition(source.line_end(source.end(near[-1])) if near else _top(source))
 
 
 def _local_place(source: ParsedSource, offset: int) -> _ImportPosition | None:
@@ -123,32 +124,23 @@ def _local_place(source: ParsedSource, offset: int) -> _ImportPosition | None:
     statement = next(line for line in body.body if offset < source.end(line))
     start = source.start(statement)
     return _ImportPosition(
-        _line_start(source, start), indent=source.indent_at(start), function=source.start(around[-1])
+        source.line_start(start), indent=source.indent_at(start), function=source.start(around[-1])
     )
+
+
+DOCSTRING = m.SimpleStatementLine([m.Expr(m.SimpleString()), m.ZeroOrMore()])
+FROM_FUTURE = m.SimpleStatementLine([m.ImportFrom(m.Name("__future__")), m.ZeroOrMore()])
 
 
 def _top(source: ParsedSource) -> int:
     """Return the offset after the docstring and the ``__future__`` imports, before other statements."""
     at = 0
     for index, statement in enumerate(source.module.body):
-        small = statement.body[0] if isinstance(statement, cst.SimpleStatementLine) else None
-        is_docstring = (
-            index == 0 and isinstance(small, cst.Expr) and isinstance(small.value, cst.SimpleString)
-        )
-        is_future = isinstance(small, cst.ImportFrom) and imported_module(small) == "__future__"
-        if not is_docstring and not is_future:
-            return at or _line_start(source, source.start(statement))
-        at = _line_end(source, source.end(statement))
+        is_docstring = index == 0 and m.matches(statement, DOCSTRING)
+        if not is_docstring and not m.matches(statement, FROM_FUTURE):
+            return at or source.line_start(source.start(statement))
+        at = source.line_end(source.end(statement))
     return at
-
-
-def _line_start(source: ParsedSource, offset: int) -> int:
-    return max(source.data.rfind(b"\n", 0, offset), source.data.rfind(b"\r", 0, offset)) + 1
-
-
-def _line_end(source: ParsedSource, offset: int) -> int:
-    lines = source.data[offset:].splitlines(keepends=True)
-    return offset + len(lines[0]) if lines else offset
 
 
 def _top_level_imports(
@@ -410,10 +402,6 @@ class MovedNames:
     rows: tuple[Moved, ...]
     guests: tuple[Moved, ...] = ()
 
-    @property
-    def all_rows(self) -> tuple[Moved, ...]:
-        return (*self.rows, *self.guests)
-
     def find(self, source: ParsedSource) -> Iterator[Site]:
         settled: set[cst.CSTNode] = set()
         for node in source.imports():
@@ -429,7 +417,8 @@ class MovedNames:
     def _row_with(self, full: str) -> Moved | None:
         """Return the row that has the name ``full``."""
         module, _, name = full.rpartition(".")
-        return next((row for row in self.all_rows if module == row.legacy and name in row.names), None)
+        rows = (row for row in (*self.rows, *self.guests) if module == row.legacy and name in row.names)
+        return next(rows, None)
 
     # --- imports ---
 

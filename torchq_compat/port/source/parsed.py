@@ -7,7 +7,8 @@ from functools import cache, cached_property
 from typing import Any, TypeVar, cast
 
 import libcst as cst
-from libcst import matchers, metadata
+from libcst import matchers as m
+from libcst import metadata
 from libcst.helpers import get_full_name_for_node_or_raise
 from libcst.metadata import MetadataWrapper
 from libcst.metadata.scope_provider import ScopeVisitor
@@ -17,12 +18,8 @@ ImportStatement = cst.Import | cst.ImportFrom
 # LibCST's scopes in linear time: the names bound in each scope, without their uses.
 #
 # LibCST links every use to every assignment of its name, and resolves the function of every call to find
-# ``typing.cast``: both are quadratic in a file that binds one name often, such as a notebook of repeated
-# cells.
-
-
-#: Functions whose string arguments are types, which LibCST parses.
-TYPING_CALLS = ("NewType", "TypeVar", "cast")
+# uses in the strings of ``typing.cast``: both are quadratic in a file that binds one name often, such as a
+# notebook of repeated cells.
 
 
 class ScopesWithoutUses(metadata.ScopeProvider):
@@ -40,15 +37,10 @@ class _NoNames:
 
 class _Visitor(ScopeVisitor):
     def visit_Call(self, node: cst.Call) -> bool | None:  # noqa: N802
-        name = node.func.attr if isinstance(node.func, cst.Attribute) else node.func
-        if isinstance(name, cst.Name) and name.value in TYPING_CALLS:
-            return super().visit_Call(node)
-        scope = self.scope
-        self.scope = _NoNames()  # type: ignore[assignment]
-        try:
-            return super().visit_Call(node)
-        finally:
-            self.scope = scope
+        scope, self.scope = self.scope, _NoNames()  # type: ignore[assignment]
+        goes_on = super().visit_Call(node)
+        self.scope = scope
+        return goes_on
 
 
 # Dotted names in LibCST nodes.
@@ -134,8 +126,7 @@ class ParsedSource:
         return sorted(result, key=lambda node: (self.start(node), -self.end(node)))
 
     def imports(self) -> list[ImportStatement]:
-        statements: list[ImportStatement] = [*self.nodes(cst.Import), *self.nodes(cst.ImportFrom)]
-        return sorted(statements, key=self.start)
+        return self.nodes(cst.Import, cst.ImportFrom)
 
     def parent(self, node: cst.CSTNode) -> cst.CSTNode:
         return self._parents[node]
@@ -168,7 +159,7 @@ class ParsedSource:
 
     def has_comment(self, node: cst.CSTNode) -> bool:
         """Return whether there is a comment within ``node``."""
-        return bool(matchers.findall(node, matchers.Comment()))
+        return bool(m.findall(node, m.Comment()))
 
     def line(self, offset: int) -> int:
         """Return the line, from 1, of a byte offset."""
@@ -176,9 +167,17 @@ class ParsedSource:
 
     def column(self, offset: int) -> int:
         """Return the column, from 1, of a byte offset, counted in characters."""
+        return len(self.line_before(offset)) + 1
+
+    def line_start(self, offset: int) -> int:
+        """Return the offset at which the line of a byte offset starts."""
         index = bisect_right(self._line_ends, offset)
-        start = self._line_ends[index - 1] if index else 0
-        return len(self.data[start:offset].decode(errors="replace")) + 1
+        return self._line_ends[index - 1] if index else 0
+
+    def line_end(self, offset: int) -> int:
+        """Return the offset behind the line of a byte offset."""
+        index = bisect_right(self._line_ends, offset)
+        return self._line_ends[index] if index < len(self._line_ends) else len(self.data)
 
     @cached_property
     def _line_ends(self) -> list[int]:
@@ -201,8 +200,12 @@ class ParsedSource:
 
     def indent_at(self, offset: int) -> str:
         """Return the white space at the beginning of the line of a byte offset."""
-        line = self.data[self.data.rfind(b"\n", 0, offset) + 1 :].split(b"\n", 1)[0].decode()
-        return line[: len(line) - len(line.lstrip())]
+        before = self.line_before(offset)
+        return before[: len(before) - len(before.lstrip())]
+
+    def line_before(self, offset: int) -> str:
+        """Return what stands before a byte offset in its line."""
+        return self.data[self.line_start(offset) : offset].decode()
 
     def binders(self, name: str) -> Sequence[cst.CSTNode]:
         """Return the nodes that bind ``name``, in any scope."""
@@ -300,18 +303,40 @@ class ParsedSource:
         # Unknown code binds the name: mark it, so that a caller can tell if an import is the only origin.
         return {f"<local>.{name}{remaining}"}
 
+    def assignments(self, name: cst.Name) -> list[metadata.Assignment]:
+        """Return all assignments of a variable in the scope of ``name``, or in the one it is taken from."""
+        scope = self.scope(name)
+        bound = self.bindings(scope, name.value) if scope is not None else ()
+        return [item for item in bound if isinstance(item, metadata.Assignment)]
+
     def assigned_value(self, assignment: metadata.BaseAssignment) -> cst.BaseExpression | None:
         """Return ``value`` of a plain ``name = value``; None for every other way to bind a name."""
-        if not isinstance(assignment, metadata.Assignment):
-            return None
-        statement = self.parent(assignment.node) if isinstance(assignment.node, cst.Name) else None
-        if isinstance(statement, cst.AssignTarget):
-            statement = self.parent(statement)
-            assert isinstance(statement, cst.Assign)
-            return statement.value if len(statement.targets) == 1 else None
-        if isinstance(statement, cst.AnnAssign) and statement.target is assignment.node:
-            return statement.value
-        return None
+        value, shared = self.value_and_sharing(assignment)
+        return None if shared else value
+
+    def value_and_sharing(self, assignment: metadata.BaseAssignment) -> tuple[cst.BaseExpression | None, str]:
+        """Return the value of a name in ``a = value``, ``a = b = value`` or ``a, b = value, other``, and
+        how the value is shared."""
+        target = assignment.node if isinstance(assignment, metadata.Assignment) else None
+        place = self.parent(target) if isinstance(target, cst.Name) else None
+        if isinstance(place, cst.AnnAssign):
+            return place.value if place.target is target else None, ""
+        element = place if isinstance(place, cst.Element) else None
+        unpacked = self.parent(element) if element is not None else None
+        if isinstance(unpacked, (cst.Tuple, cst.List)):
+            place = self.parent(unpacked)
+        statement = self.parent(place) if isinstance(place, cst.AssignTarget) else None
+        if not isinstance(statement, cst.Assign):
+            return None, ""
+        value = statement.value
+        if element is not None and isinstance(unpacked, (cst.Tuple, cst.List)):
+            values = value.elements if isinstance(value, (cst.Tuple, cst.List)) else ()
+            if len(values) != len(unpacked.elements):
+                return None, ""
+            position = list(unpacked.elements).index(element)
+            return values[position].value, "it is assigned together with another value"
+        names = " and ".join(self.code(item.target) for item in statement.targets)
+        return value, f"it is assigned to {names}" if len(statement.targets) > 1 else ""
 
     def _is_no_reference(self, node: cst.CSTNode) -> bool:
         """Return whether ``node`` is no reference: the ``b`` of ``a.b``, the ``k`` of ``f(k=1)``, or a name
@@ -332,10 +357,7 @@ def _parents(module: cst.Module) -> dict[cst.CSTNode, cst.CSTNode]:
     pending: list[cst.CSTNode] = [module]
     while pending:
         node = pending.pop()
-        for name in node.__dataclass_fields__:
-            value = getattr(node, name)
-            for child in value if isinstance(value, (list, tuple)) else (value,):
-                if isinstance(child, cst.CSTNode):
-                    parents[child] = node
-                    pending.append(child)
+        for child in node.children:
+            parents[child] = node
+            pending.append(child)
     return parents

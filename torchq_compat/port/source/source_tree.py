@@ -51,10 +51,6 @@ class Tree:
             importer, name = target
         return _absolute(importer, name)
 
-    def taken_from(self, path: Path) -> frozenset[str]:
-        """Return the names of ``path`` that other files use, according to the calls of ``follow`` so far."""
-        return frozenset(self.taken.get(path, ()))
-
     def add_taken(self, taken: Mapping[Path, set[str]]) -> None:
         """Add what a copy of this tree knows."""
         for path, names in list(taken.items()):
@@ -128,18 +124,10 @@ def _bound_by(statement: ast.stmt, known: Mapping[str, str]) -> Iterator[tuple[s
     elif isinstance(statement, ast.ImportFrom):
         prefix = "." * statement.level + (f"{statement.module}." if statement.module else "")
         yield from ((a.asname or a.name, prefix + a.name) for a in statement.names if a.name != "*")
-    elif isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-        target, (base, _, remaining) = statement.targets[0], _dotted(statement.value).partition(".")
-        if isinstance(target, ast.Name) and base in known:
+    elif isinstance(statement, ast.Assign) and isinstance(statement.value, (ast.Name, ast.Attribute)):
+        target, (base, _, remaining) = statement.targets[0], ast.unparse(statement.value).partition(".")
+        if len(statement.targets) == 1 and isinstance(target, ast.Name) and base in known:
             yield target.id, f"{known[base]}.{remaining}" if remaining else known[base]
-
-
-def _dotted(node: ast.expr) -> str:
-    if isinstance(node, ast.Name):
-        return node.id
-    if isinstance(node, ast.Attribute) and (base := _dotted(node.value)):
-        return f"{base}.{node.attr}"
-    return ""
 
 
 def _star_modules(syntax: ast.Module) -> Iterator[str]:
