@@ -70,19 +70,6 @@ RNN_RELU_PARTS = (
 )
 
 
-def parts_of(table: tuple[Part, ...], *, split_gates: bool, projected: bool) -> tuple[Part, ...]:
-    """Return the parts of one cell; with ``split_gates``, a projection pair and an add for each gate."""
-    parts: list[Part] = []
-    for part in table:
-        if part.name == "projection" and not projected:
-            continue
-        if split_gates and part.covers:
-            parts.extend(replace(part, name=f"{part.name}.{gate}", covers=()) for gate in part.covers)
-        else:
-            parts.append(part)
-    return tuple(parts)
-
-
 # Building blocks of the float cells: each op is a module with the name of its part.
 #
 # torch.export records the module path of every node, so a part is found in the exported cell by name.
@@ -341,8 +328,17 @@ class CellKind:
     options: tuple[tuple[str, str], ...] = ()
 
     def parts(self, *, split_gates: bool, projected: bool = False) -> tuple[Part, ...]:
-        """Return the parts of one cell, in the order of computation."""
-        return parts_of(self.table, split_gates=split_gates, projected=projected)
+        """Return the parts of one cell, in the order of computation; with ``split_gates``, a projection pair
+        and an add for each gate."""
+        parts: list[Part] = []
+        for part in self.table:
+            if part.name == "projection" and not projected:
+                continue
+            if split_gates and part.covers:
+                parts.extend(replace(part, name=f"{part.name}.{gate}", covers=()) for gate in part.covers)
+            else:
+                parts.append(part)
+        return tuple(parts)
 
     @property
     def groups(self) -> frozenset[str]:

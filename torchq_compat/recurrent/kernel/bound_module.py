@@ -110,13 +110,10 @@ class BoundModule:
         if is_compiling():
             # Dynamo knows where attributes of modules come from.
             return [attribute_at(item.owner, name) for item in self.bound for name in item.names]
-        return self.weights_now()
-
-    def weights_now(self) -> list[Tensor]:
-        """Return the current weights, outside of tracing."""
         return list(self.each_weight())
 
     def each_weight(self) -> Iterator[Tensor]:
+        """Yield the current weights, outside of tracing."""
         return (home[name] for home, name in self.places)
 
     def run(

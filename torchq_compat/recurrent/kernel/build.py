@@ -260,18 +260,8 @@ def carried_library() -> Path | None:
 
 
 SOURCE = Path(__file__).with_name("cell_loop.cpp")
-HEADERS = tuple(
-    SOURCE.with_name(f"{name}.h")
-    for name in (
-        *("cell_loop", "cell_program", "cell_kernels", "instruction_sets", "tile_kernels", "threads"),
-        *("integer_kernels", "stable_tensors", "operator_chains", "targets"),
-        *("exact_convolution", "exact_convolution_kernels"),
-    )
-)
-OPERATORS = tuple(
-    SOURCE.with_name(f"{name}.cpp")
-    for name in ("recurrent_operator", "integer_operators", "exact_convolution")
-)
+HEADERS = tuple(sorted(SOURCE.parent.glob("*.h")))
+OPERATORS = tuple(sorted({*SOURCE.parent.glob("*.cpp")} - {SOURCE}))
 # No contraction: a fused multiply-add would round differently from the q-dq graph. The instruction set is
 # chosen at run time, by the CPU.
 FLAGS = (

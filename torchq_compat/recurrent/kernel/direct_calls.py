@@ -74,26 +74,15 @@ class DirectCall:
         return result
 
     def run(self, bound: BoundModule, tensors: tuple[Tensor, ...]) -> Any:
-        """Return the results in the form the caller expects; None if the operator refuses the call, which the
-        ordinary way then repeats with a clear error."""
+        """Return the results in the form the caller expects; None if the call cannot be bound, or if the
+        operator refuses it, which the ordinary way then repeats with a clear error."""
         try:
             self.bind(bound)
             if self.bound_to is None:
-                # The operator has to check the weights itself.
-                results = op.recurrent(
-                    tensors[0],
-                    tensors[1:],
-                    bound.weights_now(),
-                    bound.program,
-                    self.boundary,
-                    directions=bound.directions,
-                    batch_first=self.batch_first,
-                    owner=bound.owner,
-                )
-            else:
-                results = op.bound_operator()(
-                    tensors[0], tensors[1:], self.ticket, self.batch_first, op.WORK_PER_THREAD
-                )
+                return None
+            results = op.bound_operator()(
+                tensors[0], tensors[1:], self.ticket, self.batch_first, op.WORK_PER_THREAD
+            )
         except RuntimeError:
             self.bound_to = None
             return None
@@ -119,7 +108,7 @@ class DirectCall:
     def _bind_to(self, bound: BoundModule) -> None:
         """Bind the call to the current weights if they have changed; not if they are inference tensors, which
         count no versions."""
-        weights = bound.weights_now()
+        weights = list(bound.each_weight())
         if weights[0].is_inference():
             self.bound_to = None
             return

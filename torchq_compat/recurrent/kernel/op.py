@@ -115,15 +115,13 @@ def recurrent(
     *,
     batch_sizes: Sequence[int] = (),
     directions: int = 1,
-    batch_first: bool = False,
     owner: int = 0,
-    version: int = -1,
 ) -> list[Tensor]:
     """Run all layers and directions of a converted recurrent module, or one step of a cell.
 
     Args:
-        x: (T, B, I), or (B, T, I) with ``batch_first``; (B, I) for one step of a cell; with ``batch_sizes``
-            packed rows. float32, or 8-bit integers with the qparams in ``boundary``.
+        x: (T, B, I); (B, I) for one step of a cell; with ``batch_sizes`` packed rows. float32, or 8-bit
+            integers with the qparams in ``boundary``.
         states: (layers * directions, B, width) each, the hidden state first; (B, width) for a cell. float32,
             or integers like ``x``. Empty: zeros.
         weights: for each linear the int8 values (N, K), then its scales (N,), zero points (N,) and bias (N,),
@@ -135,26 +133,26 @@ def recurrent(
         directions: the number of directions of each layer.
         owner: the owner of the packed weights; 0: no owner, and only the last few packed weights are kept;
             ``OWNER_OF_ONE_CALL`` in place of any other where memory is saved.
-        version: a number that grows whenever a weight is written in place; -1: check the weights themselves.
 
     Returns:
-        The output (T, B, directions * width), in the order of ``x``, and the last states; for a cell only the
-        last states. float32, or integers if ``boundary`` has qparams for the result.
+        The output (T, B, directions * width) and the last states; for a cell only the last states. float32,
+        or integers if ``boundary`` has qparams for the result.
 
     Raises:
         RuntimeError: if the arguments do not fit the program.
     """
     if are_large_read_one_by_one(weights):
         owner = OWNER_OF_ONE_CALL
-    around = (batch_sizes, directions, batch_first, owner, version, WORK_PER_THREAD)
+    # Not batch first; version -1: the operator looks at the weights, which may have been written in place.
+    around = (batch_sizes, directions, False, owner, -1, WORK_PER_THREAD)
     results: list[Tensor] = RECURRENT(x, states, weights, program, boundary, *around)
     return results
 
 
 @once
 def bound_operator() -> Callable[..., list[Tensor]]:
-    """Return ``recurrent`` for repeated calls, with x, the states, the number from ``bind_call``, batch_first
-    and work_per_thread as arguments. Available if the kernel is loaded.
+    """Return ``recurrent`` for repeated calls, with x, the states, the number from ``bind_call``, whether x
+    and the output are (B, T, ...), and work_per_thread as arguments. Available if the kernel is loaded.
 
     The function is the one the operator's overload calls after it has inspected every argument in Python.
     """
@@ -165,7 +163,8 @@ def bound_operator() -> Callable[..., list[Tensor]]:
 def bind_call(
     weights: Sequence[Tensor], program: Tensor, boundary: Sequence[float], owner: int, version: int
 ) -> int:
-    """Bind the arguments of ``recurrent`` other than x and the states, for ``bound_operator``.
+    """Bind the arguments of ``recurrent`` other than x and the states, for ``bound_operator``; ``version``
+    grows whenever a weight is written in place.
 
     Returns:
         A number for the bound arguments, valid until the owner binds other weights, or another version of
