@@ -27,7 +27,7 @@ from torchq_compat.annotate.annotation import OuterGraphQuantizer, SpecQuantizer
 from torchq_compat.read import observers
 from torchq_compat.read.observer_classes import FusedFakeQuantize, converts_otherwise, use_observer_qparams
 from torchq_compat.read.qdq import LARGE, constant_value, fold_weights, is_scaled_weight
-from torchq_compat.read.qparams import LoadedQParamsObserver, fold_weight, has_loaded_qparams, qparams_of
+from torchq_compat.read.qparams import FrozenObserver, fold_weight, has_loaded_qparams, qparams_of
 from torchq_compat.read.torch_ao_classes import is_of_torch_ao
 from torchq_compat.support import graph_nodes, metadata
 from torchq_compat.support.dtypes import SIXTEEN_BITS, dtype_range, is_integer, plain_dtype
@@ -159,7 +159,7 @@ def convert_graph(
         for node, module in observer_nodes(folded):
             # Where torchao's convert reads them; weight observers do this themselves.
             if has_loaded_qparams(module) and not isinstance(module, observers.WeightObserver):
-                folded.set_submodule(str(node.target), LoadedQParamsObserver(module))
+                folded.set_submodule(str(node.target), FrozenObserver(module, qparams_of(module)))
         _cast_around_observers(folded)
         # They name nodes of the original, whose q-dq torchao's convert would look for.
         for node in folded.graph.nodes:
@@ -313,16 +313,9 @@ def _freeze_activation_observers(prepared: GraphModule, *, is_trained: bool) -> 
             scale, zero_point = qparams_of(module)
         if scale.numel() != 1:
             continue
-        dtype = plain_dtype(module.dtype)  # type: ignore[arg-type]
-        quant_min, quant_max = _range_of_quantize_op(module, dtype, is_trained=is_trained)
-        frozen = FixedQParamsObserver(
-            scale=float(scale),
-            zero_point=int(zero_point),
-            dtype=dtype,
-            quant_min=quant_min,
-            quant_max=quant_max,
-        )
-        prepared.set_submodule(str(node.target), frozen.to(scale.device))
+        limits = _range_of_quantize_op(module, is_trained=is_trained)
+        frozen = FrozenObserver(module, (scale.float(), zero_point), limits)
+        prepared.set_submodule(str(node.target), frozen)
 
 
 def activations_as_observed(prepared: GraphModule) -> None:
@@ -371,13 +364,13 @@ def _comes_out_narrow(module: nn.Module, dtype: torch.dtype) -> bool:
     return dtype is torch.float64
 
 
-def _range_of_quantize_op(module: nn.Module, dtype: torch.dtype, *, is_trained: bool) -> tuple[int, int]:
+def _range_of_quantize_op(module: nn.Module, *, is_trained: bool) -> tuple[int, int]:
     """Return the range that the quantize op of ``module`` clamps to: the dtype's range, as in FX.
 
     The observer's own range is kept if the model was trained with it (a fake-quantize clamps to it), if it
     was given with fixed qparams, and for dtypes that FX does not have.
     """
-    source = getattr(module, "activation_post_process", module)
+    source, dtype = getattr(module, "activation_post_process", module), plain_dtype(module.dtype)  # type: ignore[arg-type]
     trained_to = is_trained and isinstance(module, FakeQuantizeBase)
     if trained_to or isinstance(source, FixedQParamsObserver) or dtype in SIXTEEN_BITS:
         return int(source.quant_min), int(source.quant_max)  # type: ignore[arg-type]

@@ -250,13 +250,17 @@ def is_on_loaded_qparams(observer: Any, weight: Tensor) -> bool:
 
 
 @recognised_by_torch_ao
-class LoadedQParamsObserver(ObserverBase):  # type: ignore[misc]
-    """Takes the place of an observer with loaded qparams while torchao converts."""
+class FrozenObserver(ObserverBase):  # type: ignore[misc]
+    """Takes the place of an observer while torchao converts, with its ``qparams``. ``limits`` is another
+    range, for one scale for the whole tensor."""
 
-    def __init__(self, observer: Any) -> None:
-        super().__init__(dtype=observer.dtype, is_dynamic=False)
+    def __init__(self, observer: Any, qparams: Qparams, limits: tuple[int, int] | None = None) -> None:
+        super().__init__(dtype=plain_dtype(observer.dtype), is_dynamic=False)
         take_settings(self, observer)
-        self.qparams = qparams_of(observer)
+        self.qparams = qparams
+        if limits is not None:
+            self.quant_min, self.quant_max = limits
+            self.qscheme = torch.per_tensor_affine
 
     def forward(self, x: Tensor) -> Tensor:
         return x

@@ -186,20 +186,13 @@ def scan_body(cell: GraphModule) -> GraphModule:
     y is a copy of the hidden state, the first state, because a carried value must not also be an output.
     """
     graph, owned = Graph(), nn.Module()
-    copied: dict[Node, Node] = {}
-    x, *states = (node for node in cell.graph.nodes if node.op == "placeholder")
-    for placeholder in (*states, x):
-        copied[placeholder] = graph.node_copy(placeholder)
-    for node in cell.graph.nodes:
-        if node.op not in ("placeholder", "output"):
-            copied[node] = graph.node_copy(node, lambda argument: copied[argument])
-        if node.op == "get_attr":
-            # torchao's convert of the outer graph deletes the submodules of a body, not its own parameters.
-            name = str(node.target).replace(".", "_")
-            owned.register_parameter(name, cell.get_parameter(str(node.target)))
-            copied[node].target = name
-    results: Any = cell.graph.output_node().args[0]
-    new = [copied[result] for result in results]
+    x, *states = cell.graph.find_nodes(op="placeholder")
+    new: Any = graph.graph_copy(cell.graph, {item: graph.node_copy(item) for item in (*states, x)})
+    for node in graph.find_nodes(op="get_attr"):
+        # torchao's convert of the outer graph deletes the submodules of a body, not its own parameters.
+        path = str(node.target)
+        node.target = path.replace(".", "_")
+        owned.register_parameter(node.target, cell.get_parameter(path))
     y = graph.call_function(ATEN.clone.default, (new[0],))
     y.meta = dict(new[0].meta)
     graph.output((*new, y))
