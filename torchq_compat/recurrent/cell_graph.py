@@ -151,6 +151,19 @@ def _with_what_they_read(nodes: Collection[Node], shared: set[Node], graph: Grap
 DEFAULT_INITIAL = (1.0, 0)
 
 
+def _initial_qparams(index: int) -> property:
+    """Return the property for (scale, zero point) of a state that a call omits."""
+
+    # In meta, because GraphModule.__deepcopy__ drops other attributes.
+    def read(cell: GraphModule) -> tuple[float, int]:
+        return (metadata.INITIAL_STATES.of(cell) or {}).get(index, DEFAULT_INITIAL)
+
+    def write(cell: GraphModule, qparams: tuple[float, int]) -> None:
+        metadata.INITIAL_STATES.write(cell, {**(metadata.INITIAL_STATES.of(cell) or {}), index: qparams})
+
+    return property(read, write)
+
+
 class CellGraphModule(parts.PartGraphModule):
     """A prepared or converted cell, with the initial-state qparams of ``torch.ao.nn.quantizable.LSTMCell``.
 
@@ -158,28 +171,8 @@ class CellGraphModule(parts.PartGraphModule):
     has the attributes but never reads them.
     """
 
-    @property
-    def initial_hidden_state_qparams(self) -> tuple[float, int]:
-        return self._initial_qparams(0)
-
-    @initial_hidden_state_qparams.setter
-    def initial_hidden_state_qparams(self, qparams: tuple[float, int]) -> None:
-        self._set_initial_qparams(0, qparams)
-
-    @property
-    def initial_cell_state_qparams(self) -> tuple[float, int]:
-        return self._initial_qparams(1)
-
-    @initial_cell_state_qparams.setter
-    def initial_cell_state_qparams(self, qparams: tuple[float, int]) -> None:
-        self._set_initial_qparams(1, qparams)
-
-    # In meta, because GraphModule.__deepcopy__ drops other attributes.
-    def _initial_qparams(self, index: int) -> tuple[float, int]:
-        return (metadata.INITIAL_STATES.of(self) or {}).get(index, DEFAULT_INITIAL)
-
-    def _set_initial_qparams(self, index: int, qparams: tuple[float, int]) -> None:
-        metadata.INITIAL_STATES.write(self, {**(metadata.INITIAL_STATES.of(self) or {}), index: qparams})
+    initial_hidden_state_qparams = _initial_qparams(0)
+    initial_cell_state_qparams = _initial_qparams(1)
 
     def state_qparams(self) -> tuple[PerTensorQParams | None, ...]:
         """Return the qparams of every new state in a converted cell."""
@@ -202,9 +195,10 @@ class CellGraphModule(parts.PartGraphModule):
     def initial_state(self, widths: Sequence[int], x: Tensor) -> tuple[Tensor, ...]:
         """Return the states of a call that passes none: zeros (B, width) each, quantized with the
         initial-state qparams in a converted cell."""
+        initial_qparams = self.initial_hidden_state_qparams, self.initial_cell_state_qparams
         states = []
-        for index, (width, qparams) in enumerate(zip(widths, self.state_qparams(), strict=True)):
-            state, (scale, zero_point) = x.new_zeros(x.shape[0], width), self._initial_qparams(index)
+        for width, qparams, given in zip(widths, self.state_qparams(), initial_qparams, strict=False):
+            state, (scale, zero_point) = x.new_zeros(x.shape[0], width), given
             if qparams is not None and (scale, zero_point) != DEFAULT_INITIAL:
                 initial = replace(qparams, scale=scale, zero_point=zero_point)
                 state = initial.dequantize(initial.quantize(state))

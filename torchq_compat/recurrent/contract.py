@@ -116,11 +116,7 @@ def _call_packed(
         batch = x.shape[0] // steps
         x, batch_sizes = x.reshape(steps, batch, x.shape[1]), is_step(packed.batch_sizes, batch)
     else:
-        check_is_float(path, "the input", x)
-        if x.shape[-1] != structure.input_size:
-            raise CustomModuleError.call_failed(
-                path, f"the input's last dimension must be {structure.input_size}, got {x.shape[-1]}"
-            )
+        _check_values(structure, path, x)
         # In a capture the batch sizes are data, and only the first of them, the batch size, is needed.
         batch_sizes = [int(size) for size in packed.batch_sizes] if batch is None else [batch]
         batch = batch_sizes[0]
@@ -216,14 +212,18 @@ def _check_input(structure: RecurrentStructure, path: str, x: Any) -> None:
         raise CustomModuleError.call_failed(path, f"the input must be a tensor, got {type(x).__name__}")
     if x.dim() not in (2, 3):
         raise CustomModuleError.call_failed(path, f"the input must have 2 or 3 dimensions, got {x.dim()}")
+    _check_values(structure, path, x)
+    if not is_exporting() and x.shape[1 if structure.batch_first and x.dim() == 3 else 0] == 0:
+        raise CustomModuleError.call_failed(path, "the sequence has no steps")
+
+
+def _check_values(structure: RecurrentStructure, path: str, x: Tensor) -> None:
     check_is_float(path, "the input", x)
     if x.shape[-1] != structure.input_size:
         size = shown(x.shape)[-1]
         raise CustomModuleError.call_failed(
             path, f"the input's last dimension must be {structure.input_size}, got {size}"
         )
-    if not is_exporting() and x.shape[1 if structure.batch_first and x.dim() == 3 else 0] == 0:
-        raise CustomModuleError.call_failed(path, "the sequence has no steps")
 
 
 def _initial_state(
