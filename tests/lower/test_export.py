@@ -32,9 +32,8 @@ from torchq_compat.errors import ExportError, InputError, QuantizationWarning, T
 from torchq_compat.model.graph_module import ConvertedGraphModule
 from torchq_compat.modules.parts import PartOwner
 from torchq_compat.recurrent.kernel.program import QPARAMS_COLUMNS, Boundary, ModuleNumbers
-from torchq_compat.recurrent.over_time import LoopShape
+from torchq_compat.recurrent.over_time import LoopShape, NativeRunner
 from torchq_compat.recurrent.recurrent_module import RecurrentModule
-from torchq_compat.recurrent.runners import NativeRunner
 
 OPS = torch.ops.quantized_decomposed
 Q_DQ = (OPS.quantize_per_tensor.default, OPS.dequantize_per_tensor.default)

@@ -25,16 +25,23 @@ from torchq_compat.read.backend_configs import read_backend_config
 from torchq_compat.read.observers import translate_constructor
 from torchq_compat.read.qparams import QParams
 from torchq_compat.read.qspecs import OpSpecs
-from torchq_compat.recurrent import runners
+from torchq_compat.recurrent import over_time
 from torchq_compat.recurrent.cell_graph import CellGraphModule, prepared_cell, weights_of
 from torchq_compat.recurrent.cells import kind_of
-from torchq_compat.recurrent.contract import as_given, check_devices, check_example_inputs, check_same_dtype
-from torchq_compat.recurrent.contracts import RecurrentContract, SequenceContract, contract_of
+from torchq_compat.recurrent.contracts import (
+    RecurrentContract,
+    SequenceContract,
+    as_given,
+    check_devices,
+    check_example_inputs,
+    check_same_dtype,
+    contract_of,
+)
 from torchq_compat.recurrent.kernel.bound_module import BoundModule
 from torchq_compat.recurrent.kernel.direct_calls import DirectCall, direct_call
 from torchq_compat.recurrent.kernel.op import drop_forgotten, forget
 from torchq_compat.recurrent.kernel.program import qparams_of_call
-from torchq_compat.recurrent.over_time import LoopShape, RecurrentDirection, RecurrentLayer, shape_in_export
+from torchq_compat.recurrent.over_time import LoopShape, RecurrentDirection, RecurrentLayer
 from torchq_compat.recurrent.states import active_streams
 from torchq_compat.support import argument_checks
 from torchq_compat.support.process_state import is_compiling, is_exporting
@@ -286,18 +293,18 @@ class RecurrentModule(PartOwner):
     def _is_on_cpu(self) -> bool:
         return all(buffer.device.type == "cpu" for buffer in self.buffers())
 
-    def runner(self) -> runners.Runner:
+    def runner(self) -> over_time.Runner:
         """Return the runner for the next call."""
         if is_exporting():
-            shape = LoopShape.OPAQUE if self.is_lowered else shape_in_export()
+            shape = LoopShape.OPAQUE if self.is_lowered else over_time.shape_in_export()
             bound = self.bound() if shape is LoopShape.OPAQUE and self.can_be_lowered else None
             if bound is not None:
-                return runners.OpaqueRunner(bound, self._buffers.get(PROGRAM))
+                return over_time.OpaqueRunner(bound, self._buffers.get(PROGRAM))
             is_onnx = shape is LoopShape.DYNAMIC_QUANTIZE_LSTM and self._is_dynamic_lstm()
-            return runners.DynamicQuantizeLSTMRunner() if is_onnx else runners.TracedRunner()
+            return over_time.DynamicQuantizeLSTMRunner() if is_onnx else over_time.TracedRunner()
         is_native = self.is_lowered or (is_compiling() and self.can_be_lowered and self._is_on_cpu())
         bound = self.bound() if is_native else None
-        return runners.PythonRunner() if bound is None else runners.NativeRunner(bound)
+        return over_time.PythonRunner() if bound is None else over_time.NativeRunner(bound)
 
     #: Whether its linears choose qparams from their inputs, and nothing else is quantized.
     is_dynamic = False

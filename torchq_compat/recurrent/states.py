@@ -12,8 +12,7 @@ from torch.fx import GraphModule, Node
 
 from torchq_compat.errors import InputError
 from torchq_compat.modules.parts import PartKind, part_nodes, part_of
-from torchq_compat.recurrent.contract import as_given
-from torchq_compat.recurrent.contracts import contract_of
+from torchq_compat.recurrent.contracts import as_given, contract_of
 from torchq_compat.support.graph_nodes import attribute_of
 from torchq_compat.support.process_state import held
 

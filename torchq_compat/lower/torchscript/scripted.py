@@ -35,8 +35,7 @@ from torchq_compat.lower.torchscript.source import (
 from torchq_compat.model.other_tools import is_asked_by_torch_jit
 from torchq_compat.modules.user_modules import OpaqueUserModule
 from torchq_compat.read.qparams import PerTensorQParams
-from torchq_compat.recurrent.contract import as_given
-from torchq_compat.recurrent.contracts import RecurrentContract
+from torchq_compat.recurrent.contracts import RecurrentContract, as_given
 from torchq_compat.recurrent.over_time import LoopShape, exporting_loops_as
 from torchq_compat.recurrent.python_loops import OpaqueLoop
 from torchq_compat.recurrent.recurrent_module import RecurrentModule

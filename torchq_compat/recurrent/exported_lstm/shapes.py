@@ -30,8 +30,14 @@ from torchq_compat.recurrent.exported_lstm.aten_recurrent import (
     plan_cell,
     write_layers,
 )
-from torchq_compat.recurrent.over_time import RecurrentDirection, RecurrentLayer, State
-from torchq_compat.recurrent.runners import PythonRunner, Sequences
+from torchq_compat.recurrent.over_time import (
+    SCAN,
+    PythonRunner,
+    RecurrentDirection,
+    RecurrentLayer,
+    Sequences,
+    State,
+)
 from torchq_compat.support import metadata
 from torchq_compat.support.graph_nodes import free_name, replace_node
 from torchq_compat.support.user_warnings import warn_user
@@ -156,9 +162,6 @@ def _insert(graph_module: GraphModule, node: Any, qparams: QParams, *, before: N
 #
 # torchao prepares and converts the body of a scan along with the graph. The body owns its weights, so that
 # they are folded to integers; weights passed as the scan's additional inputs would stay float.
-
-
-SCAN = torch.ops.higher_order.scan
 
 
 def write_rolled(

@@ -17,7 +17,7 @@ from torchq_compat.annotate.sharing import Output
 from torchq_compat.capture.torch_export import SOURCE_FUNCTIONS
 from torchq_compat.modules.registry import WriteOps
 from torchq_compat.read.torch_ao_classes import PER_CHANNEL
-from torchq_compat.recurrent.contract import RecurrentStructure, bound_arguments
+from torchq_compat.recurrent.contracts import SequenceContract, bound_arguments
 from torchq_compat.recurrent.exported_lstm import aten_recurrent
 from torchq_compat.support.argument_checks import FLAG, checked_arguments, instance_of, optional
 from torchq_compat.support.user_warnings import warn_user
@@ -305,7 +305,7 @@ class _Writer(aten_recurrent.NodeWriter):
     def _zeros(self, x: Node, axis: int) -> list[Node]:
         """Return zeros for the states of a call that passes none, in the dtype and on the device of ``x``."""
         batch = self._op(ATEN.sym_size.int, x, axis, value=x.meta["val"].shape[axis])
-        shapes = RecurrentStructure.of(self.recurrent).batched_state_shapes(batch)
+        shapes = SequenceContract.of(self.recurrent).batched_state_shapes(batch)
         return [self._op(ATEN.new_zeros.default, x, shape) for shape in shapes]
 
     def _parameter(self, name: str) -> Node:
