@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tests.helpers.lstm_flow import uniform
 from torchq_compat.read.qparams import PerTensorQParams
 from torchq_compat.recurrent.cell_graph import ConvertedCellGraphModule
-from torchq_compat.recurrent.kernel.bound_module import BoundDirection
+from torchq_compat.recurrent.kernel.direct_calls import BoundDirection
 from torchq_compat.recurrent.kernel.op import recurrent
 from torchq_compat.recurrent.kernel.program import (
     CellNumbers,

@@ -20,8 +20,8 @@ from torchq_compat.modules.parts import ConvertedPartGraphModule, convert_parts
 from torchq_compat.read.qdq import weight_by_weight
 from torchq_compat.read.qparams import q_dq
 from torchq_compat.recurrent.cell_graph import CellGraphModule, ConvertedCellGraphModule
-from torchq_compat.recurrent.kernel.bound_module import BoundDirection, BoundModule
 from torchq_compat.recurrent.kernel.cell_reader import program_or_problem
+from torchq_compat.recurrent.kernel.direct_calls import BoundDirection, BoundModule
 from torchq_compat.recurrent.kernel.program import CellProgram, ColumnQParams
 from torchq_compat.support.graph_nodes import attribute_of, copied_model
 from torchq_compat.support.process_state import held, without_code

@@ -37,8 +37,7 @@ from torchq_compat.recurrent.contracts import (
     check_same_dtype,
     contract_of,
 )
-from torchq_compat.recurrent.kernel.bound_module import BoundModule
-from torchq_compat.recurrent.kernel.direct_calls import DirectCall, direct_call
+from torchq_compat.recurrent.kernel.direct_calls import BoundModule, DirectCall, direct_call
 from torchq_compat.recurrent.kernel.op import drop_forgotten, forget
 from torchq_compat.recurrent.kernel.program import qparams_of_call
 from torchq_compat.recurrent.over_time import LoopShape, RecurrentDirection, RecurrentLayer

@@ -106,8 +106,8 @@ INPUT_QPARAMS: MetaKey[Any] = MetaKey("torchq_compat_input_qparams", "graph", "m
 UNROLLED_CELLS: MetaKey[dict[str, GraphModule]] = MetaKey(
     "torchq_compat_unrolled_cells", "graph", "recurrent.exported_lstm.shapes"
 )
-#: The cell, its node and the step that a node is the copy of, if steps are written out.
-COPY: MetaKey[Any] = MetaKey("torchq_compat_copy", "node", "recurrent.exported_lstm.shapes")
+#: The path of the cell, and its node by name, that a node is the copy of, if steps are written out.
+COPY: MetaKey[tuple[str, str]] = MetaKey("torchq_compat_copy", "node", "recurrent.exported_lstm.shapes")
 #: Whether a node only moves values between steps, layers and directions: no arithmetic to quantize.
 GLUE: MetaKey[bool] = MetaKey(
     "torchq_compat_glue", "node", "recurrent.exported_lstm.aten_recurrent", "recurrent.exported_lstm.shapes"

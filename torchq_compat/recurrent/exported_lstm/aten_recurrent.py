@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
-from torchao.quantization.pt2e.quantizer import Quantizer, SharedQuantizationSpec
+from torchao.quantization.pt2e.quantizer import Quantizer
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from torchq_compat.annotate.annotation import WrappingQuantizer
@@ -173,29 +173,9 @@ class EdgeOrNodeName(NamedTuple):
     position: int | None
 
 
-@dataclass(frozen=True)
-class CellPlan:
-    """The observed places, in the order in which torchao makes observers.
-
-    Attributes:
-        leader: for each place the first place with the same observer, which may be the place itself.
-        specs: the specs of the leaders. A derived spec refers to places.
-    """
-
-    leader: dict[EdgeOrNodeName, EdgeOrNodeName]
-    specs: dict[EdgeOrNodeName, Any]
-
-    def spec(self, place: EdgeOrNodeName, point: Callable[[EdgeOrNodeName], Any], *, first: bool) -> Any:
-        """Return the spec of ``place`` in a copy of the cell.
-
-        Args:
-            point: place -> the edge or node in the first copy.
-            first: whether the copy is the first one; later copies share its observers.
-        """
-        leader = self.leader[place]
-        if not first or leader != place:
-            return SharedQuantizationSpec(point(leader))
-        return with_points(self.specs[place], point)
+#: The observed places, in the order in which torchao makes observers: place -> the first place with the same
+#: observer, which may be the place itself, and the spec, which refers to places.
+CellPlan = dict[EdgeOrNodeName, tuple[EdgeOrNodeName, Any]]
 
 
 def plan_cell(cell: GraphModule, quantizer: Quantizer) -> CellPlan:
@@ -211,17 +191,13 @@ class _Recorder(WrappingQuantizer):
     plan: CellPlan
 
     def prepare_obs_or_fq_callback(self, model: GraphModule, observers: dict[Any, Any]) -> None:
+        self.plan = {}
         first_with: dict[int, EdgeOrNodeName] = {}
-        leader: dict[EdgeOrNodeName, EdgeOrNodeName] = {}
-        specs: dict[EdgeOrNodeName, Any] = {}
         for point, observer in observers.items():
-            if observer is None:
-                continue
-            place = _place(point)
-            leader[place] = first_with.setdefault(id(observer), place)
-            if leader[place] == place:
-                specs[place] = with_points(_spec(point), _place)
-        self.plan = CellPlan(leader, specs)
+            if observer is not None:
+                place = _place(point)
+                leader = first_with.setdefault(id(observer), place)
+                self.plan[place] = leader, with_points(_spec(point), _place)
 
 
 def _place(point: Node | tuple[Node, Node]) -> EdgeOrNodeName:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
-from torchao.quantization.pt2e.quantizer import QuantizationAnnotation
+from torchao.quantization.pt2e.quantizer import QuantizationAnnotation, SharedQuantizationSpec
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from torchq_compat.annotate.annotation import WrappingQuantizer
+from torchq_compat.annotate.sharing import with_points
 from torchq_compat.errors import AnnotationError
 from torchq_compat.modules.parts import converted_qparams
 from torchq_compat.read.qdq import DEQUANTIZE, QUANTIZE, constants_in, insert_q_dq
@@ -250,14 +251,6 @@ def _take_out(graph_module: GraphModule, path: str) -> dict[str, Tensor]:
 # of the first step.
 
 
-class Copy(NamedTuple):
-    """The path of the cell and the node that a node copies, and its step, in the order of computation."""
-
-    cell: str
-    node: str
-    step: int
-
-
 def unrolled_cells(graph_module: GraphModule) -> dict[str, GraphModule]:
     """Return the cells that are unrolled in ``graph_module``, by path."""
     return metadata.UNROLLED_CELLS.of(graph_module) or {}
@@ -283,49 +276,30 @@ def write_unrolled(
 
     def write_direction(direction: Direction, x: Node, states: Sequence[Node]) -> tuple[Node, Sequence[Node]]:
         path, cell = f"{base}.{direction.path}", cells[direction.path]
-        weights = _weights(writer, path, cell)
+        writer.graph_module.add_submodule(path, cell)
+        others = unrolled_cells(writer.graph_module)
+        metadata.UNROLLED_CELLS.write(writer.graph_module, {**others, path: cell})
+        inputs, results = cell.graph.find_nodes(op="placeholder"), cell.graph.output_node().args[0]
+        written = {
+            node: writer.attribute(f"{path}.{node.target}", cell.get_parameter(str(node.target)))
+            for node in cell.graph.find_nodes(op="get_attr")
+        }
         outputs = []
-        order = reversed(range(length)) if direction.backward else range(length)
-        for step, time in enumerate(order):
+        for time in reversed(range(length)) if direction.backward else range(length):
             at_time = writer.glue(ATEN.select.int, x, 0, time)
-            states = _write_step(writer, cell, path, step, weights, (at_time, *states))
+            written.update(zip(inputs, (at_time, *states), strict=True))
+            for node in cell.graph.nodes:
+                if node.op == "call_function":
+                    args: Any = map_arg(node.args, written.__getitem__)
+                    origin = {metadata.COPY.name: (path, node.name)}
+                    written[node] = writer.call(node.target, *args, **origin)
+            states = [written[result] for result in results]  # type: ignore[union-attr]
             outputs.append(states[0])
         if direction.backward:
             outputs.reverse()
         return writer.glue(ATEN.stack.default, outputs), states
 
     return write_layers(writer, recurrent, write_direction)
-
-
-def _weights(writer: NodeWriter, path: str, cell: GraphModule) -> dict[Node, Node]:
-    writer.graph_module.add_submodule(path, cell)
-    others = unrolled_cells(writer.graph_module)
-    metadata.UNROLLED_CELLS.write(writer.graph_module, {**others, path: cell})
-    return {
-        node: writer.attribute(f"{path}.{node.target}", cell.get_parameter(str(node.target)))
-        for node in cell.graph.nodes
-        if node.op == "get_attr"
-    }
-
-
-def _write_step(
-    writer: NodeWriter,
-    cell: GraphModule,
-    path: str,
-    step: int,
-    weights: dict[Node, Node],
-    inputs: tuple[Node, ...],
-) -> tuple[Node, ...]:
-    placeholders = (node for node in cell.graph.nodes if node.op == "placeholder")
-    written = {**weights, **dict(zip(placeholders, inputs, strict=True))}
-    for node in cell.graph.nodes:
-        if node.op == "call_function":
-            args: Any = map_arg(node.args, lambda argument: written[argument])
-            written[node] = writer.call(
-                node.target, *args, **{metadata.COPY.name: Copy(path, node.name, step)}
-            )
-    results: Any = cell.graph.output_node().args[0]
-    return tuple(written[result] for result in results)
 
 
 # Wraps any quantizer so that all steps of an unrolled LSTM share the observers of the first step.
@@ -351,9 +325,9 @@ class SharedStepsQuantizer(WrappingQuantizer):
             if copy is not None or metadata.GLUE.of(node):
                 node.meta.pop(Q_ANNOTATION_KEY, None)
             if copy is not None:
-                first_step = first_steps[copy.cell]
-                first_step.setdefault(copy.node, node)
-                _follow(node, copy.node, plans[copy.cell], first_step)
+                path, name = copy
+                first_steps[path].setdefault(name, node)
+                _follow(node, name, plans[path], first_steps[path])
         return model
 
 
@@ -364,13 +338,15 @@ def _follow(node: Node, name: str, plan: CellPlan, first_step: FirstStep) -> Non
         copied = first_step[place.node]
         return copied if place.position is None else (copied.all_input_nodes[place.position], copied)
 
-    first = first_step[name] is node
-    places = [place for place in plan.leader if place.node == name]
+    places = {place: planned for place, planned in plan.items() if place.node == name}
     if not places:
         return
     annotation = QuantizationAnnotation(allow_implicit_sharing=False, _annotated=True)
-    for place in places:
-        spec = plan.spec(place, point, first=first)
+    for place, (leader, spec) in places.items():
+        if first_step[name] is node and leader == place:
+            spec = with_points(spec, point)
+        else:
+            spec = SharedQuantizationSpec(point(leader))
         if place.position is None:
             annotation.output_qspec = spec
         else:
