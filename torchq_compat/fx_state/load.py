@@ -15,7 +15,7 @@ from torchq_compat.capture.opaque_calls import OpaqueModule, opaque_modules
 from torchq_compat.errors import CheckpointError
 from torchq_compat.fx_state.graph_names import PARAMETRIZATIONS, required_by_graph
 from torchq_compat.fx_state.numbered import FoldedBatchNorm, Required, RequiredObserver, RequiredTensor
-from torchq_compat.fx_state.states import SCALE_NAME, Entry, FxState, FxWeight
+from torchq_compat.fx_state.states import Entry, FxState, FxWeight
 from torchq_compat.model.graph_module import QuantizationGraphModule, record_of
 from torchq_compat.model.state import is_no_range
 from torchq_compat.read.observers import WeightObserver
@@ -182,7 +182,6 @@ class _Plan:
         self.weights: dict[str, FxWeight] = {}
         #: Our name of a function's weight -> FX's name of its packed weight.
         self.packed: dict[str, str] = {}
-        self.without_qparams: list[RequiredObserver] = []
         #: FX's name of a scale -> the paths of our observers that it is loaded into.
         self.given_by: dict[str, list[str]] = {}
         functional = iter(list(state.functional_weights.items()))
@@ -191,10 +190,9 @@ class _Plan:
             self._plan_tensor(tensor, functional)
         for batch_norm in expected.folded if state.is_converted else ():
             self._dissolve(batch_norm)
+        lacks_weights = bool(self.missing)
         for observer in expected.observers:
             self._plan_observer(observer)
-        lacks_weights = bool(self.missing)
-        self._match_in_order()
         self._drop_known()
         self._refuse_remaining(lacks_weights)
 
@@ -353,7 +351,7 @@ class _Plan:
                 self.qparams[required.path] = torch.tensor([fixed_scale]), torch.tensor([fixed_zero_point])
             # FX's kernels know fixed qparams; dynamic activations and float weights have none.
             elif not (has_fixed_qparams(observer) or not observer.state_dict() or required.is_weight):
-                self.without_qparams.append(required)
+                self.missing.append(required.scales[0] if required.scales else required.path)
             return
         name = next(iter(result)) if required.is_weight else self._most_common(list(result))
         self.given_by.setdefault(name, []).append(required.path)
@@ -387,27 +385,6 @@ class _Plan:
             s, z = scale.reshape(shape), zero_point.reshape(shape)
             low, high = int(observer.quant_min), int(observer.quant_max)
             self.tensors[name] = ((torch.round(weight / s) + z).clamp(low, high) - z) * s
-
-    def _match_in_order(self) -> None:
-        """Match the remaining observers with the remaining scales in order. FX names a scale after the first
-        reader it finds, so names may differ while the order is the same."""
-        names = [name for name in self.state.scales_at("") if name in dict(self.state.untaken())]
-        known = {
-            SCALE_NAME.sub(r"\g<prefix>", name) for item in self.required.observers for name in item.scales
-        }
-        # A known name with another number means that a scale in between is missing: the order is unreliable.
-        is_renamed = all(SCALE_NAME.sub(r"\g<prefix>", name) not in known for name in names)
-        if len(names) != len(self.without_qparams) or not is_renamed:
-            self.missing += [
-                entry.scales[0] if entry.scales else entry.path for entry in self.without_qparams
-            ]
-            return
-        for without_qparam, scale_name in zip(self.without_qparams, names, strict=True):
-            qparams = self._qparams_of((scale_name,)).get(scale_name)
-            if qparams is None:
-                self.missing.append(scale_name)
-                continue
-            self._set_qparams(without_qparam, scale_name, qparams)
 
     def _drop_known(self) -> None:
         for prefix in (*self.required.only_fx, *self.required.unused):

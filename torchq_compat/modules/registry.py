@@ -18,7 +18,7 @@ from torchq_compat.capture.opaque_calls import OpaqueBoundary, OpaqueModule
 from torchq_compat.capture.opaque_stub import FakeCall
 from torchq_compat.fx_state.numbered import Required, RequiredTensor
 from torchq_compat.fx_state.states import FxState
-from torchq_compat.model.graph_module import ROOT
+from torchq_compat.model.graph_module import ROOT, QuantizationGraphModule
 from torchq_compat.read.backend_configs import BackendTable
 from torchq_compat.read.custom_configs import PrepareSettings, StandaloneSettings
 from torchq_compat.read.qspecs import OpSpecs
@@ -57,7 +57,7 @@ class ObserveRequest:
     qconfig: QConfig
     specs: OpSpecs
     standalone: StandaloneSettings | None = None
-    prepare_inside: Callable[[ObserveRequest], GraphModule] | None = None
+    prepare_inside: Callable[[ObserveRequest], QuantizationGraphModule] | None = None
     example_inputs: tuple[Any, ...] | None = None
     first_inputs: tuple[Any, ...] = ()
     longer_inputs: Mapping[str, tuple[tuple[Any, ...], ...]] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class ConvertRequest:
     path: str
     output_observers: tuple[tuple[nn.Module, ...], ...]
     input_observers: tuple[nn.Module | None, ...] = ()
-    convert_inside: Callable[[GraphModule], GraphModule] | None = None
+    convert_inside: Callable[[GraphModule], QuantizationGraphModule] | None = None
 
 
 class CustomModuleHandler(ABC):

@@ -127,7 +127,6 @@ class StandaloneHandler(registry.CustomModuleHandler):
         if not request.standalone.example_inputs:
             raise ConfigError.of("TQ910.standalone_without_example", path=request.path)
         prepared = request.prepare_inside(request)
-        assert isinstance(prepared, QuantizationGraphModule)
         wrapped = PreparedStandalone.wrap(prepared, prepared.record, preserved_of(prepared))
         # torchao checks for every module in the outer graph whether it is a standalone module.
         unguard(wrapped)
@@ -163,7 +162,6 @@ class StandaloneHandler(registry.CustomModuleHandler):
                 for user in observers.keys() & placeholders[position].users.keys():
                     GraphModule.set_submodule(opaque, str(user.target), copy.deepcopy(observer))
         converted = request.convert_inside(opaque)
-        assert isinstance(converted, QuantizationGraphModule)
         wrapped = ConvertedStandalone.wrap(converted, converted.record, preserved_of(converted))
         unguard(wrapped)
         wrapped.opaque_layouts = list(opaque.opaque_layouts)

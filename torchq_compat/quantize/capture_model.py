@@ -27,6 +27,7 @@ from torchq_compat.capture.trial_runs import FloatRun, Runs, trial_copy
 from torchq_compat.capture.unseen_python import show_identities
 from torchq_compat.custom_modules import handler_of
 from torchq_compat.errors import InputError
+from torchq_compat.model.graph_module import QuantizationGraphModule
 from torchq_compat.model.signature import CallSignature
 from torchq_compat.modules.registry import ObserveRequest, WriteOps
 from torchq_compat.modules.swap import Swap, apply_swaps
@@ -168,7 +169,7 @@ def capture_model(
 # The observed modules behind the opaque calls of a captured model, and the specs around each call.
 
 
-PrepareInside = Callable[[ObserveRequest], GraphModule]
+PrepareInside = Callable[[ObserveRequest], QuantizationGraphModule]
 
 
 def observe_modules(

@@ -420,7 +420,7 @@ def _convert_opaque_modules(state: _Converting) -> tuple[str, ...]:
     working, settings = state.working, state.settings
     steps = {working.get_submodule(path) for path in state.record.steps}
 
-    def convert_inside(inner: GraphModule) -> GraphModule:
+    def convert_inside(inner: GraphModule) -> graph_module.ConvertedGraphModule:
         return convert_to_reference(
             inner,
             settings,

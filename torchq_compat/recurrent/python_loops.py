@@ -169,7 +169,6 @@ class LoopHandler(registry.CustomModuleHandler):
             states=loop.form.states,
         )
         prepared = request.prepare_inside(step)
-        assert isinstance(prepared, QuantizationGraphModule)
         # torchao checks for every module in the outer graph whether it is a standalone module.
         unguard(prepared)
         return OpaqueLoop(loop.form, prepared, request.path)
@@ -178,7 +177,7 @@ class LoopHandler(registry.CustomModuleHandler):
         opaque = request.observed
         assert isinstance(opaque, OpaqueLoop)
         assert request.convert_inside is not None
-        converted: Any = request.convert_inside(opaque.step)
+        converted = request.convert_inside(opaque.step)
         unguard(converted)
         # A weight that asks for a gradient makes the scan of an exported program trace its steps backwards,
         # which steps on integers refuse.

@@ -221,10 +221,9 @@ def _first_states(
 
 
 def _widths(cell: CellNumbers, states: int) -> list[int]:
-    instructions = int(cell.table[0])
-    first_slot = cell.table.numel() - states - 3 * int(cell.table[1])
-    assert first_slot > instructions
-    return [int(cell.table[first_slot + 3 * (1 + state)]) for state in range(states)]
+    first = 3 + INSTRUCTION_COLUMNS * int(cell.table[0]) + SLOT_COLUMNS  # Slot 0 is the input.
+    widths: list[int] = cell.table[first : first + SLOT_COLUMNS * states : SLOT_COLUMNS].tolist()
+    return widths
 
 
 def _columns_as_floats(x: Tensor, columns: Sequence[float]) -> Tensor:
