@@ -119,7 +119,8 @@ class PartSpecs:
         """
         if (given := self.constructors.get(part.group)) is not None:
             return given
-        if part.kind in (PartKind.SIGMOID, PartKind.COMPLEMENT, PartKind.TANH):
+        is_bounded = part.kind in (PartKind.SIGMOID, PartKind.COMPLEMENT, PartKind.TANH)
+        if is_bounded and is_integer(self.op_specs.activation_dtype):
             return self._fixed_constructor(part.kind)
         return self.op_specs.activation_constructor
 
@@ -180,19 +181,6 @@ class DynamicPartSpecs(PartSpecs):
 
     def linear_input_spec(self, input_dtype: torch.dtype | None) -> QuantizationSpec | None:
         return self.op_specs.activation if is_integer(self.op_specs.activation_dtype) else None
-
-
-class FloatPartSpecs(DynamicPartSpecs):
-    """The specs of a module without a QConfig: nothing is observed."""
-
-    def linear_input_spec(self, input_dtype: torch.dtype | None) -> QuantizationSpec | None:
-        return None
-
-    def weight_spec(self) -> QuantizationSpec | None:
-        return None
-
-    def group_dtype(self, group: str) -> torch.dtype:
-        return torch.float32
 
 
 # Checks that a BackendConfig allows the dtypes in which parts are observed.

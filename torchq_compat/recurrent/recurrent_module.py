@@ -16,7 +16,6 @@ from torchq_compat.capture.opaque_calls import BoundCall
 from torchq_compat.errors import ConfigError, CustomModuleError
 from torchq_compat.model.other_tools import OBSERVED_KEY
 from torchq_compat.modules.parts import (
-    FloatPartSpecs,
     PartOwner,
     PartSpecs,
     check_part_dtypes,
@@ -44,7 +43,7 @@ from torchq_compat.recurrent.over_time import LoopShape, RecurrentDirection, Rec
 from torchq_compat.recurrent.states import active_streams
 from torchq_compat.support import argument_checks
 from torchq_compat.support.process_state import is_compiling, is_exporting
-from torchq_compat.support.torch_ao import NoopObserver, QConfig
+from torchq_compat.support.torch_ao import PlaceholderObserver, QConfig
 
 # Reads the constructors given for groups of parts, and checks the other arguments given with them.
 
@@ -100,7 +99,7 @@ def given_specs(
 
 #: The buffer of a lowered module with the program of the native operator.
 PROGRAM = "operator_program"
-NOTHING_OBSERVED: Any = QConfig(activation=NoopObserver, weight=NoopObserver)  # type: ignore[no-untyped-call]
+IN_FLOATS: Any = QConfig(activation=PlaceholderObserver, weight=PlaceholderObserver)  # type: ignore[no-untyped-call]
 
 
 class RecurrentModule(PartOwner):
@@ -405,9 +404,8 @@ class ObservedRecurrent(RecurrentModule):
             type(self).__name__, {"split_gates": argument_checks.FLAG}, {"split_gates": split_gates}
         )
         value: Any = self.float_class(*args, **kwargs)
-        value.qconfig = NOTHING_OBSERVED
-        given = given_specs(value, None, None, split_gates=split_gates, constructors={})
-        specs = FloatPartSpecs(given.op_specs)
+        value.qconfig = IN_FLOATS
+        specs = given_specs(value, None, None, split_gates=split_gates, constructors={})
         contract = contract_of(value)
         super().__init__(contract, prepared_layers(contract, value, specs, split_gates=split_gates))
         self.split_gates, self.specs, self.qconfig = split_gates, specs, None
