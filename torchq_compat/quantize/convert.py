@@ -42,7 +42,7 @@ from torchq_compat.support.dtypes import plain_dtype
 from torchq_compat.support.graph_nodes import give_back_freed, position_of, source_of, tensors_in
 from torchq_compat.support.process_state import TURNS, draws_kept, without_code
 from torchq_compat.support.sharded import converting_together, is_sharded, make_whole, whole_inside
-from torchq_compat.support.torch_ao import QuantType
+from torchq_compat.support.torch_ao import QuantType, qconfig_equals
 from torchq_compat.support.upstream import USER_PRESERVED_ATTRIBUTES_KEY
 from torchq_compat.support.user_warnings import warn_user
 
@@ -74,7 +74,7 @@ def decide_switched_off(
             if node.op == "call_module":
                 raise ConfigError.of("TQ910.custom_module_none", label=record.label, rule=now.rule)
             switched_off[record.label] = now.rule
-        elif now.qconfig is not None and not qconfig_mappings.same_qconfig(was.qconfig, now.qconfig):
+        elif now.qconfig is not None and not qconfig_equals(was.qconfig, now.qconfig):
             raise ConfigError.of("TQ910.other_qconfig", label=record.label, rule=now.rule)
     return switched_off
 

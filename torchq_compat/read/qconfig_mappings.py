@@ -143,11 +143,6 @@ def read_qconfig_mapping(value: QConfigMapping | dict[str, Any]) -> QConfigRules
     return rules
 
 
-def same_qconfig(a: QConfig | None, b: QConfig | None) -> bool:
-    """Return whether two QConfigs make the same observers."""
-    return bool(qconfig_equals(a, b))
-
-
 def check_convert_rules(prepare: QConfigRules, convert: QConfigRules) -> None:
     """Refuse a convert mapping that differs from the prepare mapping otherwise than by QConfigs of None.
 
@@ -155,14 +150,14 @@ def check_convert_rules(prepare: QConfigRules, convert: QConfigRules) -> None:
         ConfigError: as in FX, for another global QConfig, for a key that is missing, and for a key with
             another QConfig.
     """
-    if not same_qconfig(prepare.global_qconfig, convert.global_qconfig):
+    if not qconfig_equals(prepare.global_qconfig, convert.global_qconfig):
         raise _other_mapping_at_convert("the global qconfig is another")
     for level, before in prepare.levels.items():
         after = convert.levels[level]
         for key, qconfig in before.items():
             if key not in after:
                 raise _other_mapping_at_convert(f"{level} {key!r} is missing")
-            if after[key] is not None and not same_qconfig(qconfig, after[key]):
+            if after[key] is not None and not qconfig_equals(qconfig, after[key]):
                 raise _other_mapping_at_convert(f"{level} {key!r} has another qconfig")
 
 

@@ -347,19 +347,6 @@ def explain_failed_build(cause: Exception) -> tuple[str, str]:
     return problem, "TQ805" if has_no_place else "TQ801"
 
 
-def _torch_root() -> Path:
-    """Return the directory of torch's headers and libraries.
-
-    Raises:
-        OSError: if the headers of the stable ABI are missing.
-    """
-    root = Path(torch.__file__).parent
-    header = root / "include" / "torch" / "csrc" / "stable" / "library.h"
-    if not header.exists():
-        raise FileNotFoundError(f"torch {torch.__version__} was installed without {header}")
-    return root
-
-
 def _load_operators(path: str) -> None:
     """Load the library at ``path``, unless another library already has the operators.
 
@@ -374,7 +361,10 @@ def _load_operators(path: str) -> None:
 
 
 def _compile(compiler: list[str], path: Path) -> None:
-    root = _torch_root()
+    root = Path(torch.__file__).parent
+    header = root / "include" / "torch" / "csrc" / "stable" / "library.h"
+    if not header.exists():
+        raise FileNotFoundError(f"torch {torch.__version__} was installed without {header}")
     print(
         f"torchq_compat: compiling the kernels of converted models, once, into {path.parents[1]}",
         file=sys.stderr,
