@@ -128,6 +128,7 @@ _MODULES = (
     "operators",
     "profiles",
     "pt2e",
+    "quantize_eager",
     "quantize_fx",
     "recurrent_parts",
 )

@@ -63,6 +63,13 @@ def test_public_names(module: str) -> None:
         assert getattr(found, name).__doc__, f"{module}.{name} has no docstring"
 
 
+def test_every_public_module_is_reached_from_the_top() -> None:
+    """Without an import of its own; ``dir`` lists what is imported at the first use."""
+    import torchq_compat
+
+    assert {module.split(".")[1] for module in PUBLIC if "." in module} <= set(dir(torchq_compat))
+
+
 def test_a_misspelled_argument_is_refused_with_a_hint() -> None:
     for module in ("torchq_compat", "torchq_compat.pt2e"):
         found = importlib.import_module(module)
