@@ -5,7 +5,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -57,7 +56,7 @@ def observe_places(
     outputs = pytree.tree_leaves(reference.graph.output_node().args[0])
     eager = _LastCalls()
     taps = sides.tap_nodes(dict(_nodes(prepared, reference, places)))
-    taps |= _module_taps(reference, places) | eager.taps(reference, places)
+    taps |= _module_taps(reference, places, eager)
     sources = [_source_of_dequantize(node) for node in outputs]
     source_taps = sides.tap_nodes({node: (reference, node) for node in sources if node is not None})
     run_with_taps = sides.runner(reference, taps, lambda key, passes: _reading(passes))
@@ -163,20 +162,6 @@ def _part_nodes(
             yield key, node
 
 
-def _module_taps(reference: GraphModule, places: Mapping[sides.Key, KeyFacts]) -> dict[sides.Key, sides.Tap]:
-    """Return the taps of cells that FX left as eager modules, and of the results of custom modules."""
-    taps: dict[sides.Key, sides.Tap] = {}
-    for key in places:
-        if isinstance(key, sides.ResultKey) and (module := module_at(reference, key.path)) is not None:
-            taps[key] = sides.tap_module(module, key.position)
-        elif isinstance(key, sides.PartKey) and not isinstance(module_at(reference, key.cell), GraphModule):
-            part = module_at(reference, f"{key.cell}.{key.part}")
-            if part is not None:
-                # A QFunctional is never called, but its result goes through its activation_post_process.
-                taps[key] = sides.tap_module(getattr(part, "activation_post_process", part))
-    return taps
-
-
 class _LastCalls(TorchFunctionMode):
     """The parts that eager cells compute by calling a function, not a module: the last call in a pass."""
 
@@ -190,21 +175,35 @@ class _LastCalls(TorchFunctionMode):
             self._last[func] = result
         return result
 
-    def taps(self, reference: nn.Module, places: Mapping[sides.Key, KeyFacts]) -> dict[sides.Key, sides.Tap]:
-        """Return a tap for each such part; it is filled each time its cell has run."""
-        taps: dict[sides.Key, sides.Tap] = {}
-        for cell_path, parts in _parts_by_cell(places).items():
-            cell = module_at(reference, cell_path)
-            for key, kind in parts:
-                is_module = module_at(reference, f"{cell_path}.{key.part}") is not None
-                if cell is None or isinstance(cell, GraphModule) or is_module or kind not in PART_FUNCTIONS:
-                    continue
-                taps[key] = sides.Tap()
-                cell.register_forward_hook(partial(self._keep, taps[key], PART_FUNCTIONS[kind]))
-        return taps
+    def tap(self, cell: nn.Module, function: Any) -> sides.Tap:
+        """Return a tap for the call of ``function``; it is filled each time ``cell`` has run."""
+        tap = sides.Tap()
 
-    def _keep(self, tap: sides.Tap, function: Any, *_: Any) -> None:
-        tap(self._last.pop(function, None))
+        def keep(*_: Any) -> None:
+            tap(self._last.pop(function, None))
+
+        cell.register_forward_hook(keep)
+        return tap
+
+
+def _module_taps(
+    reference: GraphModule, places: Mapping[sides.Key, KeyFacts], calls: _LastCalls
+) -> dict[sides.Key, sides.Tap]:
+    """Return the taps of cells that FX left as eager modules, and of the results of custom modules."""
+    taps: dict[sides.Key, sides.Tap] = {}
+    for key, place in places.items():
+        if isinstance(key, sides.ResultKey) and (module := module_at(reference, key.path)) is not None:
+            taps[key] = sides.tap_module(module, key.position)
+        elif isinstance(key, sides.PartKey):
+            cell, part = module_at(reference, key.cell), module_at(reference, f"{key.cell}.{key.part}")
+            if cell is None or isinstance(cell, GraphModule):
+                continue
+            if part is not None:
+                # A QFunctional is never called, but its result goes through its activation_post_process.
+                taps[key] = sides.tap_module(getattr(part, "activation_post_process", part))
+            elif place.part_kind in PART_FUNCTIONS:
+                taps[key] = calls.tap(cell, PART_FUNCTIONS[place.part_kind])
+    return taps
 
 
 def _source_of_dequantize(node: Any) -> Node | None:

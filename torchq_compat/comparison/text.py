@@ -202,10 +202,9 @@ COLUMNS: dict[str, Callable[[results.Point], str]] = {
 
 def as_text(comparisons: Iterable[results.ComparedModel]) -> str:
     """Return the tables without colour, each row one line."""
-    console = Console(file=io.StringIO(), width=WIDTH, no_color=True)
+    console = Console(file=io.StringIO(), width=WIDTH, record=True)
     print_report(comparisons, console)
-    assert isinstance(console.file, io.StringIO)
-    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+    return "\n".join(line.rstrip() for line in console.export_text().splitlines())
 
 
 def print_report(comparisons: Iterable[results.ComparedModel], console: Console) -> None:

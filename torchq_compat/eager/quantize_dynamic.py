@@ -279,16 +279,10 @@ def _quantized(
     """Return the quantized replacement of ``module``; None to keep it."""
     kind = parametrize.type_before_parametrizations(module)
     quantized_class = classes.get(kind)
-    is_ours = quantized_class is None or str(getattr(quantized_class, "__module__", "")).startswith(
-        LEGACY_DYNAMIC
-    )
+    is_legacy = str(getattr(quantized_class, "__module__", "")).startswith(LEGACY_DYNAMIC)
     family = family_of(module)
-    if (
-        family is not None
-        and kind is family.float_class
-        and is_ours
-        and (quantized_class is None or _is_beyond_torch(module, qconfig))
-    ):
+    is_recurrent = family is not None and kind is family.float_class
+    if is_recurrent and (quantized_class is None or (is_legacy and _is_beyond_torch(module, qconfig))):
         leaf = quantize_recurrent(module, qconfig, path)
         handler = handler_of(leaf)
         lowered = handler.lower(leaf) if handler is not None else ""
