@@ -285,29 +285,22 @@ def scan_paths(paths: Iterable[Path], *, jobs: int = 1, seconds: float = SECONDS
     Raises:
         PathError: one of ``paths`` does not exist.
     """
-    scan = Scan()
-    files: list[Path] = []
-    for find_file in source_files.find_files(paths):
-        if isinstance(find_file, source_files.Problem):
-            scan.problems.append(find_file)
-        else:
-            files.append(find_file)
-    scan.files = len(files)
+    everything = list(source_files.find_files(paths))
+    files = [item for item in everything if isinstance(item, Path)]
+    scan = Scan(len(files), problems=[item for item in everything if isinstance(item, source_files.Problem)])
     tree = Tree(files)
     documents = list(_candidates(files, tree, scan.problems))
     # Find all sites first: which names of a file others use is known once the names in those are resolved.
     sites: dict[Path, list[Finding]] = {}
-    work = partial(_sites_and_taken, tree, seconds)
-    for document, (findings, problems, taken) in zip(
-        documents, in_processes(work, documents, jobs, "Parsing"), strict=True
-    ):
+    results = in_processes(partial(_sites_and_taken, tree, seconds), documents, jobs, "Parsing")
+    for document, (findings, problems, taken) in zip(documents, results, strict=True):
         sites[document.path] = findings
         scan.problems += problems
         tree.add_taken(taken)
     for document in documents:
         parse = _parser(tree, document.path)
         if tree.taken.get(document.path) and any(f.site.code in RENAMING for f in sites[document.path]):
-            sites[document.path] = _sites(document, parse, [], seconds)
+            sites[document.path], _ = _sites(document, parse, seconds)
         scan.documents.append((document, parse))
         scan.findings += sites[document.path]
     scan.findings.sort(key=lambda finding: (str(finding.path), finding.site.offset))
@@ -362,8 +355,7 @@ def _do(document: source_files.Document) -> Any:
 def _sites_and_taken(
     tree: Tree, seconds: float, document: source_files.Document
 ) -> tuple[list[Finding], list[source_files.Problem], dict[Path, set[str]]]:
-    problems: list[source_files.Problem] = []
-    return _sites(document, _parser(tree, document.path), problems, seconds), problems, tree.taken
+    return (*_sites(document, _parser(tree, document.path), seconds), tree.taken)
 
 
 def _parser(tree: Tree, path: Path) -> Parse:
@@ -413,22 +405,19 @@ def _uses(re_exported: set[ReExport], raw: bytes) -> bool:
 
 
 def _sites(
-    document: source_files.Document, parse: Parse, problems: list[source_files.Problem], seconds: float
-) -> list[Finding]:
+    document: source_files.Document, parse: Parse, seconds: float
+) -> tuple[list[Finding], list[source_files.Problem]]:
+    path = document.path
     try:
         with time_limit(seconds):
             source = parse(document.text)
             sites = find_sites(source)
     except TooLongError as error:
-        site = Site(TOO_LONG, 0, document.path.name, refusal=str(error))
-        return [Finding(document.path, source_files.Position(1), site)]
+        site = Site(TOO_LONG, 0, path.name, refusal=str(error))
+        return [Finding(path, source_files.Position(1), site)], []
     except cst.ParserSyntaxError as error:
-        problems.append(source_files.Problem(document.path, f"line {error.raw_line}: {error.message}"))
-        return []
+        return [], [source_files.Problem(path, f"line {error.raw_line}: {error.message}")]
     except TOO_DEEP:
-        problems.append(source_files.Problem(document.path, "is nested too deeply"))
-        return []
-    return [
-        Finding(document.path, document.place(source.line(site.offset), source.column(site.offset)), site)
-        for site in sites
-    ]
+        return [], [source_files.Problem(path, "is nested too deeply")]
+    places = (document.place(source.line(site.offset), source.column(site.offset)) for site in sites)
+    return [Finding(path, place, site) for place, site in zip(places, sites, strict=True)], []

@@ -231,6 +231,14 @@ def test_a_name_of_the_trees_own_is_followed(tmp_path: Path) -> None:
     assert codes == {("home.py", "TQ101"), ("middle.py", "TQ101"), ("user.py", "TQ101"), ("user.py", "TQ105")}
 
 
+def test_names_of_the_package_itself_are_followed(tmp_path: Path) -> None:
+    (tmp_path / "__init__.py").write_text(FX.replace("prepare_fx", "prepare_fx as ready"))
+    for name, names in (("named", "ready"), ("star", "*")):
+        (tmp_path / f"{name}.py").write_text(f"from . import {names}\nready(m, {{'': q}}, x)\n")
+    found = {(finding.path.stem, finding.construct.code) for finding in scan_paths([tmp_path]).findings}
+    assert found == {("__init__", "TQ101"), ("named", "TQ101"), ("named", "TQ105"), ("star", "TQ105")}
+
+
 @pytest.mark.slow
 def test_the_time_of_a_scan_grows_with_its_files(tmp_path: Path) -> None:
     """Files of realistic size; one in ten uses FX, through a name of another file."""

@@ -13,7 +13,7 @@ from typing import Any
 import libcst as cst
 from libcst import matchers as m
 
-from torchq_compat.port.constructs import Edit, ImportRequest, Site
+from torchq_compat.port.constructs import ImportRequest, Site
 from torchq_compat.port.finders import Finder
 from torchq_compat.port.names import DICT_GETTERS
 from torchq_compat.port.source.fx_calls import fx_calls, only_value, possible_values
@@ -95,7 +95,7 @@ class DictForm:
             text, imports = self.convert(source, value)
         except CannotRewriteError as reason:
             return Site(self.code, start, what, refusal=str(reason))
-        return Site(self.code, start, what, (Edit(start, source.end(value), text),), imports)
+        return Site(self.code, start, what, (source.edit(value, text),), imports)
 
     def convert(self, source: ParsedSource, value: Expression) -> tuple[str, tuple[ImportRequest, ...]]:
         """Return the expression that builds the object, and the imports it needs.
@@ -318,7 +318,7 @@ def find_getters(source: ParsedSource) -> Iterator[Site]:
         new_name = DICT_GETTERS.get(next(iter(names))) if len(names) == 1 else None
         if new_name is not None:
             refusal = _use_as_dict(source, attribute)
-            edit = Edit(source.start(attribute.attr), source.end(attribute.attr), new_name)
+            edit = source.edit(attribute.attr, new_name)
             yield Site("TQ109", source.start(attribute), attribute.attr.value).settled(refusal, (edit,))
 
 
@@ -331,9 +331,9 @@ def _getter_import(source: ParsedSource, node: cst.ImportFrom, alias: cst.Import
         refusal = f"the name {new_name} is already bound in this file"
     if not refusal and name in source.taken_by_others:
         refusal = f"another file uses {name}"
-    edits = [Edit(source.start(alias.name), source.end(alias.name), new_name)]
+    edits = [source.edit(alias.name, new_name)]
     if alias.asname is None:
-        edits += [Edit(source.start(use), source.end(use), new_name) for use in uses]
+        edits += [source.edit(use, new_name) for use in uses]
     return Site("TQ109", start, name).settled(refusal, edits)
 
 

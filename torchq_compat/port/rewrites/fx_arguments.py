@@ -49,7 +49,7 @@ def find_keywords(source: ParsedSource) -> Iterator[Site]:
             if keyword is None or new not in call.parameters or new == NOT_CARRIED_OVER:
                 continue
             site = Site("TQ107", source.start(keyword), f"{keyword.value}=")
-            edit = Edit(site.offset, source.end(keyword), new)
+            edit = source.edit(keyword, new)
             yield site.settled(f"{new} is given too" if new in given else "", (edit,))
 
 
@@ -78,7 +78,7 @@ def _of_is_reference(source: ParsedSource, call: FxCall, index: int) -> Site:
     if value == "True":
         function = call.node.func
         name = function.attr if isinstance(function, cst.Attribute) else function
-        edits.append(Edit(source.start(name), source.end(name), NEW_NAME))
+        edits.append(source.edit(name, NEW_NAME))
         if name is function:
             imports = (ImportRequest("torchq_compat.quantize_fx", NEW_NAME, source.start(function)),)
     return site.settled("".join(why_not_free(source, request) for request in imports), edits, imports)

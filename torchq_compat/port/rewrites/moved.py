@@ -112,7 +112,7 @@ def _namespace_import(source: ParsedSource, node: cst.Import, alias: cst.ImportA
         return
     site = Site("TQ104", source.start(alias), f"import {name}")
     is_excluded = any(_is_excluded(use) for use in _attribute_uses(source, node, alias, ""))
-    edit = Edit(source.start(alias.name), source.end(alias.name), new)
+    edit = source.edit(alias.name, new)
     yield site.settled(ONLY_IN_PART if is_excluded else "", (edit,))
 
 
@@ -151,7 +151,7 @@ def _namespace_attribute(source: ParsedSource, node: cst.Attribute) -> Iterator[
         return
     site = Site("TQ104", source.start(node), code)
     request = ImportRequest("torch", offset=source.start(node))
-    edit = Edit(source.start(node), source.end(node), legacy.NAMESPACES[name])
+    edit = source.edit(node, legacy.NAMESPACES[name])
     yield site.settled(why_not_free(source, request), (edit,), (request,))
 
 
@@ -166,7 +166,7 @@ def find_removed(source: ParsedSource) -> Iterator[Site]:
     for node in source.nodes(cst.ImportFrom):
         new = legacy.new_module(imported_module(node)) if isinstance(node.names, cst.ImportStar) else None
         if new is not None and node.module is not None:
-            edit = Edit(source.start(node.module), source.end(node.module), new)
+            edit = source.edit(node.module, new)
             yield Site(CODE, source.start(node), f"from {imported_module(node)}", edits=(edit,))
     yield from moved_modules(source, CODE, _now, _removed_import, _removed_attribute)
     yield from MovedNames(CODE, (), guests=legacy.MOVED_OF_EXPORTED).find(source)
@@ -196,7 +196,7 @@ def _removed_import(source: ParsedSource, node: cst.Import, alias: cst.ImportAli
     if new is None:
         return
     site = Site(CODE, source.start(alias), f"import {name}")
-    edits = [Edit(source.start(alias.name), source.end(alias.name), new)]
+    edits = [source.edit(alias.name, new)]
     if alias.asname is not None:
         uses = (source.parent(use) for use in source.references(alias.evaluated_alias or "", node))
         for use in uses:
@@ -207,39 +207,33 @@ def _removed_import(source: ParsedSource, node: cst.Import, alias: cst.ImportAli
                 yield site.settled(reason, ())
                 return
             if now != use.attr.value:
-                edits.append(Edit(source.start(use.attr), source.end(use.attr), now))
+                edits.append(source.edit(use.attr, now))
     yield site.settled("", edits)
 
 
 def _removed_attribute(source: ParsedSource, node: cst.Attribute) -> Iterator[Site]:
     """Yield the site of a removed module written out as a dotted name; the rest of the name is kept."""
-    code = source.code(node)
-    new = legacy.new_module(code)
-    if new is None or source.written_names(node) != {code} or legacy.new_module(source.code(node.value)):
+    code, start = source.code(node), source.start(node)
+    is_inside = isinstance(source.parent(node), cst.Attribute)
+    if is_inside or legacy.new_module(code) is None or source.written_names(node) != {code}:
         return
-    parent = source.parent(node)
-    while isinstance(parent, cst.Attribute) and legacy.new_module(source.code(parent)) not in (
-        None,
-        f"{new}.{parent.attr.value}",
-    ):
-        # A submodule may have moved to a module of its own.
-        node, new = parent, str(legacy.new_module(source.code(parent)))
-        parent = source.parent(node)
-    if any(isinstance(a, (cst.ImportFrom, cst.Import)) for a in source.ancestors(node)):
-        return
-    site, used = Site(CODE, source.start(node), code), node
-    while isinstance(parent, cst.Attribute) and not installed_lacks(f"{new}.{parent.attr.value}"):
-        node, new = parent, f"{new}.{parent.attr.value}"  # A module further down.
-        parent = source.parent(node)
-    edits = [Edit(source.start(used), source.end(node), new)]
-    if isinstance(parent, cst.Attribute) and parent.attr.value not in legacy.PT2E_FUNCTIONS:
-        home, now = _home_of(new, parent.attr.value)
-        if reason := installed_lacks(home, now):
+    names = code.split(".")
+    prefixes = [".".join(names[:count]) for count in range(1, len(names) + 1)]
+    site = Site(CODE, start, next(prefix for prefix in prefixes if legacy.new_module(prefix)))
+    # A submodule may have moved to a module of its own.
+    old = [prefix for prefix in prefixes if prefix in legacy.REMOVED][-1]
+    new, behind = legacy.REMOVED[old], names[old.count(".") + 1 :]
+    while behind and not installed_lacks(f"{new}.{behind[0]}"):
+        old, new, behind = f"{old}.{behind[0]}", f"{new}.{behind[0]}", behind[1:]  # A module further down.
+    text = new
+    if behind and behind[0] not in legacy.PT2E_FUNCTIONS:
+        new, now = _home_of(new, behind[0])
+        if reason := installed_lacks(new, now):
             yield site.settled(reason, ())
             return
-        edits, new = [Edit(source.start(used), source.end(parent), f"{home}.{now}")], home
-    request = ImportRequest(new, offset=source.start(node))
-    yield site.settled(why_not_free(source, request), edits, (request,))
+        old, text = f"{old}.{behind[0]}", f"{new}.{now}"
+    request, edit = ImportRequest(new, offset=start), Edit(start, start + len(old.encode()), text)
+    yield site.settled(why_not_free(source, request), (edit,), (request,))
 
 
 def find_pt2e(source: ParsedSource) -> Iterator[Site]:

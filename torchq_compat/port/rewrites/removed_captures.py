@@ -53,7 +53,7 @@ def _dotted_site(source: ParsedSource, node: cst.Attribute) -> Iterator[Site]:
     site = Site(CODE, start, full)
     calls, refusal = _calls(source, [node], gave_module=REMOVED_CAPTURES[full])
     refusal = refusal or import_tables.why_not_free(source, ImportRequest("torch", offset=start))
-    yield site.settled(refusal, (Edit(start, source.end(node), f"{NEW_MODULE}.{NEW_NAME}"), *calls))
+    yield site.settled(refusal, (source.edit(node, f"{NEW_MODULE}.{NEW_NAME}"), *calls))
 
 
 def _calls(
@@ -129,14 +129,14 @@ def _dynamo_edit(source: ParsedSource, call: cst.Call) -> tuple[Edit | None, str
     text = f"torch.export.export({source.full_code(model.value)}, {args}, strict=True).module()"
     parent = source.parent(whole)
     if m.matches(parent, OF_RESULT):
-        return Edit(source.start(parent), source.end(parent), text), ""
+        return source.edit(parent, text), ""
     target = parent.targets[0].target if isinstance(parent, cst.Assign) else None
     if not isinstance(target, cst.Tuple) or len(target.elements) != 2 or source.has_comment(parent):
         return None, "torch.export.export returns no guards"
     graph, guards = (element.value for element in target.elements)
     if not isinstance(guards, cst.Name) or source.references(guards.value, guards):
         return None, "the guards are used, which torch.export.export does not return"
-    return Edit(source.start(parent), source.end(parent), f"{source.code(graph)} = {text}"), ""
+    return source.edit(parent, f"{source.code(graph)} = {text}"), ""
 
 
 def find_dynamic_dim(source: ParsedSource) -> Iterator[Site]:
@@ -166,8 +166,8 @@ def _constraints(source: ParsedSource, node: cst.ImportFrom, local: str) -> tupl
         keywords = _constraint_keywords(source, entries)
         if not shapes or not keywords:
             return [], "write dynamic_shapes= of torch.export.export with Dim.AUTO where a size is free"
-        edits.append(Edit(source.start(entries), source.end(entries), shapes))
-        edits += [Edit(source.start(word), source.end(word), "dynamic_shapes") for word in keywords]
+        edits.append(source.edit(entries, shapes))
+        edits += [source.edit(word, "dynamic_shapes") for word in keywords]
     return edits, ""
 
 

@@ -220,7 +220,7 @@ def statement_edits(
         edits = []
         if isinstance(node, cst.ImportFrom):
             assert node.module is not None
-            edits.append(Edit(source.start(node.module), source.end(node.module), new[0].module))
+            edits.append(source.edit(node.module, new[0].module))
         for name in new:
             if name.imported != _alias_code(name.alias):
                 end = source.end(name.alias.asname.name if name.alias.asname else name.alias.name)
@@ -239,7 +239,7 @@ def statement_edits(
     line = source.parent(node)
     alone = isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1
     separator = source.newline() + source.indent_at(start) if alone else "; "
-    return (Edit(start, source.end(node), separator.join(statements)),)
+    return (source.edit(node, separator.join(statements)),)
 
 
 def moved_modules(
@@ -311,7 +311,7 @@ def plan_name(
     else:
         imported = new_name
         uses = source.references(name, node)
-        use_edits = tuple(Edit(source.start(use), source.end(use), new_name) for use in uses)
+        use_edits = tuple(source.edit(use, new_name) for use in uses)
     return NewImport(alias, row.replacement, imported, what=name, use_edits=use_edits)
 
 
@@ -321,19 +321,12 @@ def plan_module(source: ParsedSource, node: ImportStatement, alias: cst.ImportAl
         return _plan_dotted_import(source, alias, row)
     local = alias.evaluated_alias or alias.evaluated_name
     names = source.references(local, node)
-    uses = [
-        use
-        for name in names
-        if isinstance(use := source.parent(name), cst.Attribute) and use.attr.value in row.names
-    ]
+    attributes = [use for name in names if isinstance(use := source.parent(name), cst.Attribute)]
+    uses = [use for use in attributes if use.attr.value in row.names]
     plan = NewImport(alias, what=row.legacy.rpartition(".")[2], uses=tuple(uses))
     if refusal := _refuse_uses(row, local, names, source):
         return replace(plan, refusal=refusal)
-    use_edits = tuple(
-        Edit(source.start(use.attr), source.end(use.attr), row.names[use.attr.value])
-        for use in uses
-        if row.names[use.attr.value] != use.attr.value
-    )
+    use_edits = tuple(source.edit(use.attr, row.names[use.attr.value]) for use in uses)
     if isinstance(node, cst.Import):
         return replace(plan, imported=f"{row.replacement} as {local}", use_edits=use_edits)
     package, _, module = row.replacement.rpartition(".")
@@ -354,12 +347,11 @@ def _plan_dotted_import(source: ParsedSource, alias: cst.ImportAlias, row: Moved
             return replace(plan, refusal=f"{source.code(use)} has no counterpart in {row.replacement}")
         if use.attr.value in row.names:
             uses.append(use)
-            text = f"{row.replacement}.{row.names[use.attr.value]}"
-            edits.append(Edit(source.start(use), source.end(use), text))
+            edits.append(source.edit(use, f"{row.replacement}.{row.names[use.attr.value]}"))
     if refusal := why_not_free(source, ImportRequest(row.replacement)):
         return replace(plan, refusal=refusal)
-    done = replace(plan, imported=row.replacement, keeps="torch")
-    return replace(done, use_edits=tuple(edits), uses=tuple(uses))
+    plan = replace(plan, imported=row.replacement, keeps="torch")
+    return replace(plan, use_edits=tuple(edits), uses=tuple(uses))
 
 
 def _refuse_uses(row: Moved, local: str, uses: list[cst.Name], source: ParsedSource) -> str:
@@ -463,5 +455,5 @@ class MovedNames:
             return site
         request = ImportRequest(row.replacement, offset=start)
         comment = "there is a comment in the middle of the name" if source.has_comment(node) else ""
-        edit = Edit(start, source.end(node), f"{row.replacement}.{new_name}")
+        edit = source.edit(node, f"{row.replacement}.{new_name}")
         return site.settled(comment or why_not_free(source, request), (edit,), (request,))

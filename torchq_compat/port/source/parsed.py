@@ -13,6 +13,8 @@ from libcst.helpers import get_full_name_for_node_or_raise
 from libcst.metadata import MetadataWrapper
 from libcst.metadata.scope_provider import ScopeVisitor
 
+from torchq_compat.port.constructs import Edit
+
 ImportStatement = cst.Import | cst.ImportFrom
 
 # LibCST's scopes in linear time: the names bound in each scope, without their uses.
@@ -54,15 +56,19 @@ def imported_module(node: cst.ImportFrom) -> str:
 def named_aliases(node: ImportStatement) -> Iterator[tuple[cst.ImportAlias, str]]:
     """Yield the names of an import statement, each with its full name; ``import *`` has none."""
     module = imported_module(node) if isinstance(node, cst.ImportFrom) else ""
-    prefix = f"{module}." if module.strip(".") else module
     for alias in () if isinstance(node.names, cst.ImportStar) else node.names:
-        yield alias, prefix + alias.evaluated_name
+        yield alias, name_in(module, alias.evaluated_name)
+
+
+def name_in(module: str, name: str) -> str:
+    """Return the full name of ``name`` in ``module``, which may be the dots of a relative import alone."""
+    return f"{module}.{name}" if module.strip(".") else module + name
 
 
 def names_in_import(node: ImportStatement) -> list[str]:
     """Return the full names that an import statement imports; ``module.*`` for ``import *``."""
     if isinstance(node, cst.ImportFrom) and isinstance(node.names, cst.ImportStar):
-        return [f"{imported_module(node)}.*"]
+        return [name_in(imported_module(node), "*")]
     return [full for _, full in named_aliases(node)]
 
 
@@ -156,6 +162,10 @@ class ParsedSource:
     def full_end(self, node: cst.BaseExpression) -> int:
         """Return the end offset of an expression, including the parentheses that belong to it."""
         return self.end(node.rpar[-1]) if node.rpar else self.end(node)
+
+    def edit(self, node: cst.CSTNode, text: str) -> Edit:
+        """Return the edit that puts ``text`` in the place of ``node``."""
+        return Edit(self.start(node), self.end(node), text)
 
     def has_comment(self, node: cst.CSTNode) -> bool:
         """Return whether there is a comment within ``node``."""
@@ -282,7 +292,7 @@ class ParsedSource:
         full: set[str] = set()
         for assignment in self.bindings(scope, name):
             full |= self._names_of(assignment, name, remaining, budget)
-        return full or {f"{star}.{name}{remaining}" for star in self.star_modules}
+        return full or {name_in(star, name + remaining) for star in self.star_modules}
 
     def bindings(self, scope: metadata.Scope, name: str) -> frozenset[metadata.BaseAssignment]:
         """Return the assignments that bind ``name`` for the code in ``scope``."""
