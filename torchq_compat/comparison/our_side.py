@@ -1,7 +1,6 @@
 """This package's side of a comparison, and its cells as plain values."""
 
 import copy
-import warnings
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from torchq_compat.modules.parts import PartKind, PartOwner, part_nodes, part_of
 from torchq_compat.port.running.recorder import computes_nothing
 from torchq_compat.quantize.explain import explain
 from torchq_compat.quantize.first_call import at_once
-from torchq_compat.quantize_fx import convert_fx, convert_to_reference_fx, prepare_fx, prepare_qat_fx
+from torchq_compat.quantize_fx import convert_fx, prepare_fx, prepare_qat_fx
 from torchq_compat.read.qdq import QUANTIZE, is_dequantize
 from torchq_compat.read.qparams import QParams
 from torchq_compat.support.decisions import Action, Decision
@@ -118,11 +117,8 @@ def quantize_by_us(case: Case) -> OurSide:
         load_fx_state(prepared, case.fx_state)
     case.calibrate(prepared)
     as_fx = bool(case.observer_qparams)
-    converted = convert_to_reference_fx(
-        copy.deepcopy(prepared), case.convert_custom_config, observer_qparams=as_fx
-    )
-    with warnings.catch_warnings(action="ignore"):  # The conversion above has given the same.
-        deployed = convert_fx(copy.deepcopy(prepared), case.convert_custom_config, observer_qparams=as_fx)
+    deployed = convert_fx(prepared, case.convert_custom_config, observer_qparams=as_fx)
+    converted = deployed.reference
     decisions = tuple(explain(converted))
     names = {decision.path: _name(key) for key, decision in _op_keys(decisions)}
     places = dict(_places(converted, decisions))

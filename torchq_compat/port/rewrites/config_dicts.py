@@ -188,7 +188,7 @@ def _layout(source: ParsedSource, value: cst.Dict, head: str, calls: list[Conver
     column = len(source.line_before(start))
     if not comments and (len(calls) <= 1 or column + len(line) <= MAX_COLUMN):
         return line
-    newline, indent = source.newline(), source.indent_at(start)
+    newline, indent = source.module.default_newline, source.indent_at(start)
     places: list[tuple[int, Converted | cst.Comment]] = [
         *((source.start(call.origin), call) for call in calls),
         *((source.start(comment), comment) for comment in comments),
@@ -327,7 +327,7 @@ def _getter_import(source: ParsedSource, node: cst.ImportFrom, alias: cst.Import
     uses = source.references(alias.evaluated_alias or name, node)
     start = source.start(alias)
     refusal = next(filter(None, (_use_as_dict(source, use) for use in uses)), "")
-    if not refusal and alias.asname is None and source.binds(new_name):
+    if not refusal and alias.asname is None and source.binders(new_name):
         refusal = f"the name {new_name} is already bound in this file"
     if not refusal and name in source.taken_by_others:
         refusal = f"another file uses {name}"

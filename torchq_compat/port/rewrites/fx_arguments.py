@@ -189,9 +189,9 @@ def _of_trained(source: ParsedSource, call: FxCall) -> Site:
         edit = Edit(end, end, f", {ARGUMENT}=True")
     elif ENDS_LINE.fullmatch(source.data[end:behind]):
         # The argument has a line of its own, with its comma and perhaps a comment.
-        edit = Edit(behind, behind, f"{line}{ARGUMENT}=True,{source.newline()}")
+        edit = Edit(behind, behind, f"{line}{ARGUMENT}=True,{source.module.default_newline}")
     else:
-        edit = Edit(end, end, f",{source.newline()}{line}{ARGUMENT}=True")
+        edit = Edit(end, end, f",{source.module.default_newline}{line}{ARGUMENT}=True")
     return Site(TRAINED, source.start(call.node), source.code(call.node.func), (edit,))
 
 

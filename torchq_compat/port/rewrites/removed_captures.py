@@ -147,7 +147,7 @@ def find_dynamic_dim(source: ParsedSource) -> Iterator[Site]:
         site = Site("TQ122", source.start(alias), DYNAMIC_DIM)
         edits, refusal = _constraints(source, node, alias.evaluated_alias or DYNAMIC_DIM)
         new = import_tables.statement_edits(source, node, [import_tables.NewImport(alias, NEW_MODULE, "Dim")])
-        if not new or source.binds("Dim"):
+        if not new or source.binders("Dim"):
             refusal = refusal or "Dim cannot be imported here"
         yield site.settled(refusal, (*new, *edits))
 

@@ -70,7 +70,7 @@ def _edit(source: ParsedSource, place: _ImportPosition, requests: list[ImportReq
     at = place.at
     if place.extends:
         return Edit(at, at, "".join(f", {request.name}" for request in requests))
-    newline = source.newline()
+    newline = source.module.default_newline
     lines = "".join(place.indent + statement + newline for statement in _statements(requests))
     # If the last line of the file has no newline, add one first.
     before = source.data[:at]
@@ -238,7 +238,7 @@ def statement_edits(
         statements.append(f"from {module} import {names}" if module else f"import {names}")
     line = source.parent(node)
     alone = isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1
-    separator = source.newline() + source.indent_at(start) if alone else "; "
+    separator = source.module.default_newline + source.indent_at(start) if alone else "; "
     return (source.edit(node, separator.join(statements)),)
 
 
@@ -306,7 +306,7 @@ def plan_name(
     use_edits: tuple[Edit, ...] = ()
     if new_name == name:
         imported = _renamed(name, local)
-    elif local or source.binds(new_name) or name in source.taken_by_others or _is_listed(source, name):
+    elif local or source.binders(new_name) or name in source.taken_by_others or _is_listed(source, name):
         imported = f"{new_name} as {local or name}"
     else:
         imported = new_name

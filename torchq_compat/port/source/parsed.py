@@ -205,9 +205,6 @@ class ParsedSource:
     def scope(self, node: cst.CSTNode) -> metadata.Scope | None:
         return self._scopes.get(node)
 
-    def newline(self) -> str:
-        return self.module.default_newline
-
     def indent_at(self, offset: int) -> str:
         """Return the white space at the beginning of the line of a byte offset."""
         before = self.line_before(offset)
@@ -220,9 +217,6 @@ class ParsedSource:
     def binders(self, name: str) -> Sequence[cst.CSTNode]:
         """Return the nodes that bind ``name``, in any scope."""
         return self._all_binders.get(name, ())
-
-    def binds(self, name: str) -> bool:
-        return bool(self.binders(name))
 
     @cached_property
     def _all_binders(self) -> dict[str, list[cst.CSTNode]]:
