@@ -155,15 +155,13 @@ class _State:
             if self.dtype_of.get(producer) not in boundary.accepted:
                 self._observe_input(producer, node, spec)
         for getitem in node.users:
-            self._take_opaque_output(getitem, position_of(getitem), boundary)
-
-    def _take_opaque_output(self, getitem: Node, position: int, boundary: OpaqueBoundary) -> None:
-        dtype, spec = boundary.output_dtypes[position], boundary.output_specs[position]
-        if dtype is not None:
-            self.dtype_of[getitem] = dtype
-        elif spec is not None and is_float_tensor(getitem):
-            self.observed.observe(getitem, spec)
-            self.dtype_of[getitem] = spec.dtype
+            position = position_of(getitem)
+            dtype, spec = boundary.output_dtypes[position], boundary.output_specs[position]
+            if dtype is not None:
+                self.dtype_of[getitem] = dtype
+            elif spec is not None and is_float_tensor(getitem):
+                self.observed.observe(getitem, spec)
+                self.dtype_of[getitem] = spec.dtype
 
     def take_quantized_input(self, placeholder: Node) -> None:
         if is_float_tensor(placeholder):
@@ -259,26 +257,24 @@ class _State:
         """Quantize ``pattern`` by ``specs`` if ``entry`` allows it; return the action and the reason."""
         partition = pattern.observed_partition
         if specs.reuses_input:
-            return self._share_with_input(partition, pattern.last, specs)
+            return self._share_with_input(pattern, specs)
         roles = {"has_weight": "weight" in partition.parameters, "has_bias": "bias" in partition.parameters}
         config = find_dtype_config(entry, specs, **roles)
         if isinstance(config, str):
             return Action.FLOAT, config
         if entry.observation_for(partition.tensor_count) is SHARE and pattern.observes_inputs:
-            return self._share_with_input(partition, pattern.last, specs)
+            return self._share_with_input(pattern, specs)
         is_module = partition.origin.is_module_call
         quantize_weight = takes_weight(entry, specs) if is_module else _is_quantized(config.weight_dtype)
-        self._observe_op(partition, pattern.last, specs, quantize_weight=quantize_weight)
+        self._observe_op(pattern, specs, quantize_weight=quantize_weight)
         edge = partition.parameters.get("bias")
         if not is_module and is_half_static(specs) and edge is not None and specs.activation is not None:
             # As FX does, which leaves the bias of a module alone.
             self.observed.observe(edge, specs.activation)
         return Action.QUANTIZED, f"qconfig from {pattern.selection.rule}"
 
-    def _observe_op(
-        self, partition: SourcePartition, last: SourcePartition, specs: OpSpecs, *, quantize_weight: bool
-    ) -> None:
-        activation = specs.activation
+    def _observe_op(self, pattern: FusedPattern, specs: OpSpecs, *, quantize_weight: bool) -> None:
+        partition, output, activation = pattern.observed_partition, pattern.last.output, specs.activation
         if activation is not None:
             for producer, node in partition.inputs:
                 self._observe_input(producer, node, self._input_spec(partition, specs))
@@ -289,9 +285,9 @@ class _State:
                 check_axis(axis_of, weight.meta["val"].dim(), f"the weight of {partition.label!r}")
                 self.observed.observe((weight, node), spec)
         if activation is not None and not specs.is_dynamic:
-            assert last.output is not None
-            self.observed.observe(last.output, activation)
-            self.dtype_of[last.output] = specs.activation_dtype
+            assert output is not None
+            self.observed.observe(output, activation)
+            self.dtype_of[output] = specs.activation_dtype
 
     def _input_spec(self, partition: SourcePartition, specs: OpSpecs) -> QuantizationSpec:
         """Return the spec of the inputs.
@@ -332,10 +328,9 @@ class _State:
         self.observed.observe(edge, spec)
         self.edges_from[producer].append((edge, spec))
 
-    def _share_with_input(
-        self, partition: SourcePartition, last: SourcePartition, specs: OpSpecs
-    ) -> tuple[Action, str]:
-        assert last.output is not None
+    def _share_with_input(self, pattern: FusedPattern, specs: OpSpecs) -> tuple[Action, str]:
+        partition, output = pattern.observed_partition, pattern.last.output
+        assert output is not None
         if not partition.inputs:
             return Action.FLOAT, "it has no float input to share an observer with"
         if not specs.reuses_input:
@@ -348,36 +343,36 @@ class _State:
         )
         first = sources[0]
         if first is None:
-            return self._follow_opaque_call(partition, last, specs, set(dtypes))
-        own = self._spec_beside_fixed(partition, last, first, sources[1:], specs)
+            return self._follow_opaque_call(pattern, specs, set(dtypes))
+        own = self._spec_beside_fixed(pattern, specs, first, sources[1:])
         if own is not None:
-            self.observed.observe(last.output, own)
-            self.dtype_of[last.output] = own.dtype
+            self.observed.observe(output, own)
+            self.dtype_of[output] = own.dtype
             return Action.QUANTIZED, "the fixed qparams of its input do not hold its result"
         for source in sources[1:]:
             if source is None:
                 continue
             if source in self.shared and not self.observed.use_one(source, first):
-                self.joins_shared.add(last.output)
+                self.joins_shared.add(output)
             self.observed.share(source, first)
-        self.observed.share(last.output, first)
-        self.shared.add(last.output)
-        self.dtype_of[last.output] = self.observed.dtype_at(first) or specs.activation_dtype
+        self.observed.share(output, first)
+        self.shared.add(output)
+        self.dtype_of[output] = self.observed.dtype_at(first) or specs.activation_dtype
         return Action.SHARED, "its output shares the observer of its first input"
 
     def _spec_beside_fixed(
         self,
-        partition: SourcePartition,
-        last: SourcePartition,
+        pattern: FusedPattern,
+        specs: OpSpecs,
         first: annotation.EdgeOrNode,
         others: Iterable[annotation.EdgeOrNode | None],
-        specs: OpSpecs,
     ) -> QuantizationSpec | None:
         """Return the spec of a result that the fixed qparams of the ``first`` input do not hold, as those of
         a sigmoid times 8, or of a sigmoid joined with other values; else None."""
         kept = self._fixed_at(first)
         if kept is None or specs.activation is None:
             return None
+        partition, last = pattern.observed_partition, pattern.last
         if any(source is None or self._fixed_at(source) != kept for source in others):
             assert last.output is not None
             self.joins_fixed.add(last.output)
@@ -425,28 +420,25 @@ class _State:
         return node in self.observed
 
     def _follow_opaque_call(
-        self,
-        partition: SourcePartition,
-        last: SourcePartition,
-        specs: OpSpecs,
-        dtypes: set[torch.dtype | None],
+        self, pattern: FusedPattern, specs: OpSpecs, dtypes: set[torch.dtype | None]
     ) -> tuple[Action, str]:
         """Decide about an op whose input comes from a custom module, perhaps quantized, with no observer to
         share. FX goes back through the module to the observer of its input, which has another range."""
-        assert last.output is not None
+        partition, output = pattern.observed_partition, pattern.last.output
+        assert output is not None
         if dtypes == {None}:
             if specs.reuses_input:
                 borrowed = self._is_observed_before(partition.inputs[0][0])
-                self.quantized_in_fx_alone[last.output] = BORROWED_IN_FX if borrowed else LEFT_FLOAT_IN_FX
+                self.quantized_in_fx_alone[output] = BORROWED_IN_FX if borrowed else LEFT_FLOAT_IN_FX
             return Action.FLOAT, ON_FLOATS
         dtype = next(d for d in dtypes if d is not None)
         if len(partition.inputs) == 1 and all(preserves_values(node) for node in partition.nodes):
-            self.dtype_of[last.output] = dtype
+            self.dtype_of[output] = dtype
             return Action.SHARED, "it returns the quantized values of a custom module unchanged"
         if specs.activation is None or specs.reuses_input:
             return Action.FLOAT, "it reuses the qparams of a custom module but changes the values"
-        self.observed.observe(last.output, specs.activation)
-        self.dtype_of[last.output] = specs.activation_dtype
+        self.observed.observe(output, specs.activation)
+        self.dtype_of[output] = specs.activation_dtype
         return Action.QUANTIZED, "its input is a custom module's output; its own output has its own observer"
 
 

@@ -8,6 +8,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -197,7 +198,7 @@ class FusedPattern:
     def last(self) -> SourcePartition:
         return self.ops[-1]
 
-    @property
+    @cached_property
     def observed_partition(self) -> SourcePartition:
         """The first op, with the inputs and weights of the whole pattern that are observed."""
         partition = self.first.with_roles(self.input_type_to_index)
@@ -289,24 +290,35 @@ class _Matcher:
         if output is None or len(output.users) != 1:
             return None
         follower = self.by_node.get(next(iter(output.users)))
-        chains = () if follower is None else _chains((*ops, follower), self.folded_into)
+        chains = () if follower is None else self._chains((*ops, follower))
         if follower is None or not any(self.backend.may_start(*chain) for chain in chains):
             return None
         side = _side(ops[-1], follower)
         return follower if side is None or may_join(follower, side) else None
 
     def _entry(self, ops: tuple[SourcePartition, ...]) -> PatternEntry | None:
-        entries = (self.backend.find(*chain) for chain in _chains(ops, self.folded_into))
-        return next(filter(None, entries), None)
+        return next(filter(None, (self.backend.find(*chain) for chain in self._chains(ops))), None)
+
+    def _chains(self, ops: tuple[SourcePartition, ...]) -> Iterator[tuple[tuple[PatternPart, ...], ...]]:
+        """Yield the parts of ``ops``, and those with the batch norm that is in the weight of the first: a
+        pattern that does not fuse it still has it."""
+        first, *remaining = _pattern_parts(ops)
+        yield (first, *remaining)
+        if remaining and ops[0].label in self.folded_into:
+            yield (first, BATCH_NORMS, *remaining)
+
+    def _fuses_batch_norm(self, ops: tuple[SourcePartition, ...]) -> bool:
+        """Return whether the backend fuses ``ops`` with a batch norm behind the first one. FX fuses modules
+        once: a linear that has taken a batch norm in is not fused with a ReLU as well."""
+        first, *remaining = _pattern_parts(ops)
+        if any(kind in BATCH_NORMS for part in remaining for kind in part):
+            return True  # Training keeps the batch norm, and it is one of ``ops``.
+        return self.backend.find(first, BATCH_NORMS, *remaining) is not None
 
     def fused_pattern(self, ops: tuple[SourcePartition, ...], rules: QConfigRules) -> FusedPattern:
         """Return the pattern of ``ops``, with the QConfig that applies to it."""
         entry, own_entry = self._entry(ops), self.backend.find(ops[0].origin.object_types)
-        if (
-            entry is not None
-            and ops[0].label in self.folded_into
-            and not _fuses_batch_norm(ops, self.backend)
-        ):
+        if entry is not None and ops[0].label in self.folded_into and not self._fuses_batch_norm(ops):
             entry = replace(entry, is_fused_module=False)
         roles = own_entry.input_type_to_index if own_entry else {}
         first, deciding = (OpRecord(ops[0].label, op.origin, op.call_index) for op in (ops[0], ops[-1]))
@@ -315,17 +327,6 @@ class _Matcher:
             deciding = first
         observes_inputs = first.select(rules).qconfig is not None
         return FusedPattern(ops, entry, roles, deciding.select(rules), deciding, observes_inputs)
-
-
-def _chains(
-    ops: tuple[SourcePartition, ...], folded_into: Collection[str]
-) -> Iterator[tuple[tuple[PatternPart, ...], ...]]:
-    """Yield the parts of ``ops``, and those with the batch norm that is in the weight of the first: a pattern
-    that does not fuse it still has it."""
-    first, *remaining = _pattern_parts(ops)
-    yield (first, *remaining)
-    if remaining and ops[0].label in folded_into:
-        yield (first, BATCH_NORMS, *remaining)
 
 
 def _pattern_parts(ops: tuple[SourcePartition, ...]) -> tuple[tuple[PatternPart, ...], ...]:
@@ -344,15 +345,6 @@ def _side(before: SourcePartition, op: SourcePartition) -> int | None:
         return None
     sides = [side for side, argument in enumerate(op.nodes[0].args) if argument is before.output]
     return sides[0] if len(sides) == 1 else -1
-
-
-def _fuses_batch_norm(ops: tuple[SourcePartition, ...], backend: BackendTable) -> bool:
-    """Return whether the backend fuses ``ops`` with a batch norm behind the first one. FX fuses modules once:
-    a linear that has taken a batch norm in is not fused with a ReLU as well."""
-    first, *remaining = _pattern_parts(ops)
-    if any(kind in BATCH_NORMS for part in remaining for kind in part):
-        return True  # Training keeps the batch norm, and it is one of ``ops``.
-    return backend.find(first, BATCH_NORMS, *remaining) is not None
 
 
 def is_folded_in_fx(op: Node, batch_norm: Node, model: nn.Module, backend: BackendTable) -> bool:

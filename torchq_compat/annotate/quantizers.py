@@ -19,7 +19,6 @@ from torchao.quantization.pt2e.observer import AffineQuantizedObserverBase, Noop
 from torchao.quantization.pt2e.quantizer import (
     ComposableQuantizer,
     QuantizationAnnotation,
-    QuantizationSpec,
     Quantizer,
     SharedQuantizationSpec,
 )
@@ -361,7 +360,11 @@ class UserQuantizer(WrappingQuantizer):
                 warn_user("TQ315", quantizer=type(self.quantizer).__name__, path=call.target)
             call.meta[Q_ANNOTATION_KEY] = _annotation(call, boundary)
             for getitem in call.users:
-                _annotate_output(getitem, boundary.output_specs[position_of(getitem)])
+                spec = boundary.output_specs[position_of(getitem)]
+                if spec is not None and is_float_tensor(getitem):
+                    getitem.meta[Q_ANNOTATION_KEY] = QuantizationAnnotation(
+                        output_qspec=spec, allow_implicit_sharing=False, _annotated=True
+                    )
         check_annotations(model)
         if self._points is None:
             # If there were several getitems of one output, only one is left.
@@ -405,15 +408,36 @@ class UserQuantizer(WrappingQuantizer):
             name_of(_observed(node, prepared)) for node, _ in observer_nodes(prepared) if not node.users
         }
         name = type(self.quantizer).__name__
-        ends = [
+        decisions = [
             Decision(end.name, ENDS[end.op], Action.QUANTIZED, f"annotated by {name}", node=end.name)
             for end in self._ends
             if any(point not in missing | idle for point in annotated_points(end))
         ]
-        return *ends, *(
-            _decision(partition, points, missing, idle, unread, name)
-            for partition, points in zip(self._groups or (), self._points or (), strict=True)
-        )
+        for partition, points in zip(self._groups or (), self._points or (), strict=True):
+            lost = [point for point in points if point in missing]
+            is_quantized = any(point not in missing | idle | unread for point in points)
+            is_misleading = bool(lost or (points and not is_quantized and not unread.intersection(points)))
+            if lost:
+                reason = f"annotated by {name}, but torchao observes nothing at {_shown(lost)}"
+            elif is_quantized:
+                reason = f"annotated by {name}"
+            elif unread.intersection(points):
+                reason = f"annotated by {name} where nothing reads it: {_shown(points)}"
+            elif points:
+                reason = f"annotated by {name} with observers that quantize nothing"
+            else:
+                reason = f"{name} does not annotate it"
+            decision = Decision(
+                partition.label,
+                partition.kind,
+                Action.QUANTIZED if is_quantized else Action.FLOAT,
+                reason,
+                node=partition.output.name if partition.output else "",
+                warn=is_misleading,
+                code="TQ415" if is_misleading else "",
+            )
+            decisions.append(decision)
+        return tuple(decisions)
 
 
 def own_copy(quantizer: Quantizer) -> Quantizer:
@@ -495,46 +519,6 @@ def _annotation(call: Node, boundary: OpaqueBoundary) -> QuantizationAnnotation:
         shares = getattr(output, "dtype", None) in (spec.dtype, *boundary.accepted)
         specs[producer] = SharedQuantizationSpec(producer) if shares else spec
     return QuantizationAnnotation(input_qspec_map=specs, allow_implicit_sharing=False, _annotated=True)
-
-
-def _annotate_output(getitem: Node, spec: QuantizationSpec | None) -> None:
-    if spec is not None and is_float_tensor(getitem):
-        getitem.meta[Q_ANNOTATION_KEY] = QuantizationAnnotation(
-            output_qspec=spec, allow_implicit_sharing=False, _annotated=True
-        )
-
-
-def _decision(
-    partition: SourcePartition,
-    points: list[PointName],
-    missing: set[PointName],
-    idle: set[PointName],
-    unread: set[PointName],
-    name: str,
-) -> Decision:
-    output = partition.output.name if partition.output else ""
-    lost = [point for point in points if point in missing]
-    is_quantized = any(point not in missing | idle | unread for point in points)
-    is_misleading = bool(lost or (points and not is_quantized and not unread.intersection(points)))
-    if lost:
-        reason = f"annotated by {name}, but torchao observes nothing at {_shown(lost)}"
-    elif is_quantized:
-        reason = f"annotated by {name}"
-    elif unread.intersection(points):
-        reason = f"annotated by {name} where nothing reads it: {_shown(points)}"
-    elif points:
-        reason = f"annotated by {name} with observers that quantize nothing"
-    else:
-        reason = f"{name} does not annotate it"
-    return Decision(
-        partition.label,
-        partition.kind,
-        Action.QUANTIZED if is_quantized else Action.FLOAT,
-        reason,
-        node=output,
-        warn=is_misleading,
-        code="TQ415" if is_misleading else "",
-    )
 
 
 def _shown(points: list[PointName]) -> str:

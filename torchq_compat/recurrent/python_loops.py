@@ -73,7 +73,7 @@ class OpaqueLoop(OpaqueModule):
     ) -> tuple[Tensor, ...]:
         """Run all steps, see ``run_steps``; as a ``scan`` in an exported program, unless it is unrolled."""
         if is_exporting() and shape_in_export() is not LoopShape.UNROLLED:
-            return _scan(self.form, self.step, states, wholes, same)
+            return self._scan(states, wholes, same)
         at_once = self.step.steps_at_once(self.form, states, wholes, same)
         return at_once or run_steps(self.form, self._calls_of_step(), states, wholes, same)
 
@@ -93,35 +93,31 @@ class OpaqueLoop(OpaqueModule):
 
         return call
 
+    def _scan(
+        self, states: Sequence[Tensor], wholes: Sequence[Tensor], same: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
+        """Run all steps as a ``scan``, with the same bits as ``run_steps``."""
+        form, step = self.form, self.step
+        count, read = len(states), len(wholes) - form.counted
+        weights = {**dict(step.named_parameters()), **dict(step.named_buffers())}
+        weights = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
 
-def _scan(
-    form: LoopForm,
-    step: nn.Module,
-    states: Sequence[Tensor],
-    wholes: Sequence[Tensor],
-    same: Sequence[Tensor],
-) -> tuple[Tensor, ...]:
-    """Run all steps as a ``scan``, with the same bits as ``run_steps``."""
-    count, read = len(states), len(wholes) - form.counted
-    weights = {**dict(step.named_parameters()), **dict(step.named_buffers())}
-    weights = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
+        def body(*flat: Any) -> list[Tensor]:
+            now, remaining = flat[:count], flat[count:]
+            parts, remaining = remaining[: len(wholes)], remaining[len(wholes) :]
+            given, remaining = remaining[: len(same)], remaining[len(same) :]
+            args = (*now, *parts[:read], *given)
+            results = functional_call(step, dict(zip(weights, remaining, strict=True)), args)
+            # scan refuses a result that is also another result, or an argument.
+            return [result.clone() for result in results]
 
-    def body(*flat: Any) -> list[Tensor]:
-        now, remaining = flat[:count], flat[count:]
-        parts, remaining = remaining[: len(wholes)], remaining[len(wholes) :]
-        given, remaining = remaining[: len(same)], remaining[len(same) :]
-        args = (*now, *parts[:read], *given)
-        results = functional_call(step, dict(zip(weights, remaining, strict=True)), args)
-        # scan refuses a result that is also another result, or an argument.
-        return [result.clone() for result in results]
-
-    xs = []
-    for part, whole in zip(form.parts, wholes, strict=True):
-        first = whole.movedim(part.dim, 0)
-        xs.append(first.flip([0]) if part.backward else first)
-    results = scan_steps(body, [state.clone() for state in states], xs, (*same, *weights.values()))
-    stacked = [item.movedim(0, dim) for item, dim in zip(results[count:], form.stacked, strict=True)]
-    return (*results[:count], *stacked)
+        xs = []
+        for part, whole in zip(form.parts, wholes, strict=True):
+            first = whole.movedim(part.dim, 0)
+            xs.append(first.flip([0]) if part.backward else first)
+        results = scan_steps(body, [state.clone() for state in states], xs, (*same, *weights.values()))
+        stacked = [item.movedim(0, dim) for item, dim in zip(results[count:], form.stacked, strict=True)]
+        return (*results[:count], *stacked)
 
 
 # The handler of loops over time, which the stages call.
