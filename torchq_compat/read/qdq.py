@@ -174,7 +174,8 @@ def fold_weights(graph_module: GraphModule) -> None:
     delete the constants that nothing else reads."""
     graph = graph_module.graph
     readers = Counter(str(node.target) for node in graph.find_nodes(op="get_attr"))
-    written = {_base(node.args[0]) for node in graph.nodes if _writes(node)}
+    operators = [node for node in graph.nodes if isinstance(node.target, OpOverload) and node.args]
+    written = {_base(node.args[0]) for node in operators if node.target._schema.is_mutable}
     constants: set[Node] = set()
     for node in list(graph.nodes):
         if _is_constant(graph_module, node, constants, written):
@@ -213,10 +214,6 @@ def _fold_quantize(graph_module: GraphModule, node: Node) -> Tensor:
         return result
 
     return in_blocks(of_block, weight, axis, factor.flatten(), *of_channels)
-
-
-def _writes(node: Node) -> bool:
-    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable and bool(node.args)
 
 
 def _base(node: Any) -> str:

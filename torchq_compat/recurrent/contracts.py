@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -27,7 +26,7 @@ from torchq_compat.modules.parts import converted_qparams
 from torchq_compat.read.qparams import QParams, combined
 from torchq_compat.recurrent.cell_graph import CellGraphModule
 from torchq_compat.recurrent.cells import CellKind, kind_of
-from torchq_compat.recurrent.kernel.program import ColumnQParams, column_qparams
+from torchq_compat.recurrent.kernel.program import column_qparams
 from torchq_compat.recurrent.over_time import (
     RecurrentDirection,
     RecurrentLayer,
@@ -152,7 +151,24 @@ class SequenceContract:
         if isinstance(x, PackedSequence):
             x, qparams = x.data, None if qparams is None else qparams.data
         columns = column_qparams(qparams, self.input_size, x.dim() if isinstance(x, Tensor) else 0)
-        run_layers = partial(self._run_layers, module, runner, columns)
+
+        def run_layers(
+            x: Tensor, state: State | None, batch_sizes: list[int] | Tensor | None = None
+        ) -> tuple[Tensor, State]:
+            dtype, wide = x.dtype, _computes_in(module)
+            x = as_dtype(x, wide)
+            sizes, mask = (None, batch_sizes) if isinstance(batch_sizes, Tensor) else (batch_sizes, None)
+            states = self._states(module, x, state, sizes)
+            if has_no_rows(x):
+                width = self.num_directions * self.output_size
+                x, last = x.new_empty(*x.shape[:-1], width), states
+            else:
+                dropout = self.dropout if module.training else 0.0
+                given = Sequences(x, columns, sizes, mask)
+                x, last = runner.run_layers(self.layers(module), given, states, dropout)
+            rows = zip(*last, strict=True)
+            return as_dtype(x, dtype), tuple(as_dtype(torch.stack(item), dtype) for item in rows)
+
         return self._call_layers(module.module_path, run_layers, args, kwargs)
 
     def _call_layers(
@@ -230,30 +246,6 @@ class SequenceContract:
         """Return the input and the state of a call, or their counterparts in values of the same structure,
         such as qparams."""
         return bound_arguments(path, args, kwargs)
-
-    def _run_layers(
-        self,
-        module: Any,
-        runner: Runner,
-        columns: ColumnQParams,
-        x: Tensor,
-        state: State | None,
-        batch_sizes: list[int] | Tensor | None = None,
-    ) -> tuple[Tensor, State]:
-        dtype, wide = x.dtype, _computes_in(module)
-        x = as_dtype(x, wide)
-        sizes, mask = (None, batch_sizes) if isinstance(batch_sizes, Tensor) else (batch_sizes, None)
-        states = self._states(module, x, state, sizes)
-        if has_no_rows(x):
-            width = self.num_directions * self.output_size
-            x, last = x.new_empty(*x.shape[:-1], width), states
-        else:
-            dropout = self.dropout if module.training else 0.0
-            given = Sequences(x, columns, sizes, mask)
-            x, last = runner.run_layers(self.layers(module), given, states, dropout)
-        return as_dtype(x, dtype), tuple(
-            as_dtype(torch.stack(rows), dtype) for rows in zip(*last, strict=True)
-        )
 
     def _states(
         self, module: nn.Module, x: Tensor, state: State | None, batch_sizes: list[int] | None

@@ -8,7 +8,6 @@ dynamic QConfig leaves ``nn.LSTM`` as it is, and packs one object for each layer
 
 from __future__ import annotations
 
-from torch import nn
 from torch.fx import GraphModule
 
 from torchq_compat.fx_state.numbered import Required, RequiredObserver, RequiredTensor
@@ -85,10 +84,12 @@ def _numbered_parts(module: RecurrentModule, cell: CellGraphModule, state: FxSta
         if state.is_converted:
             scales = (name,) if name else (f"{at}.{part.replace('.', '_')}_scale_0",)
             observers.append(RequiredObserver(observer, (), scales))
-        elif name is not None and _differ_in_kind(cell.get_submodule(observer), name, state):
-            only_fx.append(name)
         elif name is not None:
-            observers.append(RequiredObserver(observer, (name,)))
+            # FX has no constructor for the tanh of the cell state: its observer observes values.
+            if has_fixed_qparams(cell.get_submodule(observer)) and f"{name}.min_val" in state.entries:
+                only_fx.append(name)
+            else:
+                observers.append(RequiredObserver(observer, (name,)))
     unused: list[str] = []
     requantizing: list[str] = []
     for index, (own, name) in enumerate(zip(expected, theirs, strict=False)):
@@ -153,9 +154,3 @@ def _requantized_gates(module: RecurrentModule, cell: CellGraphModule) -> set[st
         if part in observer_of
         and getattr(cell.get_submodule(observer_of[part]), "dtype", None) is not default
     }
-
-
-def _differ_in_kind(observer: nn.Module, name: str, state: FxState) -> bool:
-    """Return whether ``observer`` has fixed qparams where FX's observes values: FX has no constructor for the
-    tanh of the cell state."""
-    return has_fixed_qparams(observer) and f"{name}.min_val" in state.entries

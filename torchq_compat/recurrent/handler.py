@@ -99,11 +99,12 @@ class RecurrentHandler(_LoweredByTheCellLoop, parts_handler.FamilyHandler):
         quantized."""
         assert isinstance(opaque, RecurrentModule)
         boundary = super().boundary(opaque, request, layout)
+        numbered = layout.inputs.put_together(range(layout.inputs.count()), itertools.repeat(None))
+        _, hidden = opaque.contract.arguments_of(opaque.module_path, *numbered)
+        places = hidden if isinstance(hidden, (tuple, list)) else (hidden,)
         floats = {
             place
-            for place, state in zip(
-                _places_of_states(opaque, layout), opaque.contract.kind.states, strict=False
-            )
+            for place, state in zip(places, opaque.contract.kind.states, strict=False)
             if not is_integer(opaque.specs.group_dtype(state.group))
         }
         specs = (None if place in floats else spec for place, spec in enumerate(boundary.input_specs))
@@ -144,16 +145,6 @@ class RecurrentHandler(_LoweredByTheCellLoop, parts_handler.FamilyHandler):
             f"{name} has a forward of its own: {parts_handler.map_class(name, self.family.map_to)}, and "
             f"what is quantized is nn.{float_class.__name__} without it"
         )
-
-
-def _places_of_states(opaque: RecurrentModule, layout: CallLayout) -> tuple[int, ...]:
-    """Return the indices of the states among the tensors of a call; empty if the call passes none."""
-    places = range(layout.inputs.count())
-    args, kwargs = layout.inputs.put_together(places, itertools.repeat(None))
-    _, hidden = opaque.contract.arguments_of(opaque.module_path, args, kwargs)
-    if hidden is None:
-        return ()
-    return (hidden,) if isinstance(hidden, int) else tuple(hidden)
 
 
 class DynamicRecurrentHandler(_LoweredByTheCellLoop):

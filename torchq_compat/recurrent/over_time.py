@@ -201,8 +201,15 @@ class RecurrentDirection(nn.Module):
     ) -> tuple[Tensor, State]:
         """Run the cell in a Python loop: ``x`` (T, B, I), states (B, width) -> (T, B, P) and the last states.
         With ``batch_sizes``, ``x`` and the result are the rows of a PackedSequence."""
-        x = self.project_first(x)
-        step, inputs = self._step_and_inputs(x)
+        x, cell = self.project_first(x), self.cell
+        step: Step = cell
+        inputs: tuple[Tensor, ...] = (x,)
+        # A cell with hooks is called directly, so that they run.
+        if isinstance(cell, ConvertedCellGraphModule) and not (
+            cell._forward_hooks or cell._forward_pre_hooks
+        ):
+            inputs = self.project(cell, x)  # First: then the floats of its weights are gone.
+            step = cell.repeated_step()
         return run_looped_direction(step, inputs, state, backward=backward, batch_sizes=batch_sizes)
 
     def project_first(self, x: Tensor) -> Tensor:
@@ -221,15 +228,6 @@ class RecurrentDirection(nn.Module):
         if not self.batch_first or x.dim() != 3:
             return cell.project(x)
         return tuple(item.transpose(0, 1) for item in cell.project(x.transpose(0, 1)))
-
-    def _step_and_inputs(self, x: Tensor) -> tuple[Step, tuple[Tensor, ...]]:
-        """Return the function of one time step, and its inputs at all steps. A cell with hooks is called
-        directly, so that they run."""
-        cell = self.cell
-        if not isinstance(cell, ConvertedCellGraphModule) or cell._forward_hooks or cell._forward_pre_hooks:
-            return cell, (x,)
-        projected = self.project(cell, x)  # First: then the floats of its weights are gone.
-        return cell.repeated_step(), projected
 
     def graphs(self) -> list[GraphModule]:
         """Return the graphs of this direction, in the order of computation."""

@@ -181,9 +181,13 @@ class RecurrentModule(PartOwner):
     ) -> Any:
         """Run a call, see ``opaque_call``; a lowered module calls the operator directly if it can."""
         if self.is_lowered and not kwargs and not is_compiling():
-            results = self._call_directly(args, opaque_layout, leaf_quantized)
-            if results is not None:
-                return results
+            call = self._direct_call(opaque_layout, leaf_quantized)
+            bound = self._bound_for(call, opaque_layout)
+            tensors = None if bound is None else call.tensors(args)
+            if bound is not None and tensors is not None and (len(tensors) > 1 or bound.starts_at_zero()):
+                results = call.run(bound, tensors)
+                if results is not None:
+                    return results
         results = super().forward(*args, opaque_layout=opaque_layout, **kwargs)
         if not leaf_quantized:
             return results
@@ -201,18 +205,6 @@ class RecurrentModule(PartOwner):
             return super()._as_floats(tensor, qparams)
         return qparams.dequantize(qparams.quantize(tensor), tensor.dtype)
 
-    def _call_directly(
-        self, args: tuple[Any, ...], opaque_layout: int | None, leaf_quantized: tuple[int, ...]
-    ) -> Any:
-        """Run a call as one call of the operator; None if it needs more than the bound arguments, such as
-        dropout or a kept state."""
-        call = self._direct_call(opaque_layout, leaf_quantized)
-        bound = self._bound_for(call, opaque_layout)
-        tensors = None if bound is None else call.tensors(args)
-        if bound is None or tensors is None or not (len(tensors) > 1 or bound.starts_at_zero()):
-            return None
-        return call.run(bound, tensors)
-
     def _direct_call(self, opaque_layout: int | None, leaf_quantized: tuple[int, ...]) -> DirectCall:
         key = (opaque_layout, leaf_quantized)
         call = self._direct.get(key)
@@ -222,6 +214,7 @@ class RecurrentModule(PartOwner):
         return call
 
     def _bound_for(self, call: DirectCall, opaque_layout: int | None) -> BoundModule | None:
+        """Return the bound arguments for ``call``; None if it needs more, such as dropout or a kept state."""
         if not call.is_possible or (self.training and self.contract.has_dropout):
             return None
         streams = active_streams()
