@@ -19,9 +19,9 @@ from torchq_compat.errors import CheckpointError, ExportError
 from torchq_compat.fx_state.load import translated_state
 from torchq_compat.model.other_tools import refuse_numeric_suite
 from torchq_compat.model.state import CHECKED, check_state, is_fx_state, load_whole
+from torchq_compat.support import later_stages
 from torchq_compat.support.argument_checks import listed
 from torchq_compat.support.decisions import MODULE_DECISIONS, Decision, warn_of_decisions
-from torchq_compat.support.later_stages import lower_to_script
 from torchq_compat.support.process_state import draws_kept
 from torchq_compat.support.user_warnings import warn_user
 
@@ -109,7 +109,8 @@ class ConvertedEager(EagerModel):
             raise ExportError.of("TQ930.script_before_call", kind=type(self).__name__)
         with draws_kept():
             inputs = [torch.rand(shape).to(dtype) for shape, dtype in called_with]
-            return lower_to_script(self, tuple(inputs))
+            scripted: nn.Module = later_stages.stage("lower_to_script")(self, tuple(inputs))
+            return scripted
 
 
 def note_call(model: nn.Module, args: Any, kwargs: Any) -> None:

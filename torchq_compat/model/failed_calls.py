@@ -21,8 +21,6 @@ from torchq_compat.support.upstream import pytree
 #: What kernels and generated code raise on arguments that do not fit; a MemoryError has another cause.
 FAILURES = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
-#: What helps if ``fully_shard`` was called on a module whose forward the graph does not call.
-
 
 def explain_failed_call(
     model: Any, stage: str, args: tuple[Any, ...], cause: BaseException
@@ -44,7 +42,16 @@ def explain_failed_call(
         f"{name}: {_described(value, dimensions)}"
         for (name, value), dimensions in zip(expected, sizes, strict=True)
     )
-    return _call_failed(stage, _place(cause), problem, cause, required)
+    where, line = _place(cause), error_line(cause)
+    keys = {"DTensor": "TQ904.sharded", "BFloat16": "TQ904.half", "Half": "TQ904.half"}
+    return CallError.of(
+        next((key for word, key in keys.items() if word in line), "TQ904.failed"),
+        stage=stage,
+        where=f" at {where}" if where else "",
+        problem=f"{problem}; " if problem else "",
+        cause=cause,
+        expected=required,
+    )
 
 
 def check_structure(model: GraphModule, args: tuple[Any, ...]) -> None:
@@ -54,36 +61,27 @@ def check_structure(model: GraphModule, args: tuple[Any, ...]) -> None:
         CallError: ``args`` hold another number of values, or another nesting, than the example of ``model``.
     """
     info = getattr(model.graph._codegen, "pytree_info", None)
+    if info is None:
+        return
     count = len(pytree.tree_leaves(args))
-    if info is not None and count != info.in_spec.num_leaves:
+    if count != info.in_spec.num_leaves:
         raise CallError.of("TQ904.count", count=count, expected=info.in_spec.num_leaves)
-    if info is not None and not _has_nesting(structure_of(info.in_spec.child(0)), args):
+    if not _has_nesting(info.in_spec.child(0), args):
         raise CallError.of("TQ904.nesting")
 
 
-def _has_nesting(structure: Any, args: Any) -> bool:
-    if structure == "other":
+def _has_nesting(spec: pytree.TreeSpec, args: Any) -> bool:
+    """Return whether ``args`` are nested as ``spec``, which may have classes that say so themselves."""
+    if not _is_of_tuples(spec):
         return True
-    if structure is None or type(args) not in (tuple, list):
-        return structure is None and type(args) not in (tuple, list, dict)
-    return len(args) == len(structure) and all(map(_has_nesting, structure, args))
+    if spec.is_leaf() or type(args) not in (tuple, list):
+        return spec.is_leaf() and type(args) not in (tuple, list, dict)
+    return len(args) == spec.num_children and all(map(_has_nesting, spec.children(), args))
 
 
-def structure_of(spec: pytree.TreeSpec) -> Any:
-    """Return ``spec`` as nested tuples with None for leaves; "other" if it has more than tuples and lists."""
-    if spec.is_leaf():
-        return None
-    children = [structure_of(child) for child in spec.children()]
-    return tuple(children) if spec.type in (tuple, list) and "other" not in children else "other"
-
-
-def has_structure(structure: Any, args: Any) -> bool:
-    """Return whether ``args`` are tensors in tuples and lists of ``structure``, from ``structure_of``."""
-    if structure is None:
-        return isinstance(args, Tensor)
-    if structure == "other" or type(args) not in (tuple, list) or len(args) != len(structure):
-        return False
-    return all(map(has_structure, structure, args))
+def _is_of_tuples(spec: pytree.TreeSpec) -> bool:
+    """Return whether ``spec`` has nothing but tuples and lists around its leaves."""
+    return spec.is_leaf() or (spec.type in (tuple, list) and all(map(_is_of_tuples, spec.children())))
 
 
 def has_example_dtypes(model: GraphModule, args: tuple[Any, ...]) -> bool:
@@ -160,12 +158,3 @@ def _path(node: Node) -> str:
 def _path_of_reader(node: Node) -> str:
     is_result = node.target is operator.getitem
     return next(filter(None, map(_path, node.users)), "") if is_result else _path(node)
-
-
-def _call_failed(stage: str, place: str, problem: str, cause: BaseException, expected: str) -> CallError:
-    where = f" at {place}" if place else ""
-    problem = f"{problem}; " if problem else ""
-    line = error_line(cause)
-    keys = {"DTensor": "TQ904.sharded", "BFloat16": "TQ904.half", "Half": "TQ904.half"}
-    key = next((key for word, key in keys.items() if word in line), "TQ904.failed")
-    return CallError.of(key, stage=stage, where=where, problem=problem, cause=cause, expected=expected)

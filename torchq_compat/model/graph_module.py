@@ -45,8 +45,6 @@ from torchq_compat.support.user_warnings import is_of_treespec, silenced
 ROOT = "module"
 #: An attribute of FX's converted models: ``conv1_input_scale_0``, ``_packed_weight_0``.
 QPARAMS_OF_FX = re.compile(r".*_(scale|zero_point|packed_weight)_\d+")
-#: Attribute that holds the structure of the arguments, with the pytree_info it was read from.
-STRUCTURE = "_torchq_compat_structure"
 #: Attribute of a prepared model: its ``LastCall``.
 LAST_CALL = "_torchq_compat_last_call"
 #: Legacy switch -> whether batch norms are frozen.
@@ -147,17 +145,21 @@ class QuantizationGraphModule(GraphModule):
 
     @property
     def graph(self) -> Graph:
-        record, graph = record_of(self), cast("Graph", GraphModule.graph.fget(self))  # type: ignore[attr-defined]
-        if record is not None:
-            other_tools.refuse_reader(record.stage.value, graph)
-            other_tools.tell_of_layers(record.stage.value)
-            if _is_exported_alone() and other_tools.is_read_by_an_interpreter():
-                return _graph_of_a_call(self._called_in_export)
-        return graph
+        return self.shown_graph()
 
     @graph.setter
     def graph(self, graph: Graph) -> None:
         GraphModule.graph.fset(self, graph)  # type: ignore[attr-defined]
+
+    def shown_graph(self) -> Graph:
+        """Return the graph for who reads ``graph``: for torch.export, which interprets it, one call."""
+        record = record_of(self)
+        if record is not None:
+            other_tools.refuse_reader(record.stage.value, self._graph)
+            other_tools.tell_of_layers(record.stage.value)
+            if _is_exported_alone() and other_tools.is_read_by_an_interpreter():
+                return _graph_of_a_call(self._called_in_export)
+        return self._graph
 
     def _called_in_export(self, args: tuple[Any, ...]) -> Any:
         return self.record.signature.call(Interpreter(self, graph=self._exported_graph()).run, args)
@@ -241,7 +243,7 @@ class QuantizationGraphModule(GraphModule):
                 other_tools.leaves_for_tracers(self)
                 return super().__call__(*bound)
             # Dynamo cannot trace the access to the graph, and compares structures itself.
-            if not is_compiled and not self._has_structure(bound):
+            if not is_compiled:
                 failed_calls.check_structure(self.reference, bound)
             if not is_compiled and not is_traced:
                 if failed_calls.has_example_dtypes(self.reference, bound):
@@ -250,7 +252,7 @@ class QuantizationGraphModule(GraphModule):
                     # Its quantize nodes refuse what the kernels would read as integers on their own qparams.
                     return self.reference(*bound)
         if is_traced:
-            return self._scripted().call(bound)
+            return later_stages.stage("scripted_graph")(self).call(bound)
         try:
             observes = record.stage is Stage.PREPARED
             hooked = views.hooked_views(self.reference) if HOOKED and not is_compiled else {}
@@ -297,21 +299,8 @@ class QuantizationGraphModule(GraphModule):
         Raises:
             ExportError: a module or operator has no form in TorchScript.
         """
-        module: nn.Module = self._scripted().module()
+        module: nn.Module = later_stages.stage("scripted_graph")(self).module()
         return module
-
-    def _scripted(self) -> Any:
-        return later_stages.scripted_graph(self)
-
-    def _has_structure(self, args: tuple[Any, ...]) -> bool:
-        """Return whether ``args`` are tensors, in tuples and lists of the same lengths as in the example."""
-        info = getattr(self.reference.graph._codegen, "pytree_info", None)
-        if info is None:
-            return all(isinstance(arg, Tensor) for arg in args)
-        known = vars(self).get(STRUCTURE)
-        if known is None or known[0] is not info:
-            known = vars(self)[STRUCTURE] = (info, failed_calls.structure_of(info.in_spec.child(0)))
-        return failed_calls.has_structure(known[1], args)
 
     def _explained(self, args: tuple[Any, ...], cause: Exception) -> errors.TorchQCompatError | None:
         """Return the error that explains a failed call; None if ``cause`` says enough itself."""
@@ -455,6 +444,12 @@ class ConvertedModel(QuantizationGraphModule):
         """The q-dq graph of ``convert_to_reference_fx``: this model itself, unless it was lowered."""
         return self
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.record.interface.inputs:
+            return super().__call__(*args, **kwargs)
+        bound = self.record.signature.by_position(args, kwargs)
+        return super().__call__(*quantized_interface.take_integers(bound, self.input_qparams()))
+
     def input_qparams(self) -> tuple[QParams | None, ...]:
         """Return, for each flat input, the qparams of its integers; None if the input is not quantized."""
         raise NotImplementedError
@@ -503,16 +498,11 @@ class ConvertedGraphModule(ConvertedModel):
         """See ``ConvertedModel``."""
         return quantized_interface.output_qparams(self, self.record.interface)
 
-    @property
-    def graph(self) -> Graph:
-        """The q-dq graph; for torch.export and torch.onnx, which interpret it, one call of the model."""
+    def shown_graph(self) -> Graph:
+        """Return the q-dq graph; for torch.export and torch.onnx, which interpret it, one call."""
         if self._is_asked_for_onnx():
             return _graph_of_a_call(partial(later_stages.run_for_onnx, self))
-        return super().graph
-
-    @graph.setter
-    def graph(self, graph: Graph) -> None:
-        GraphModule.graph.fset(self, graph)  # type: ignore[attr-defined]
+        return super().shown_graph()
 
     def _exported_graph(self) -> Graph:
         return states.with_plain_tables(self, self._graph) or self._graph
@@ -541,10 +531,7 @@ class ConvertedGraphModule(ConvertedModel):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_asked_for_onnx():
             return later_stages.run_for_onnx(self, self.record.signature.bind(args, kwargs))
-        if not self.record.interface.inputs:
-            return super().__call__(*args, **kwargs)
-        bound = self.record.signature.by_position(args, kwargs)
-        return super().__call__(*quantized_interface.take_integers(bound, self.input_qparams()))
+        return super().__call__(*args, **kwargs)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False

@@ -44,7 +44,8 @@ def tell_of_layers(stage: str) -> None:
     if not _TELLS:
         return
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and _name(frame).startswith(OWN) and frame.f_code.co_name == "graph":
+    shows = ("graph", "shown_graph")
+    while frame is not None and _name(frame).startswith(OWN) and frame.f_code.co_name in shows:
         frame = frame.f_back
     if frame is None or _name(frame).startswith(READERS):
         return

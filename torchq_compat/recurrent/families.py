@@ -21,8 +21,8 @@ from torchq_compat.recurrent.cell_graph import CellGraphModule, float_cell
 from torchq_compat.recurrent.cells import CellKind, FloatCell, kind_of
 from torchq_compat.recurrent.contracts import SequenceContract, contract_of
 from torchq_compat.recurrent.over_time import RecurrentDirection, RecurrentLayer
+from torchq_compat.support import later_stages
 from torchq_compat.support.argument_checks import FLAG, Expected, checked_arguments, optional
-from torchq_compat.support.later_stages import scripted_recurrent
 from torchq_compat.support.process_state import draws_kept
 from torchq_compat.support.torch_ao import QConfig, quantizable, quantized
 
@@ -177,7 +177,8 @@ class DynamicRecurrent(recurrent_module.RecurrentModule):
 
     def __prepare_scriptable__(self) -> nn.Module:
         """Return the scriptable form of the module; torch.jit.script calls this method."""
-        return scripted_recurrent(self, self.contract)
+        scripted: nn.Module = later_stages.stage("scripted_recurrent")(self, self.contract)
+        return scripted
 
     def _get_name(self) -> str:
         return f"DynamicQuantized{self.contract.kind.name}"

@@ -17,7 +17,8 @@ from torchq_compat.support.process_state import held, is_exporting
 _IS_RUNNING = ContextVar("torchq_compat_is_running_for_onnx", default=False)
 
 
-def _stage(name: str) -> Any:
+def stage(name: str) -> Any:
+    """Return the function ``name`` of a later stage."""
     return getattr(importlib.import_module(HOMES[name]), name)
 
 
@@ -30,24 +31,4 @@ def is_captured_for_onnx() -> bool:
 def run_for_onnx(model: nn.Module, args: tuple[Any, ...]) -> Any:
     """Run ``model`` with operators that ONNX has; see ``lower/onnx/forms.py``."""
     with held(_IS_RUNNING, True):
-        return _stage("run_for_onnx")(model, args)
-
-
-def scripted_graph(model: nn.Module) -> Any:
-    """Return the ``ScriptedGraph`` of a captured model; see ``lower/torchscript/scripted.py``."""
-    return _stage("scripted_graph")(model)
-
-
-def lower_to_script(model: nn.Module, inputs: tuple[Any, ...]) -> nn.Module:
-    """Return a converted eager model for torch.jit; see ``torchq_compat.quantize_eager``."""
-    scripted: nn.Module = _stage("lower_to_script")(model, inputs)
-    return scripted
-
-
-def scripted_recurrent(module: nn.Module, contract: Any) -> nn.Module:
-    """Return the plain module for a recurrent ``module`` of an eager model.
-
-    See ``lower/torchscript/scripted.py``.
-    """
-    scripted: nn.Module = _stage("scripted_recurrent")(module, contract)
-    return scripted
+        return stage("run_for_onnx")(model, args)

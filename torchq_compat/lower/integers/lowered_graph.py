@@ -110,21 +110,18 @@ class LoweredGraph:
 
     def quantize(self, floats: Any, qparams: PerTensorQParams) -> Node:
         """Write the quantize of ``floats``."""
-        return self.call(QUANTIZE, floats, *numbers_of(qparams), is_signed(qparams))
+        return self.call(QUANTIZE, floats, *of_result(qparams))
 
     def dequantize(self, integers: Any, qparams: PerTensorQParams) -> Node:
         """Write the dequantize of ``integers``."""
         return self.call(DEQUANTIZE, integers, qparams.scale, qparams.zero_point)
 
 
-def is_signed(qparams: PerTensorQParams) -> bool:
-    """Return whether the integers of ``qparams`` are int8, not uint8."""
-    return bool(qparams.dtype.is_signed)
-
-
-def numbers_of(qparams: PerTensorQParams) -> tuple[float, int, int, int]:
-    """Return the qparams as the operators take them: scale, zero point, lowest and highest integer."""
-    return qparams.scale, qparams.zero_point, qparams.quant_min, qparams.quant_max
+def of_result(qparams: PerTensorQParams) -> tuple[float, int, int, int, bool]:
+    """Return the qparams of a result as the operators take them: scale, zero point, lowest and highest
+    integer, and whether it is int8, not uint8."""
+    scale, zero_point, low, high, dtype = qparams.arguments()
+    return scale, zero_point, low, high, dtype.is_signed
 
 
 class Constants(nn.Module):

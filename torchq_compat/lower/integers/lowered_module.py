@@ -37,7 +37,7 @@ from torchq_compat.model.graph_module import (
     preserved_of,
     record_of,
 )
-from torchq_compat.model.quantized_interface import quantize_inputs, take_integers
+from torchq_compat.model.quantized_interface import quantize_inputs
 from torchq_compat.model.view_hooks import HOOKED, has_hooks
 from torchq_compat.modules.standalone import ConvertedStandalone, standalone
 from torchq_compat.quantize.passes import LOWER, carries_out, run_passes
@@ -156,34 +156,23 @@ class StateVersions:
         self._values: list[Any] = [*[home.values() for home in homes], [object()]]
         self._all = list(chain.from_iterable(self._values))
         self._tensors = [value for value in self._all[:-1] if value is not None and id(value) not in live]
-        # Whether a tensor counts versions never changes.
+        # Inference tensors count no versions, which never changes.
         self._counting = [tensor for tensor in self._tensors if not tensor.is_inference()]
-        self._versions = list(map(_version, self._tensors))
-        self._quick = self._read_quickly()
+        self._known = self._read()
 
     def are_current(self) -> bool:
         """Return whether none of these tensors was replaced, moved or written."""
         # Called before every model call, so written with loops that run in C where possible.
-        if not all(map(operator.is_, chain.from_iterable(self._values), self._all)):
-            return False
-        if self._quick is not None:
-            return self._read_quickly() == self._quick
-        return list(map(_version, self._tensors)) == self._versions
+        is_same = all(map(operator.is_, chain.from_iterable(self._values), self._all))
+        return is_same and self._read() == self._known
 
-    def _read_quickly(self) -> tuple[list[int], list[int]] | None:
-        """Return the addresses and version counts of all tensors; None if there are tensors of torch.func."""
+    def _read(self) -> tuple[list[int], list[int]] | None:
+        """Return the addresses and version counts of all tensors; None if there are tensors of torch.func,
+        which have no storage."""
         try:
             return list(map(upstream.data_address, self._tensors)), list(map(counted_writes, self._counting))
         except RuntimeError:
             return None
-
-
-def _version(tensor: Tensor) -> tuple[int, int]:
-    """Return address and version; inference tensors count no versions, torch.func's have no storage."""
-    try:
-        return upstream.data_address(tensor), 0 if tensor.is_inference() else tensor._version
-    except RuntimeError:
-        return 0, 0
 
 
 # The result of ``convert_fx``: one graph on plain integers, and the reference graph it was made from.
@@ -206,9 +195,7 @@ class _Lowering:
     """The lowered graph made from ``reference``.
 
     Attributes:
-        is_stale: whether qparams changed since the lowering.
-        versions: of the state that constants of the graph were made from.
-        input_qparams: see ``ConvertedGraphModule``.
+        versions: of the state that constants of the graph were made from; None: others were loaded since.
         refused: name of an op -> why it does not run on integers here.
         generation: which of the graphs made so far it is.
         stands_for: see ``Rewriter``.
@@ -216,10 +203,8 @@ class _Lowering:
     """
 
     reference: ConvertedGraphModule
-    is_stale: bool = True
     versions: StateVersions | None = None
     decisions: tuple[Decision, ...] = ()
-    input_qparams: tuple[QParams | None, ...] = field(default=())
     refused: Mapping[str, str] = field(default_factory=dict)
     generation: int = 0
     stands_for: side_by_side.StandsFor = field(default_factory=dict)
@@ -227,7 +212,7 @@ class _Lowering:
 
     @property
     def is_current(self) -> bool:
-        return not self.is_stale and self.versions is not None and self.versions.are_current()
+        return self.versions is not None and self.versions.are_current()
 
 
 def lower(
@@ -263,10 +248,6 @@ def lower(
     return lowered
 
 
-def _not_lowered(fault: str) -> Decision:
-    return Decision("", "convert_fx", Action.REFERENCE, said("TQ432", fault=fault), warn=True, code="TQ432")
-
-
 class LoweredGraphModule(ConvertedModel):
     """A converted model that runs on plain integers, in every form: called, exported, compiled, scripted.
 
@@ -300,17 +281,12 @@ class LoweredGraphModule(ConvertedModel):
             if not kwargs and self._is_plain_call(args):
                 # The way through nn.Module takes as long as a step of a small LSTM.
                 try:
-                    is_replaced = "forward" in vars(self)
-                    return self.forward(*args) if is_replaced else self._plain_forward(self, args)
+                    return self.call_again(*args)
                 except failed_calls.FAILURES:
                     pass  # It explains them, and tells the line of the graph.
         elif is_captured_for_onnx():
             return self.reference(*args, **kwargs)
-        lowering = self._lowering
-        assert lowering.generation > 0  # Dynamo compiles again when the number has changed.
-        if self.record.interface.inputs:
-            bound = self.record.signature.by_position(args, kwargs)
-            return super().__call__(*take_integers(bound, lowering.input_qparams))
+        assert self._lowering.generation > 0  # Dynamo compiles again when the number has changed.
         return super().__call__(*args, **kwargs)
 
     def _settle(self) -> None:
@@ -356,24 +332,26 @@ class LoweredGraphModule(ConvertedModel):
         opaque: list[opaque_modules.LoweredOpaqueModule] = []
         with torch.no_grad():
             rewriter = Rewriter(reference, {}, _left_float(reference), refused)
-            elsewhere = side_by_side.why_not_here(reference) or (_not_lowered(given_up) if given_up else None)
+            elsewhere = side_by_side.why_not_here(reference)
+            if elsewhere is None and given_up:
+                reason = said("TQ432", fault=given_up)
+                elsewhere = Decision("", "convert_fx", Action.REFERENCE, reason, warn=True, code="TQ432")
             if elsewhere is None:
                 rewriter.run()
-                opaque = opaque_modules.lower_opaque_modules(reference, _lower_inside)
+                opaque = opaque_modules.lower_opaque_modules(reference, lower)
         graph = rewriter.lowered.graph
         modules = {entry.path: entry.module for entry in opaque if entry.module}
         opaque_modules.hand_over_floats(graph, modules, rewriter.stands_for)
         graph.eliminate_dead_code(lambda node: node.op == "call_module" or node.is_impure())
         result = with_modules(reference, modules)
+        decisions = (*rewriter.decisions(), *(decision for item in opaque for decision in item.decisions))
+        if elsewhere is not None:
+            decisions = (elsewhere,)
         state["_modules"] = {**result, CONSTANTS: Constants(rewriter.lowered.constants)}
         lowering = _Lowering(
             reference,
-            is_stale=False,
             versions=StateVersions(reference, read_at_each_call(reference, graph)),
-            decisions=(elsewhere,)
-            if elsewhere is not None
-            else (*rewriter.decisions(), *(decision for item in opaque for decision in item.decisions)),
-            input_qparams=reference.input_qparams(),
+            decisions=decisions,
             refused=refused,
             generation=before.generation + 1,
             stands_for=rewriter.stands_for,
@@ -411,16 +389,11 @@ class LoweredGraphModule(ConvertedModel):
             self._lower_again({**lowering.refused, **faults})
         return f"after {MOST_TRIALS} trials ops are still wrong on integers"
 
-    @property
-    def graph(self) -> Graph:
-        """The graph that runs; for torch.onnx, which has none of its operators, that of the reference."""
+    def shown_graph(self) -> Graph:
+        """Return the graph that runs; for torch.onnx, which lacks its operators, that of the reference."""
         if record_of(self) is None:
             return self._graph
-        return self.reference.graph if is_captured_for_onnx() else super().graph
-
-    @graph.setter
-    def graph(self, graph: Graph) -> None:
-        GraphModule.graph.fset(self, graph)  # type: ignore[attr-defined]
+        return self.reference.graph if is_captured_for_onnx() else super().shown_graph()
 
     def _computed(self, code: PythonCode, forward: Callable[..., Any]) -> Callable[..., Any]:
         """See ``QuantizationGraphModule``.
@@ -461,7 +434,7 @@ class LoweredGraphModule(ConvertedModel):
         """Mark the lowering as stale: called while an outer model loads a state, before the parts of this
         model load theirs."""
         self.reference.set_extra_state(state)
-        self._lowering.is_stale = True
+        self._lowering.versions = None
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -519,13 +492,6 @@ def _left_float(reference: ConvertedGraphModule) -> dict[str, str]:
         for decision in decisions
         if decision.action is Action.FLOAT and decision.node
     }
-
-
-def _lower_inside(
-    reference: ConvertedGraphModule,
-) -> tuple[QuantizationGraphModule, tuple[Decision, ...]]:
-    lowered = lower(reference)
-    return lowered, lowered.lowering
 
 
 # Lower a model that ``convert_fx`` converted.

@@ -29,8 +29,8 @@ from torchq_compat.support.graph_nodes import position_of
 # it.
 
 
-#: Lower a nested converted model; return the lowered model and the decisions about it.
-LowerInside = Callable[[ConvertedGraphModule], tuple[QuantizationGraphModule, tuple[Decision, ...]]]
+#: Lower a nested converted model.
+LowerInside = Callable[[ConvertedGraphModule], QuantizationGraphModule]
 
 
 @dataclass(frozen=True)
@@ -58,34 +58,31 @@ def lower_opaque_modules(
 
 
 def _lower_model(path: str, opaque: Any, lower_inside: LowerInside) -> LoweredOpaqueModule:
-    lowered, inside = lower_inside(opaque)
-    decision = Decision(
-        f"{path}/lowering", "standalone module", Action.LOWERED, "is lowered as a model of its own"
-    )
-    decisions = (decision, *(replace(item, path=f"{path}.{item.path}") for item in inside))
+    lowered = lower_inside(opaque)
+    reason = "is lowered as a model of its own"
+    decision = _decision(path, "standalone module", Action.LOWERED, reason)
+    decisions = (decision, *(replace(item, path=f"{path}.{item.path}") for item in lowered.lowering))
     assert isinstance(lowered, OpaqueModule)
     return LoweredOpaqueModule(path, lowered, decisions)
 
 
 def _lower_loop(path: str, loop: OpaqueLoop, lower_inside: LowerInside) -> LoweredOpaqueModule:
     assert isinstance(loop.step, ConvertedGraphModule)
-    step, inside = lower_inside(loop.step)
-    decision = Decision(
-        f"{path}/lowering", "loop over time", Action.LOWERED, "its step is lowered as a model"
-    )
-    return LoweredOpaqueModule(path, loop.with_step(step), (decision, *inside))
+    step = lower_inside(loop.step)
+    decision = _decision(path, "loop over time", Action.LOWERED, "its step is lowered as a model")
+    return LoweredOpaqueModule(path, loop.with_step(step), (decision, *step.lowering))
 
 
 def _lower_by_its_kind(path: str, opaque: OpaqueModule) -> LoweredOpaqueModule:
-    handler = handler_of(opaque)
+    handler, kind = handler_of(opaque), type(opaque).__name__
     if handler is not None and handler.lowers_graphs and isinstance(opaque, PartOwner):
         return LoweredOpaqueModule(path, *_with_lowered_graphs(opaque, path))
     result = "its kind is unknown" if handler is None else handler.lower(opaque)
     if isinstance(result, str):
         reason = f"runs as in the reference graph: {result}"
-        return LoweredOpaqueModule(path, None, (_decision(path, opaque, Action.REFERENCE, reason),))
+        return LoweredOpaqueModule(path, None, (_decision(path, kind, Action.REFERENCE, reason),))
     reason = "runs on the integer kernels of its kind"
-    return LoweredOpaqueModule(path, result, (_decision(path, opaque, Action.LOWERED, reason),))
+    return LoweredOpaqueModule(path, result, (_decision(path, kind, Action.LOWERED, reason),))
 
 
 def _with_lowered_graphs(opaque: PartOwner, path: str) -> tuple[PartOwner, tuple[Decision, ...]]:
@@ -100,7 +97,7 @@ def _with_lowered_graphs(opaque: PartOwner, path: str) -> tuple[PartOwner, tuple
         name for name, qparams in zip(opaque.graphs_of_results, results, strict=False) if qparams is not None
     }
     for name, graph in opaque.graphs():
-        rewriter = Rewriter(graph, taken, {}, {}, takes_integers=True)
+        rewriter = Rewriter(graph, taken, {}, {})
         rewriter.run(returns_integers=name in returned)
         decisions += [
             replace(decision, path=f"{path}.{name}/{decision.node}", node="")
@@ -122,8 +119,8 @@ def _with_lowered_graphs(opaque: PartOwner, path: str) -> tuple[PartOwner, tuple
     return lowered, tuple(decisions)
 
 
-def _decision(path: str, opaque: OpaqueModule, action: Action, reason: str) -> Decision:
-    return Decision(f"{path}/lowering", type(opaque).__name__, action, reason)
+def _decision(path: str, kind: str, action: Action, reason: str) -> Decision:
+    return Decision(f"{path}/lowering", kind, action, reason)
 
 
 # Hand floats to and from modules that round them to their qparams themselves, where nothing reads integers.
@@ -171,8 +168,5 @@ def _before_quantize(arg: object, qparams: QParams | None) -> object:
     """Return the floats that ``arg`` quantizes with ``qparams`` for one call alone; else ``arg``."""
     if not isinstance(arg, Node) or arg.target is not QUANTIZE or len(arg.users) > 1:
         return arg
-    is_same = isinstance(qparams, PerTensorQParams) and arg.args[1:] == (
-        *lowered_graph.numbers_of(qparams),
-        lowered_graph.is_signed(qparams),
-    )
+    is_same = isinstance(qparams, PerTensorQParams) and arg.args[1:] == lowered_graph.of_result(qparams)
     return arg.args[0] if is_same else arg

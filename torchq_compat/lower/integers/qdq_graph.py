@@ -37,6 +37,11 @@ class Integers:
     node: Node
     qparams: PerTensorQParams
 
+    @property
+    def arguments(self) -> tuple[Node, float, int]:
+        """The integers as the operators take them, with scale and zero point."""
+        return self.node, self.qparams.scale, self.qparams.zero_point
+
 
 class Counterpart(NamedTuple):
     """A value of the reference that a node of the lowered graph has.

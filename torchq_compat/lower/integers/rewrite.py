@@ -45,8 +45,8 @@ class Rewriter:
     """Writes the lowered graph of ``reference``.
 
     Args:
-        input_qparams: name of an input -> the qparams on which its floats lie.
-        takes_integers: whether the lowered graph takes the integers in place of these floats.
+        input_qparams: name of an input -> the qparams on which its floats lie, and of the 8-bit integers that
+            the lowered graph takes in their place.
         left_float: name of an op -> why the configuration leaves it float.
         refused: name of an op -> why it must not run on integers.
 
@@ -61,8 +61,6 @@ class Rewriter:
         input_qparams: Mapping[str, PerTensorQParams],
         left_float: Mapping[str, str],
         refused: Mapping[str, str],
-        *,
-        takes_integers: bool = False,
     ) -> None:
         self.reference = reference
         self.left_float = left_float
@@ -75,7 +73,7 @@ class Rewriter:
         self.answers: dict[Node, tuple[Action, str, bool]] = {}
         self.names: dict[Node, str] = {}
         self._covered: set[Node] = set()
-        self._on_their_steps(input_qparams, takes_integers=takes_integers)
+        self._take_integers(input_qparams)
 
     def run(self, *, returns_integers: bool = False) -> None:
         """Rewrite the graph, which returns integers in place of their floats if that is asked for."""
@@ -97,21 +95,16 @@ class Rewriter:
                     output.replace_input_with(result, source.node)
         self._finish()
 
-    def _on_their_steps(self, all_qparams: Mapping[str, PerTensorQParams], *, takes_integers: bool) -> None:
-        """Quantize inputs whose floats lie on the steps of qparams, or let them be integers."""
+    def _take_integers(self, all_qparams: Mapping[str, PerTensorQParams]) -> None:
+        """Let inputs whose floats lie on the steps of qparams be integers."""
         for node in self.lowered.graph.find_nodes(op="placeholder"):
-            qparams = all_qparams.get(str(node.target))
-            if qparams is None or qparams.dtype not in KERNEL_DTYPES:
-                continue
-            readers, integers = list(node.users), node
-            if not takes_integers:
+            if (qparams := all_qparams.get(str(node.target))) is not None:
+                readers = list(node.users)
                 with self.lowered.graph.inserting_after(node):
-                    integers = self.lowered.quantize(node, qparams)
-            with self.lowered.graph.inserting_after(integers):
-                floats = self._dequantize(integers, qparams, node)
-            for reader in readers:
-                reader.replace_input_with(node, floats)
-            self.stands_for[integers] = qdq_graph.Counterpart(self.reference_node[node], qparams)
+                    floats = self._dequantize(node, qparams, node)
+                for reader in readers:
+                    reader.replace_input_with(node, floats)
+                self.stands_for[node] = qdq_graph.Counterpart(self.reference_node[node], qparams)
 
     def _dequantize(self, integers: Node, qparams: PerTensorQParams, like: Node) -> Node:
         """Insert the dequantize of ``integers`` in the place of ``like``."""
@@ -329,14 +322,7 @@ def _is_quantized(op: Node) -> bool:
 
 
 def _no_kernel(op: Node) -> Refusal:
-    if (
-        len(
-            {
-                source.qparams if (source := qdq_graph.integers_at(producer)) else None
-                for producer in op.all_input_nodes
-            }
-        )
-        > 1
-    ):
+    sources = map(qdq_graph.integers_at, op.all_input_nodes)
+    if len({source.qparams if source else None for source in sources}) > 1:
         return Refusal("it has no integer kernel, or its inputs have different qparams")
     return Refusal("it has no integer kernel here")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
-from torch.fx.node import map_arg
 
 from torchq_compat.capture.opaque_calls import OpaqueModule
 from torchq_compat.capture.torch_export import copied_inputs
@@ -64,7 +63,10 @@ def faults_of(
             results = recorder.run(*copied_inputs(args), enable_io_processing=False)
     except Exception:
         return None
-    return dict(_Judge(lowered, stands_for, recorder.recorded).faults(args)), results
+    judge = _Judge(lowered, stands_for, recorder.recorded)
+    with torch.no_grad():
+        judge.run(*args, enable_io_processing=False)
+    return judge.faults, results
 
 
 class _Recorder(WeightByWeight):
@@ -104,42 +106,37 @@ class Forgetful(WeightByWeight):
             drop_forgotten()
 
 
-class _Judge:
+class _Judge(Forgetful):
+    """Runs a lowered graph, each node on what the reference has at its inputs.
+
+    Attributes:
+        faults: name of a node of the reference -> what is wrong with its value.
+    """
+
     def __init__(self, lowered: GraphModule, stands_for: StandsFor, expected: Mapping[Node, Any]) -> None:
-        self.interpreter = Forgetful(lowered)
-        self.nodes = list(lowered.graph.nodes)
+        super().__init__(lowered)
         self.stands_for = stands_for
         self.expected = expected
-        self.last_uses = self.interpreter.user_to_last_uses
+        self.faults: dict[str, str] = {}
 
-    def faults(self, args: tuple[Any, ...]) -> Iterator[tuple[str, str]]:
-        values: dict[Node, Any] = {}
-        given = iter(args)
-        for node in self.nodes:
-            if node.op == "placeholder":
-                values[node] = next(given)
-            elif node.op != "output":
-                read, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
-                expected = self._expected(node)
-                try:
-                    with torch.no_grad():
-                        result = getattr(self.interpreter, node.op)(node.target, read, kwargs)
-                except Exception as error:
-                    if expected is None:
-                        raise
-                    yield self.stands_for[node].name, f"fails ({first_line(error)})"
-                    result = expected
-                is_filled = node.op == "call_function" and node.target not in those("unfilled")
-                if expected is not None and is_filled and self.stands_for[node].is_judged:
-                    fault = _fault(result, expected, node)
-                    if fault is not None and self._is_the_same_in_order(node, read, kwargs):
-                        fault = None  # Such as random numbers.
-                    if fault is not None:
-                        yield self.stands_for[node].name, fault
-                values[node] = result if expected is None else _taught(result, expected)
-                self.interpreter.forget_packed(node, read)
-                for read_last in self.last_uses.get(node, ()):
-                    del values[read_last]
+    def run_node(self, n: Node) -> Any:
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        expected = None if n.op in ("placeholder", "output") else self._expected(n)
+        try:
+            result = getattr(self, n.op)(n.target, args, kwargs)
+        except Exception as error:
+            if expected is None:
+                raise
+            self.faults[self.stands_for[n].name] = f"fails ({first_line(error)})"
+            result = expected
+        is_filled = n.op == "call_function" and n.target not in those("unfilled")
+        if expected is not None and is_filled and self.stands_for[n].is_judged:
+            fault = _fault(result, expected, n)
+            # Random numbers, say, differ in the reference's order too.
+            if fault is not None and not self._is_the_same_in_order(n, args, kwargs):
+                self.faults[self.stands_for[n].name] = fault
+        self.forget_packed(n, args)
+        return result if expected is None else _taught(result, expected)
 
     def _is_the_same_in_order(self, node: Node, args: Any, kwargs: Any) -> bool:
         """Return whether an op of the reference is as wrong in the reference's own memory layouts."""
@@ -148,7 +145,7 @@ class _Judge:
             return False
         with torch.no_grad():
             plain, named = pytree.tree_map_only(Tensor, Tensor.contiguous, (args, kwargs))
-            again = self.interpreter.call_function(node.target, plain, named)
+            again = self.call_function(node.target, plain, named)
         return _fault(again, self.expected[place.node], node) is not None
 
     def _expected(self, node: Node) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from torchq_compat.lower.integers.lowered_graph import Family, Kernel, LoweredGraph, Refusal, numbers_of
+from torchq_compat.lower.integers.lowered_graph import Family, Kernel, LoweredGraph, Refusal, of_result
 from torchq_compat.lower.integers.operators import CONVOLUTION
 from torchq_compat.lower.integers.qdq_graph import Integers, OpSite, constant_of, integers_at, rank_of
 from torchq_compat.ops import those
@@ -109,7 +109,8 @@ def ends(site: OpSite) -> tuple[tuple[float, int, int, int], str]:
     qparams = site.result.qparams
     if qparams is None:
         return NO_QPARAMS, "float32"
-    return numbers_of(qparams), "int8" if qparams.dtype.is_signed else "uint8"
+    *_, is_signed = numbers = of_result(qparams)
+    return numbers[:-1], "int8" if is_signed else "uint8"
 
 
 # Convolutions with int8 weights on 8-bit activations. Legacy: ``nnq.Conv2d`` and related modules.
@@ -137,9 +138,8 @@ def _convolution(site: OpSite) -> Kernel | Refusal | None:
 
     def write(lowered: LoweredGraph) -> Node:
         numbers, kind = ends(site)
-        x = (source.node, source.qparams.scale, source.qparams.zero_point)
         parts = (weight.values, weight.write_scales(lowered), site.arguments["bias"])
-        return lowered.call(CONVOLUTION, *x, *parts, *settings, *numbers, kind)
+        return lowered.call(CONVOLUTION, *source.arguments, *parts, *settings, *numbers, kind)
 
     return Kernel(str(CONVOLUTION), write)
 

@@ -34,9 +34,8 @@ def _static_linear(site: OpSite) -> Kernel | Refusal | None:
 
     def write(lowered: LoweredGraph) -> Node:
         numbers, kind = ends(site)
-        x = (source.node, source.qparams.scale, source.qparams.zero_point)
-        scales = weight.write_scales(lowered)
-        return lowered.call(LINEAR, *x, weight.values, scales, site.arguments["bias"], *numbers, kind)
+        parts = (weight.values, weight.write_scales(lowered), site.arguments["bias"])
+        return lowered.call(LINEAR, *source.arguments, *parts, *numbers, kind)
 
     return Kernel(str(LINEAR), write)
 

@@ -11,15 +11,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from torchq_compat.lower.integers import qdq_graph
-from torchq_compat.lower.integers.lowered_graph import (
-    Family,
-    Kernel,
-    LoweredGraph,
-    Refusal,
-    Rule,
-    is_signed,
-    numbers_of,
-)
+from torchq_compat.lower.integers.lowered_graph import Family, Kernel, LoweredGraph, Refusal, Rule, of_result
 from torchq_compat.lower.integers.operators import ARITHMETIC, MAX_POOL, MEAN
 from torchq_compat.lower.integers.rules.convolutions import per_dimension
 from torchq_compat.lower.integers.rules.tables import requantize
@@ -130,8 +122,7 @@ def _pair_rule(operation: str) -> Rule:
             return NOT_QUANTIZED
 
         def write(lowered: LoweredGraph) -> Node:
-            x, y = ((item.node, item.qparams.scale, item.qparams.zero_point) for item in (left, right))
-            return lowered.call(ARITHMETIC, *x, *y, operation, *numbers_of(qparams), is_signed(qparams))
+            return lowered.call(ARITHMETIC, *left.arguments, *right.arguments, operation, *of_result(qparams))
 
         return Kernel(str(ARITHMETIC), write)
 
@@ -181,9 +172,8 @@ def _mean_rule(dims_of: Callable[[dict[str, Any]], Sequence[int] | None]) -> Rul
             return Refusal("it has no integer kernel for more than one average")
 
         def write(lowered: LoweredGraph) -> Node:
-            x = (source.node, source.qparams.scale, source.qparams.zero_point)
             keeps = bool(site.arguments.get("keepdim", True))
-            return lowered.call(MEAN, *x, list(dims), keeps, *numbers_of(qparams), is_signed(qparams))
+            return lowered.call(MEAN, *source.arguments, list(dims), keeps, *of_result(qparams))
 
         return Kernel(str(MEAN), write)
 

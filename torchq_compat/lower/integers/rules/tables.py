@@ -182,11 +182,8 @@ def _batch_norm(site: qdq_graph.OpSite) -> lowered_graph.Kernel | lowered_graph.
     offset = -mean * factor if bias is None else bias - mean * factor
 
     def write(lowered: lowered_graph.LoweredGraph) -> Node:
-        x = (source.node, source.qparams.scale, source.qparams.zero_point)
         numbers = (lowered.constant(item.to(torch.float32)) for item in (factor, offset))
-        return lowered.call(
-            AFFINE, *x, *numbers, 1, *lowered_graph.numbers_of(qparams), lowered_graph.is_signed(qparams)
-        )
+        return lowered.call(AFFINE, *source.arguments, *numbers, 1, *lowered_graph.of_result(qparams))
 
     return lowered_graph.Kernel(str(AFFINE), write)
 
