@@ -11,7 +11,7 @@ import re
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Optional
 
 import torch
@@ -19,13 +19,14 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from torchq_compat.capture.call_layouts import CallLayout
-from torchq_compat.capture.opaque_calls import OpaqueModule
+from torchq_compat.capture.opaque_calls import OpaqueModule, layout_index
 from torchq_compat.capture.sizes.find_sizes import rules_of_reads
 from torchq_compat.capture.sizes.input_sizes import SizeRule
 from torchq_compat.capture.sizes.size_reads import SizeReads
 from torchq_compat.capture.torch_export import EVERY_SIZE, capture, capture_freely, clean_captured
 from torchq_compat.errors import ExportError
 from torchq_compat.lower.torchscript.source import (
+    FUNCTIONS,
     HELPERS,
     FunctionSource,
     flat_results,
@@ -34,7 +35,7 @@ from torchq_compat.lower.torchscript.source import (
 )
 from torchq_compat.model.other_tools import is_asked_by_torch_jit
 from torchq_compat.modules.user_modules import OpaqueUserModule
-from torchq_compat.read.qparams import PerTensorQParams
+from torchq_compat.read.qparams import QParams
 from torchq_compat.recurrent.contracts import RecurrentContract, as_given
 from torchq_compat.recurrent.over_time import LoopShape, exporting_loops_as
 from torchq_compat.recurrent.python_loops import OpaqueLoop
@@ -60,14 +61,13 @@ class ScriptedGraph:
 
     Attributes:
         model: the model it was made from.
-        function: maps its flat inputs and ``constants`` to its flat results.
-        constants: name -> tensor or packed weights.
+        source: the text of ``function``, and its constants.
+        function: maps its flat inputs and the constants to its flat results.
     """
 
     model: QuantizationGraphModule
     source: FunctionSource
     function: Any
-    constants: dict[str, Any]
 
     def call(self, args: tuple[Any, ...]) -> Any:
         """Call the function with positional arguments of the model, while torch.jit.trace records.
@@ -79,7 +79,7 @@ class ScriptedGraph:
         if unknown is not None and is_asked_by_torch_jit():
             raise _structure_refused(unknown)
         flat = pytree.tree_leaves(args, is_leaf=lambda leaf: leaf is None)
-        result = self.function(*flat, *self.constants.values())
+        result = self.function(*flat, *self.source.constants.values())
         results = iter(result if len(self.source.results) != 1 else (result,))
         returned = flat_results(self.model.reference.graph.output_node())
         leaves = [next(results) if isinstance(item, Node) else item for item in returned]
@@ -88,9 +88,8 @@ class ScriptedGraph:
     def module(self) -> nn.Module:
         """Return a plain module that torch.jit.script compiles."""
         name, (parameters, lines) = type(self.model).__name__, _forward_lines(self)
-        return module_around(self.function, self.constants, name, parameters, lines).train(
-            self.model.training
-        )
+        module = module_around(self.function, self.source.constants, name, parameters, lines)
+        return module.train(self.model.training)
 
 
 def scripted_graph(model: QuantizationGraphModule) -> ScriptedGraph:
@@ -106,44 +105,34 @@ def scripted_graph(model: QuantizationGraphModule) -> ScriptedGraph:
 def _scripted_graph(model: QuantizationGraphModule) -> ScriptedGraph:
     if model.is_prepared:
         warn_user("TQ705")
-    source = write_function(model, lambda path: operator.attrgetter(path)(model), _Leaves(model).write)
+    source = write_function(
+        model, lambda path: operator.attrgetter(path)(model), partial(_call_of_module, model)
+    )
     source.lines[:0] = _checks(model, [name for name, _ in source.inputs])
     source.is_without_gradients = model.reference is not model
-    constants = {
-        name: value.detach() if isinstance(value, Tensor) else value
-        for name, value in source.constants.items()
-    }
     name = f"{re.sub('[^0-9A-Za-z]', '_', type(model).__name__)}_graph"
-    return ScriptedGraph(model, source, script_source(source, name), constants)
+    return ScriptedGraph(model, source, script_source(source, name))
 
 
-class _Leaves:
-    """Writes the calls of modules: observers, and modules that are opaque to the graph."""
-
-    def __init__(self, model: QuantizationGraphModule) -> None:
-        self.model = model
-
-    def write(self, node: Node, function: FunctionSource, args: list[str]) -> str:
-        path = str(node.target)
-        module = operator.attrgetter(path)(self.model)
-        if hasattr(module, "activation_post_process") or hasattr(module, "fake_quant_enabled"):
-            return _fake_quantized(module, function, args[0], path)
-        if hasattr(module, "calculate_qparams"):
-            return args[0]
-        return self._call_of_leaf(node, module, function, args)
-
-    def _call_of_leaf(self, node: Node, leaf: nn.Module, function: FunctionSource, args: list[str]) -> str:
-        inner = _function_of_leaf(leaf, node, self.model)
-        is_opaque = isinstance(leaf, OpaqueModule)
-        if isinstance(leaf, OpaqueModule) and leaf.leaf_quantizes:
-            inner.is_without_gradients = True
-            _take_and_hand_integers(inner, leaf.opaque_layouts[int(node.kwargs["opaque_layout"])], node)  # type: ignore[arg-type]
-        compiled = script_source(inner, f"module_{len(function.called)}")
-        name = f"module_{len(function.called)}"
-        function.called[name] = compiled
-        constants = [function.constant(value) for value in inner.constants.values()]
-        call = f"{name}({', '.join([*args, *constants])})"
-        return call if len(inner.results) != 1 or not is_opaque else f"({call},)"
+def _call_of_module(
+    model: QuantizationGraphModule, node: Node, function: FunctionSource, args: list[str]
+) -> str:
+    """Write the call of a module: an observer, or one that is opaque to the graph."""
+    path = str(node.target)
+    module = operator.attrgetter(path)(model)
+    if hasattr(module, "activation_post_process") or hasattr(module, "fake_quant_enabled"):
+        return _fake_quantized(module, function, args[0], path)
+    if hasattr(module, "calculate_qparams"):
+        return args[0]
+    inner = _function_of_leaf(module, node, model)
+    if isinstance(module, OpaqueModule) and module.leaf_quantizes:
+        inner.is_without_gradients = True
+        _take_and_hand_integers(inner, module.opaque_layouts[layout_index(node)], node)
+    name = f"module_{len(function.called)}"
+    function.called[name] = script_source(inner, name)
+    constants = [function.constant(value) for value in inner.constants.values()]
+    call = f"{name}({', '.join([*args, *constants])})"
+    return f"({call},)" if len(inner.results) == 1 and isinstance(module, OpaqueModule) else call
 
 
 def _function_of_leaf(leaf: nn.Module, node: Node, model: QuantizationGraphModule) -> FunctionSource:
@@ -210,26 +199,22 @@ def _reads_sizes(leaf: nn.Module) -> bool:
 
 def _take_and_hand_integers(inner: FunctionSource, layout: CallLayout, node: Node) -> None:
     """Make the function of a leaf dequantize integers, and quantize the results read as such."""
+
+    def call_of(op: Any, value: str, qparams: QParams) -> str:
+        numbers = qparams.arguments("", lambda _, tensor: inner.constant(tensor), torch.device("cpu"))
+        return f"{FUNCTIONS[op].__name__}({value}, {', '.join(map(str, numbers))})"
+
     lines = []
     for (name, _), qparams in zip(inner.inputs, layout.input_qparams, strict=False):
-        if isinstance(qparams, PerTensorQParams):
-            lines.append(f"{name} = as_float({name}, {qparams.scale!r}, {qparams.zero_point})")
-        elif qparams is not None:
-            scales, zeros = (inner.constant(tensor) for tensor in qparams.tensors(torch.device("cpu")))
-            lines.append(f"{name} = as_floats({name}, {scales}, {zeros}, {qparams.axis})")
+        if qparams is not None:
+            floats = call_of(qparams.dequantize_op, name, qparams)
+            lines.append(f"{name} = {name} if {name}.is_floating_point() else {floats}")
     inner.lines[:0] = lines
-    handed: Any = node.kwargs.get("leaf_quantized", ())
-    for position in handed:
-        qparams, result = layout.output_qparams[position], inner.results[position]
-        if isinstance(qparams, PerTensorQParams):
-            numbers: tuple[Any, ...] = (repr(qparams.scale), qparams.zero_point)
-        else:
-            assert qparams is not None
-            numbers = tuple(inner.constant(item) for item in qparams.tensors(torch.device("cpu")))
-            numbers += (qparams.axis,)
-        kind = "tensor" if isinstance(qparams, PerTensorQParams) else "channel"
-        written = ", ".join(map(str, (*numbers, qparams.quant_min, qparams.quant_max, qparams.dtype)))
-        inner.results[position] = f"quantize_per_{kind}({result}, {written})"
+    asked: Any = node.kwargs.get("leaf_quantized", ())
+    for position in asked:
+        qparams = layout.output_qparams[position]
+        assert qparams is not None
+        inner.results[position] = call_of(qparams.quantize_op, inner.results[position], qparams)
 
 
 def _source_of_graph(captured: GraphModule, kind: str = "the module", path: str = "") -> FunctionSource:
@@ -242,12 +227,7 @@ def _source_of_graph(captured: GraphModule, kind: str = "the module", path: str 
     def no_module(call: Node, *_: Any) -> str:
         raise _refused(kind, path, f"it calls {call.target!s}")
 
-    source = write_function(captured, lambda name: operator.attrgetter(name)(captured), no_module)
-    source.constants = {
-        name: value.detach() if isinstance(value, Tensor) else value
-        for name, value in source.constants.items()
-    }
-    return source
+    return write_function(captured, lambda name: operator.attrgetter(name)(captured), no_module)
 
 
 def _reference_node(node: Node, model: QuantizationGraphModule) -> Node:
@@ -330,17 +310,14 @@ def compile_text(text: str, name: str, known: dict[str, Any]) -> Callable[..., A
 
 
 def module_around(
-    function: Any, constants: dict[str, Any], name: str, parameters: Sequence[str], lines: Sequence[str]
+    function: Any, constants: dict[str, Tensor], name: str, parameters: Sequence[str], lines: Sequence[str]
 ) -> nn.Module:
     """Return a module of ``constants``, with the body ``lines`` that call ``graph_function``."""
     text = f"def forward(self, {', '.join(parameters)}):\n" + "".join(f"    {line}\n" for line in lines)
     forward = compile_text(text, "forward", {"graph_function": function, "Tensor": Tensor})
     module: nn.Module = type(f"Scripted{name}", (nn.Module,), {"forward": forward})()
     for constant, value in constants.items():
-        if isinstance(value, Tensor):
-            module.register_buffer(constant, value)
-        else:
-            setattr(module, constant, value)
+        module.register_buffer(constant, value)
     return module
 
 
@@ -354,7 +331,7 @@ def _forward_lines(scripted: ScriptedGraph) -> tuple[list[str], list[str]]:
     for name, child in zip(names, spec.children(), strict=True):
         typed.append(f"{name}: {_type_of_spec(child, kinds)}")
         flat += list(_leaves_of(child, name))
-    constants = [f"self.{name}" for name in scripted.constants]
+    constants = [f"self.{name}" for name in scripted.source.constants]
     lines = [f"results = graph_function({', '.join([*flat, *constants])})"]
     count = len(scripted.source.results)
     results = ["results"] if count == 1 else [f"results[{i}]" for i in range(count)]

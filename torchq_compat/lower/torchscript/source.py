@@ -35,6 +35,7 @@ TEMPLATES: Mapping[Any, str] = {
     torch.sym_ite: "({1} if {0} else {2})",
     math.trunc: "int({0})",
     round: "round({0})",
+    qdq.CONVERT_DTYPE: "{0}.to({1})",
     ATEN.sym_size.int: "{0}.size({1})",
     ATEN.sym_stride.int: "{0}.stride({1})",
     ATEN.sym_numel.default: "{0}.numel()",
@@ -82,43 +83,14 @@ def anew(tensors: list[Tensor], x: Tensor) -> list[Tensor]:
     return result
 
 
-def as_float(x: Tensor, scale: float, zero_point: int) -> Tensor:
-    return x if x.is_floating_point() else (x.to(torch.float32) - zero_point) * scale
-
-
-def as_floats(x: Tensor, scales: Tensor, zero_points: Tensor, axis: int) -> Tensor:
-    shape = [1] * x.dim()
-    shape[axis] = -1
-    return (
-        x if x.is_floating_point() else ((x - zero_points.view(shape)) * scales.view(shape)).to(torch.float32)
-    )
-
-
-def convert_element_type(x: Tensor, dtype: int) -> Tensor:
-    return x.to(dtype)
-
-
 #: Operator -> the function above that computes its bits.
-FUNCTIONS: Mapping[Any, str] = {
-    qdq.QUANTIZE: "quantize_per_tensor",
-    qdq.DEQUANTIZE: "dequantize_per_tensor",
-    qdq.QUANTIZE_PER_CHANNEL: "quantize_per_channel",
-    qdq.DEQUANTIZE_PER_CHANNEL: "dequantize_per_channel",
-    qdq.CONVERT_DTYPE: "convert_element_type",
+FUNCTIONS: Mapping[Any, Callable[..., Tensor]] = {
+    qdq.QUANTIZE: quantize_per_tensor,
+    qdq.DEQUANTIZE: dequantize_per_tensor,
+    qdq.QUANTIZE_PER_CHANNEL: quantize_per_channel,
+    qdq.DEQUANTIZE_PER_CHANNEL: dequantize_per_channel,
 }
-HELPERS: Mapping[str, Any] = {
-    function.__name__: function
-    for function in (
-        quantize_per_tensor,
-        dequantize_per_tensor,
-        quantize_per_channel,
-        dequantize_per_channel,
-        convert_element_type,
-        anew,
-        as_float,
-        as_floats,
-    )
-}
+HELPERS: Mapping[str, Any] = {function.__name__: function for function in (*FUNCTIONS.values(), anew)}
 
 
 # A captured graph as the source of one TorchScript function of tensors and constants.
@@ -140,7 +112,7 @@ class FunctionSource:
 
     Attributes:
         inputs: (name, type) of the flat inputs.
-        constants: name -> tensor or packed weights, passed after the inputs.
+        constants: name -> tensor, passed after the inputs.
         lines: the lines of its body.
         results: the expressions of the flat results.
         called: name -> compiled function that it calls.
@@ -149,7 +121,7 @@ class FunctionSource:
     """
 
     inputs: list[tuple[str, str]] = field(default_factory=list)
-    constants: dict[str, Any] = field(default_factory=dict)
+    constants: dict[str, Tensor] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
     results: list[str] = field(default_factory=list)
     called: dict[str, Any] = field(default_factory=dict)
@@ -158,17 +130,15 @@ class FunctionSource:
     def text(self, name: str) -> str:
         """Return the function as text, which returns a single result itself and several as a tuple."""
         typed = [f"{entry}: {kind}" for entry, kind in self.inputs]
-        typed += [f"{item}: {_type_of(value)}" for item, value in self.constants.items()]
+        typed += [f"{item}: Tensor" for item in self.constants]
         body = self.lines
         if self.is_without_gradients and body:
             body = ["with torch.no_grad():", *(f"{INDENT}{line}" for line in body)]
-        body = [*body, f"return {self.returned(self.results)}"]
+        returned = self.results[0] if len(self.results) == 1 else f"({', '.join(self.results)})"
+        body = [*body, f"return {returned}"]
         return f"def {name}({', '.join(typed)}):\n" + "".join(f"{INDENT}{line}\n" for line in body)
 
-    def returned(self, results: list[str]) -> str:
-        return results[0] if len(results) == 1 else f"({', '.join(results)})"
-
-    def constant(self, value: Any) -> str:
+    def constant(self, value: Tensor) -> str:
         """Return the name of a constant, the same for the same value."""
         for name, known in self.constants.items():
             if known is value:
@@ -185,7 +155,7 @@ ModuleCalls = Callable[[Node, FunctionSource, list[str]], str]
 def write_function(
     graph_module: GraphModule, attribute: Callable[[str], Any], write_module_call: ModuleCalls
 ) -> FunctionSource:
-    """Return the function of ``graph_module``.
+    """Return the function of ``graph_module``, with constants that require no gradient.
 
     Args:
         attribute: maps a path to the value that ``get_attr`` reads there.
@@ -196,6 +166,7 @@ def write_function(
     """
     function = FunctionSource()
     _Writer(function, attribute, write_module_call).write(graph_module)
+    function.constants = {name: value.detach() for name, value in function.constants.items()}
     return function
 
 
@@ -222,8 +193,10 @@ class _Writer:
         for node in graph_module.graph.nodes:
             if node.op == "get_attr":
                 value = self.attribute(str(node.target))
-                if not isinstance(value, GraphModule):  # the body of a loop
+                if isinstance(value, Tensor):
                     self.names[node] = self.function.constant(value)
+                elif not isinstance(value, GraphModule):  # the body of a loop
+                    raise ExportError.of("TQ930.script_constant", value=value)
             elif node.op in ("call_module", "call_function"):
                 self._write_call(node)
         results = flat_results(graph_module.graph.output_node())
@@ -289,14 +262,6 @@ def _input_type(node: Node) -> str:
     return "Tensor"
 
 
-def _type_of(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return "Tensor"
-    if isinstance(value, torch.ScriptObject):
-        return str(value._type())
-    raise ExportError.of("TQ930.script_constant", value=value)
-
-
 def _expression(node: Node, names: Mapping[Node, str]) -> str:
     target = node.target
     if target in TEMPLATES:
@@ -318,7 +283,9 @@ def _expression(node: Node, names: Mapping[Node, str]) -> str:
             f"anew({item}, {given[0]})" if kind == "List[Tensor]" else item
             for item, kind in zip(given, kinds, strict=False)
         ]
-    called = FUNCTIONS.get(target) or f"torch.ops.{schema.name.replace('::', '.')}"
+    called = f"torch.ops.{schema.name.replace('::', '.')}"
+    if target in FUNCTIONS:
+        called = FUNCTIONS[target].__name__
     return f"{called}({', '.join(given)})"
 
 
