@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.node import Argument
 from torchao.quantization.pt2e.fake_quantize import FakeQuantizeBase
 from torchao.quantization.pt2e.observer import ObserverBase
 
@@ -26,7 +25,7 @@ from torchq_compat.read.qdq import (
 )
 from torchq_compat.read.qparams import SCALE, ZERO_POINT, adopt_loaded_qparams
 from torchq_compat.support.argument_checks import shown
-from torchq_compat.support.graph_nodes import attribute_of, copied_graph, replace_node
+from torchq_compat.support.graph_nodes import attribute_of, copied_graph
 from torchq_compat.support.quantized_tensors import is_quantized
 from torchq_compat.support.torch_ao import FakeQuantizeBase as LegacyFakeQuantizeBase
 from torchq_compat.support.torch_ao import ObserverBase as LegacyObserverBase
@@ -365,7 +364,7 @@ def with_plain_tables(model: nn.Module, graph: Graph) -> Graph | None:
         graph: the graph; it is not changed.
 
     Returns:
-        The copy; None if ``graph`` has no such table.
+        The copy, which calls the functions below; None if ``graph`` has no such table.
     """
     if not any(_has_float_zero_points(model, node) for node in _dequantizes(graph)):
         return None
@@ -373,41 +372,45 @@ def with_plain_tables(model: nn.Module, graph: Graph) -> Graph | None:
     for table in _dequantizes(plain):
         if not _has_float_zero_points(model, table):
             continue
-        for reader in list(table.users):
+        for reader in list(table.users) if table.args[3] == 0 else ():
             if reader.target is ATEN.embedding.default and reader.args[0] is table:
-                look_up_rows(plain, reader)
-        if table.users:
-            _dequantize_whole(plain, table)
-        else:
+                reader.target, reader.kwargs = look_up_rows, dict(table.kwargs)
+                reader.args = (*table.args[:3], reader.args[1])
+        table.target = dequantize_channels
+        if not table.users:
             plain.erase_node(table)
     return plain
 
 
-def look_up_rows(graph: Graph, embedding: Node) -> None:
-    """Rewrite ``dequantize_per_channel(table)[indices]`` in place, as operators on the rows.
+def look_up_rows(
+    integers: Tensor,
+    scales: Tensor,
+    zero_points: Tensor,
+    indices: Tensor,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return the rows at ``indices`` of a table that is quantized by rows."""
+    rows, factor, shift = (
+        ATEN.index.Tensor(item, [indices]).to(torch.float32) for item in (integers, scales, zero_points)
+    )
+    result: Tensor = (rows - shift.unsqueeze(-1)) * factor.unsqueeze(-1)
+    return result if out_dtype is None else result.to(out_dtype)
 
-    Args:
-        graph: the graph of ``embedding``; the dequantize of the table stays in it.
-        embedding: an ``aten.embedding`` node; not changed unless its table is such a dequantize, by rows.
-    """
-    table, indices = embedding.args[:2]
-    assert isinstance(table, Node)
-    if table.target is not DEQUANTIZE_PER_CHANNEL or table.args[3] != 0:
-        return
-    integers, scales, zero_points = table.args[:3]
-    with graph.inserting_before(embedding):
 
-        def rows_of(tensor: Argument) -> Node:
-            rows = graph.call_function(ATEN.index.Tensor, (tensor, [indices]))
-            return graph.call_function(ATEN.to.dtype, (rows, torch.float32))
-
-        def column_of(tensor: Argument) -> Node:
-            return graph.call_function(ATEN.unsqueeze.default, (rows_of(tensor), -1))
-
-        shifted = graph.call_function(ATEN.sub.Tensor, (rows_of(integers), column_of(zero_points)))
-        result = _in_out_dtype(graph, table, (shifted, column_of(scales)))
-    result.meta = dict(embedding.meta)
-    replace_node(embedding, result)
+def dequantize_channels(
+    integers: Tensor,
+    scales: Tensor,
+    zero_points: Tensor,
+    axis: int,
+    *limits: Any,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return what ``quantized_decomposed.dequantize_per_channel`` computes."""
+    shape = [1] * integers.dim()
+    shape[axis] = -1
+    factor, shift = (item.to(torch.float32).reshape(shape) for item in (scales, zero_points))
+    result = (integers.to(torch.float32) - shift) * factor
+    return result if out_dtype is None else result.to(out_dtype)
 
 
 def _dequantizes(graph: Graph) -> list[Node]:
@@ -419,28 +422,6 @@ def _has_float_zero_points(model: nn.Module, dequantize: Node) -> bool:
     if not isinstance(zero_points, Node) or zero_points.op != "get_attr":
         return False
     return bool(attribute_of(model, zero_points).is_floating_point())
-
-
-def _dequantize_whole(graph: Graph, table: Node) -> None:
-    integers, scales, zero_points, axis = table.args[:4]
-    assert isinstance(integers, Node)
-    assert isinstance(axis, int)
-    with graph.inserting_before(table):
-        # The channel dimension is moved last, where the scales broadcast.
-        moved = graph.call_function(ATEN.movedim.int, (integers, axis, -1))
-        floats = graph.call_function(ATEN.to.dtype, (moved, torch.float32))
-        shifted = graph.call_function(ATEN.sub.Tensor, (floats, zero_points))
-        result = _in_out_dtype(graph, table, (shifted, scales))
-        result = graph.call_function(ATEN.movedim.int, (result, -1, axis))
-    result.meta = dict(table.meta)
-    replace_node(table, result)
-
-
-def _in_out_dtype(graph: Graph, table: Node, factors: tuple[Node, Argument]) -> Node:
-    """Insert the product of ``factors``, in the dtype that ``table`` dequantizes to."""
-    product = graph.call_function(ATEN.mul.Tensor, factors)
-    dtype = table.kwargs.get("out_dtype")
-    return product if dtype is None else graph.call_function(ATEN.to.dtype, (product, dtype))
 
 
 # Whether ``load_state_dict`` of our models accepts a state of FX: it refuses, unless the process enables it.

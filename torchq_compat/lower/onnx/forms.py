@@ -32,8 +32,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchq_compat.capture.opaque_calls import opaque_call_nodes
 from torchq_compat.lower.export import with_size_rules
+from torchq_compat.lower.integers.lowered_graph import share_state
 from torchq_compat.model.graph_module import ConvertedGraphModule
 from torchq_compat.model.quantized_interface import take_integers
+from torchq_compat.model.state import dequantize_channels, look_up_rows
 from torchq_compat.ops import those
 from torchq_compat.read import qdq
 from torchq_compat.recurrent.over_time import LoopShape, exporting_loops_as
@@ -70,9 +72,7 @@ def in_onnx_forms(graph_module: GraphModule) -> GraphModule:
     graph.output(graph.call_function(run, tuple(inputs)))
     graph.set_codegen(graph_module.graph._codegen)
     result = GraphModule(graph_module, graph)
-    # torch.export looks for tensors in the module that it is given.
-    owned = ("_parameters", "_buffers", "_modules")
-    vars(result).update({name: vars(graph_module)[name] for name in owned})
+    share_state(result, graph_module)  # torch.export looks for tensors in the module that it is given.
     return result
 
 
@@ -152,7 +152,7 @@ class OnnxForms(TorchFunctionMode):
         if table is None or table.axis != 0:
             tensor: Tensor = ATEN.embedding.default(weight, indices, *options)
             return tensor
-        return _look_up(table, indices)
+        return look_up_rows(table.integers, table.scales, table.zero_points, indices)
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         result: Tensor
@@ -215,35 +215,6 @@ def _choose_qparams(
     return scale.to(torch.float64), zero_point.to(torch.int64)
 
 
-def _dequantize_per_channel(
-    x: Tensor,
-    scales: Tensor,
-    zero_points: Tensor,
-    axis: int,
-    *limits: Any,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    shape = [1] * x.dim()
-    shape[axis] = -1
-    shift, factor = (item.to(torch.float32).reshape(shape) for item in (zero_points, scales))
-    result = (x.to(torch.float32) - shift) * factor
-    return result if out_dtype is None else result.to(out_dtype)
-
-
-def _convert_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.to(dtype)
-
-
-def _look_up(table: _Table, indices: Tensor) -> Tensor:
-    """Return the rows of ``table`` at ``indices``, dequantized."""
-    rows, shift, factor = (
-        ATEN.index.Tensor(item, [indices]).to(torch.float32)
-        for item in (table.integers, table.zero_points, table.scales)
-    )
-    result: Tensor = (rows - shift.unsqueeze(-1)) * factor.unsqueeze(-1)
-    return result
-
-
 #: Operator -> what computes it in floats, or for any dtype.
 FORMS: dict[Any, Callable[..., Any]] = {
     qdq.QUANTIZE: _quantize,
@@ -251,8 +222,8 @@ FORMS: dict[Any, Callable[..., Any]] = {
     qdq.QUANTIZE_DYNAMIC: _quantize_by_tensors,
     qdq.DEQUANTIZE_DYNAMIC: _dequantize_by_tensors,
     qdq.CHOOSE_QPARAMS: _choose_qparams,
-    qdq.DEQUANTIZE_PER_CHANNEL: _dequantize_per_channel,
-    qdq.CONVERT_DTYPE: _convert_dtype,
+    qdq.DEQUANTIZE_PER_CHANNEL: dequantize_channels,
+    qdq.CONVERT_DTYPE: Tensor.to,
 }
 #: The same for dtypes that ONNX has.
 IN_ONNX: dict[Any, Callable[..., Any]] = {qdq.QUANTIZE: _quantize_clamped}

@@ -25,7 +25,7 @@ from torchq_compat.ops import written_by
 from torchq_compat.read.example_inputs import read_example_inputs
 from torchq_compat.read.old_forms import takes_old_keywords
 from torchq_compat.recurrent.over_time import LoopShape
-from torchq_compat.support.argument_checks import PATH, Expected, checked_arguments, optional
+from torchq_compat.support.argument_checks import INDEX, PATH, checked_arguments, optional
 from torchq_compat.support.atomic_files import whole_file
 from torchq_compat.support.graph_nodes import tensors_in
 from torchq_compat.support.process_state import alone, draws_kept, without_autocast
@@ -214,11 +214,10 @@ def onnx_module(name: str) -> Any:
 OLDEST_OPSET = 21
 #: How dynamically quantized LSTMs are written -> the loop shape of the program that is translated.
 DYNAMIC_LSTMS = {"loop": LoopShape.ROLLED, "DynamicQuantizeLSTM": LoopShape.DYNAMIC_QUANTIZE_LSTM}
-OPSET = Expected("an int", lambda value: isinstance(value, int) and not isinstance(value, bool))
 
 
 @takes_old_keywords()
-@checked_arguments(path=optional(PATH), opset=OPSET)
+@checked_arguments(path=optional(PATH), opset=INDEX)
 @without_autocast()
 def to_onnx(
     converted: torch.nn.Module,
