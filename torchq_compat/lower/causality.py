@@ -34,34 +34,27 @@ class TrialCalls:
     sizes: InputSizes
 
     @cached_property
-    def _dimensions(self) -> dict[Node, list[Dimension]]:
-        """The dimensions of each input that is a tensor with dimensions."""
-        labels = dict.fromkeys(dimension.label for dimension in self.sizes.dimensions)
-        placeholders = self.graph_module.graph.find_nodes(op="placeholder")
-        values = [(node, node.meta.get("val")) for node in placeholders]
-        tensors = [node for node, value in values if isinstance(value, Tensor) and value.dim()]
-        return {
-            node: [dimension for dimension in self.sizes.dimensions if dimension.label == label]
-            for node, label in zip(tensors, labels, strict=True)
-        }
+    def _dimensions(self) -> dict[Node, tuple[Dimension, ...]]:
+        """The dimensions of each input."""
+        graph = self.graph_module.graph
+        placeholders = graph.find_nodes(op="placeholder")
+        return dict(zip(placeholders, self.sizes.of_placeholders(graph), strict=True))
 
     def places(self, placeholder: Node) -> list[Place | None]:
         """Return, for each dimension of an input, the place of the size that it has; None if it is fixed."""
-        result = self._dimensions.get(placeholder, [])
-        return [None if item.is_fixed else item.root or item.place for item in result]
+        dimensions = self._dimensions.get(placeholder, ())
+        return [None if item.is_fixed else item.root or item.place for item in dimensions]
 
     def inputs(self, sizes: Mapping[Place, int]) -> list[Any]:
         """Return random inputs with ``sizes``, and the sizes of the example where it names none."""
         generator = torch.Generator().manual_seed(0)
-        placeholders = self.graph_module.graph.find_nodes(op="placeholder")
-        return [self._random(node, sizes, generator) for node in placeholders]
+        return [self._random(node, sizes, generator) for node in self._dimensions]
 
     def _random(self, node: Node, sizes: Mapping[Place, int], generator: torch.Generator) -> Any:
         value = node.meta.get("val")
         if not isinstance(value, Tensor):
             return value
-        dimensions = self._dimensions.get(node, [])
-        shape = [sizes.get(dimension.root or dimension.place, dimension.example) for dimension in dimensions]
+        shape = [sizes.get(item.root or item.place, item.example) for item in self._dimensions[node]]
         if value.dtype is torch.bool:
             return (torch.rand(shape, generator=generator) < 0.5).to(value.device)
         if not value.dtype.is_floating_point:

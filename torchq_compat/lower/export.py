@@ -6,7 +6,8 @@ import copy
 import functools
 import math
 import re
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -17,7 +18,13 @@ from torch.fx import GraphModule, Node
 from torch.nn.utils.rnn import PackedSequence
 
 from torchq_compat.capture import torch_export
-from torchq_compat.capture.opaque_calls import OpaqueModule, layout_index, opaque_call_nodes, tensor_arguments
+from torchq_compat.capture.opaque_calls import (
+    OpaqueModule,
+    layout_index,
+    opaque_call_nodes,
+    opaque_modules,
+    tensor_arguments,
+)
 from torchq_compat.capture.sizes.find_sizes import SizeGroups, group_of, sizes_at
 from torchq_compat.capture.trial_runs import kept_buffers, trial_sizes, with_sizes
 from torchq_compat.errors import CaptureError, ExportError, TorchQCompatError
@@ -165,72 +172,49 @@ def _same_bits(expected: Any, value: Any) -> bool:
 # of the pieces inside the module, the module can as well return floats: the numbers are the same.
 
 
-@dataclass(frozen=True)
-class _Edge:
-    """A flat result or input of an opaque call."""
-
-    call: Node
-    position: int
-
-
 def with_per_tensor_edges(converted: GraphModule) -> GraphModule:
     """Return a copy of ``converted`` with floats instead of per-channel integers between opaque modules and
     the graph. The copy shares the weights; ``converted`` is not changed."""
     graph = copied_graph(converted.graph)
     edited = GraphModule(converted, graph)
-    opaque_modules = opaque_call_nodes(edited)
-    results: list[_Edge] = []
-    inputs: list[_Edge] = []
-    for call, opaque in opaque_modules.items():
+    calls = opaque_call_nodes(edited)
+    #: Call -> the positions of its results, and of its inputs, that become floats.
+    results, inputs = defaultdict[Node, list[int]](list), defaultdict[Node, list[int]](list)
+    for call, opaque in calls.items():
         for getitem in call.users if opaque.opaque_shows_result_qparams else ():
-            readers = _readers(getitem, opaque_modules)
+            readers = _readers(getitem, calls)
             if isinstance(metadata.INTEGERS.of(getitem), PerChannelQParams) and readers is not None:
-                results.append(_Edge(call, position_of(getitem)))
-                inputs.extend(readers)
-                _bypass_dequantize(getitem)
-    _hand_over_floats(edited, results, inputs)
+                results[call].append(position_of(getitem))
+                for reader, position in readers:
+                    inputs[reader].append(position)
+                for dequantize in [user for user in getitem.users if user not in calls]:
+                    dequantize.replace_all_uses_with(getitem)
+    for path in {str(call.target) for call in (*results, *inputs)}:
+        opaque = copy.copy(opaque_modules(edited)[path])
+        edited.set_submodule(path, opaque)
+        for call in calls:
+            if call.target == path:
+                _set_floats(opaque, layout_index(call), inputs[call], results[call])
     graph.eliminate_dead_code()
     return GraphModule(edited, graph)
 
 
-def _readers(getitem: Node, opaque_modules: dict[Node, OpaqueModule]) -> list[_Edge] | None:
-    """Return the inputs of opaque calls that read ``getitem`` as integers; None if an op other than
-    dequantize reads it as well."""
-    edges: list[_Edge] = []
+def _readers(getitem: Node, calls: dict[Node, OpaqueModule]) -> list[tuple[Node, int]] | None:
+    """Return the opaque calls that read ``getitem`` as integers, each with the position of the input; None if
+    an op other than dequantize reads it as well."""
+    readers: list[tuple[Node, int]] = []
     for user in getitem.users:
-        if user in opaque_modules and _takes_floats(opaque_modules[user]):
-            arguments = tensor_arguments(user, opaque_modules[user])
-            edges.extend(_Edge(user, index) for index, node in enumerate(arguments) if node is getitem)
+        if user in calls and _takes_floats(calls[user]):
+            arguments = tensor_arguments(user, calls[user])
+            readers.extend((user, index) for index, node in enumerate(arguments) if node is getitem)
         elif user.target is not DEQUANTIZE_PER_CHANNEL:
             return None
-    return edges
+    return readers
 
 
 def _takes_floats(opaque: OpaqueModule) -> bool:
     """Return whether ``opaque``, or a copy of it, computes the same from floats as from integers."""
     return type(opaque).opaque_receive is OpaqueModule.opaque_receive and not isinstance(opaque, GraphModule)
-
-
-def _bypass_dequantize(getitem: Node) -> None:
-    for user in list(getitem.users):
-        if user.target is DEQUANTIZE_PER_CHANNEL:
-            user.replace_all_uses_with(getitem)
-
-
-def _hand_over_floats(graph_module: GraphModule, results: list[_Edge], inputs: list[_Edge]) -> None:
-    """Give the opaque modules of these edges copies that accept and return floats there."""
-    for path in {str(edge.call.target) for edge in (*results, *inputs)}:
-        opaque = copy.copy(graph_module.get_submodule(path))
-        assert isinstance(opaque, OpaqueModule)
-        graph_module.set_submodule(path, opaque)
-        for call in opaque_call_nodes(graph_module):
-            if call.target == path:
-                _set_floats(
-                    opaque,
-                    layout_index(call),
-                    [edge.position for edge in inputs if edge.call is call],
-                    [edge.position for edge in results if edge.call is call],
-                )
 
 
 def _set_floats(opaque: OpaqueModule, index: int, inputs: list[int], outputs: list[int]) -> None:
@@ -410,16 +394,9 @@ def _error(
 
 def _warn_of_fixed_sizes(guarded: _Guarded) -> None:
     """Say which sizes the captured model leaves free and the program does not."""
-    program, model = guarded.program, guarded.model
-    names, sizes = program.graph_signature.user_inputs, model.record.signature.sizes
-    nodes = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
-    fixed = [
-        f"{name} in dimension {dimension.index} to {size}"
-        for name, dimensions in zip(names, sizes.of_placeholders(model.graph), strict=True)
-        for dimension, size in zip(dimensions, _sizes(nodes.get(str(name))), strict=True)
-        if not dimension.is_fixed and constant_size(size) is not None
-    ]
-    for groups in () if fixed else trial_sizes(sizes):
+    model = guarded.model
+    fixed = [place for place, _ in newly_fixed(guarded.program, model)]
+    for groups in () if fixed else trial_sizes(model.record.signature.sizes):
         if broken := guarded.broken_at(groups):
             with suppress(Exception), torch.no_grad():  # The model may refuse the sizes, too.
                 model(*guarded.call_at(groups))
@@ -428,9 +405,16 @@ def _warn_of_fixed_sizes(guarded: _Guarded) -> None:
         warn_user("TQ701", sizes=", ".join(dict.fromkeys(fixed)))
 
 
-def _sizes(node: Node | None) -> tuple[Any, ...]:
-    """Return the sizes of a tensor input; an argument that is None has no node."""
-    return tuple(getattr(node.meta.get("val"), "shape", ())) if node is not None else ()
+def newly_fixed(program: ExportedProgram, model: ConvertedGraphModule) -> Iterator[tuple[str, int]]:
+    """Yield the sizes that ``program`` fixes and ``model`` leaves free: "x in dimension 0 to 5", and 5."""
+    nodes = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
+    all_dimensions = model.record.signature.sizes.of_placeholders(model.graph)
+    for name, dimensions in zip(program.graph_signature.user_inputs, all_dimensions, strict=True):
+        # An argument that is None has no node.
+        value = nodes[str(name)].meta.get("val") if name in nodes else None
+        for dimension, size in zip(dimensions, getattr(value, "shape", ()), strict=True):
+            if not dimension.is_fixed and (number := constant_size(size)) is not None:
+                yield f"{name} in dimension {dimension.index} to {number}", number
 
 
 def constant_size(size: Any) -> int | None:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import getitem
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
@@ -16,11 +17,10 @@ from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule, Node
 
-from torchq_compat.capture.sizes.input_sizes import Dimension
 from torchq_compat.errors import ExportError
 from torchq_compat.lower.executorch import passes
 from torchq_compat.lower.executorch.recurrent_kernel import load_recurrent_kernel
-from torchq_compat.lower.export import export
+from torchq_compat.lower.export import export, newly_fixed
 from torchq_compat.lower.streaming import StreamingModel
 from torchq_compat.read.example_inputs import read_example_inputs
 from torchq_compat.read.old_forms import takes_old_keywords
@@ -52,10 +52,6 @@ class InputSpec:
     name: str
     dtype: torch.dtype | None
     sizes: tuple[SizeRange, ...] | None
-
-    @classmethod
-    def up_to(cls, sizes: tuple[int, ...]) -> InputSpec:
-        return cls("", None, tuple(SizeRange(0, size) for size in sizes))
 
     def check(self, index: int, value: Any) -> None:
         """Raise an ExportError if ``value`` does not fit this input."""
@@ -101,17 +97,6 @@ def read_inputs(program: ExportedProgram) -> tuple[InputSpec, ...]:
     nodes = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
     given = (spec for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT)
     return tuple(_input(nodes[spec.arg.name]) for spec in given)
-
-
-def unexpectedly_fixed(inputs: tuple[InputSpec, ...], sizes: list[tuple[Dimension, ...]]) -> list[str]:
-    """Return the sizes above 1 that ``inputs`` fix and that the converted model, whose inputs have ``sizes``,
-    leaves free."""
-    return [
-        f"{spec.name} in dimension {dimension.index} to {high}"
-        for spec, dimensions in zip(inputs, sizes, strict=True)
-        for dimension, (low, high) in zip(dimensions, spec.sizes or (), strict=True)
-        if not dimension.is_fixed and low == high > 1
-    ]
 
 
 def _input(placeholder: Node) -> InputSpec:
@@ -198,13 +183,12 @@ def _calls(graph_module: GraphModule, *, in_loop: bool = False) -> Iterator[tupl
             body = graph_module.get_submodule(str(node.args[0].target))
             assert isinstance(body, GraphModule)
             yield from _calls(body, in_loop=True)
-        elif isinstance(node.meta.get("val"), (torch.Tensor, tuple, list)) and _name(node) != "getitem":
+        elif isinstance(node.meta.get("val"), (torch.Tensor, tuple, list)) and node.target is not getitem:
             yield node, in_loop
 
 
 def _name(node: Node) -> str:
-    name: str = getattr(node.target, "__name__", str(node.target))
-    return name.removesuffix(".default")
+    return passes.name_of(node).removesuffix(".default")
 
 
 # An ExecuTorch program: the bytes of a ``.pte`` file, and the signature of its inputs and results.
@@ -245,7 +229,8 @@ class ExecutorchProgram:
         except RuntimeError as cause:
             raise _unreadable(Path(path).name, cause) from cause
         tensors = (meta.input_tensor_meta(index) for index in range(meta.num_inputs()))
-        return cls(pte, tuple(InputSpec.up_to(tuple(tensor.sizes())) for tensor in tensors))
+        all_sizes = (tuple(SizeRange(0, size) for size in tensor.sizes()) for tensor in tensors)
+        return cls(pte, tuple(InputSpec("", None, sizes) for sizes in all_sizes))
 
     def load(self) -> None:
         """Load the program into the runtime of this process; otherwise, the first call does so.
@@ -275,7 +260,9 @@ class ExecutorchProgram:
             ExportError: the number of inputs, a dtype or a size differs from those of the program, or the
                 runtime stops with an error.
         """
-        leaves = [self._as_input(leaf) for leaf in pytree.tree_leaves(args)]
+        # The runtime reads memory in the order of the dimensions, without strides.
+        ordered = pytree.tree_map_only(Tensor, lambda leaf: leaf.detach().contiguous(), args)
+        leaves = pytree.tree_leaves(ordered)
         if len(leaves) != len(self.inputs):
             raise _other_inputs(f"{len(leaves)} inputs were given", [str(item) for item in self.inputs])
         for index, (leaf, spec) in enumerate(zip(leaves, self.inputs, strict=True)):
@@ -290,11 +277,6 @@ class ExecutorchProgram:
     @cached_property
     def _method(self) -> Any:
         return passes.runtime().load_program(self.pte).load_method(METHOD)
-
-    @staticmethod
-    def _as_input(leaf: Any) -> Any:
-        # The runtime reads memory in the order of the dimensions, without strides.
-        return leaf.detach().contiguous() if isinstance(leaf, Tensor) else leaf
 
 
 def _other_inputs(problem: str, expected: Iterable[str]) -> ExportError:
@@ -383,8 +365,7 @@ def to_executorch(
         if dynamic_shapes is None and not isinstance(converted, StreamingModel):
             # The q-dq graph of a lowered model is its attribute ``reference``.
             reference: Any = getattr(converted, "reference", converted)
-            sizes = reference.record.signature.sizes.of_placeholders(reference.graph)
-            if fixed := unexpectedly_fixed(inputs, sizes):
+            if fixed := [place for place, size in newly_fixed(exported, reference) if size > 1]:
                 warn_user("TQ702", sizes=", ".join(fixed))
         begin("lower")
         structure = exported.call_spec.out_spec

@@ -36,8 +36,7 @@ def fit_quantized_ops(program: ExportedProgram) -> None:
     for graph_module in graphs(program.graph_module):
         graph = graph_module.graph
         for quantize in graph.find_nodes(op="call_function", target=qdq.QUANTIZE_PER_CHANNEL):
-            scales = quantize.args[1]
-            assert isinstance(scales, Node)
+            scales: Any = quantize.args[1]
             with graph.inserting_before(quantize):
                 quantize.update_arg(1, _cast(graph, scales, torch.float64))
         for cast in graph.find_nodes(op="call_function", target=qdq.CONVERT_DTYPE):
@@ -57,13 +56,10 @@ def graphs(graph_module: GraphModule) -> Iterator[GraphModule]:
 def _look_up_integers(graph: Graph, embedding: Node) -> None:
     """Rewrite ``dequantize_per_channel(table)[indices]`` as ``embedding_byte``: the dequantize kernel
     supports no float zero points, which embeddings have."""
-    table = embedding.args[0]
-    assert isinstance(table, Node)
+    table: Any = embedding.args[0]
     if table.target is not qdq.DEQUANTIZE_PER_CHANNEL or table.kwargs or table.args[3] != 0:
         return
     integers, scales, zero_points, _, low, high, _ = table.args
-    assert isinstance(scales, Node)
-    assert isinstance(zero_points, Node)
     with graph.inserting_before(embedding):
         if zero_points.meta["val"].dtype != scales.meta["val"].dtype:
             zero_points = _cast(graph, zero_points, scales.meta["val"].dtype)
@@ -145,11 +141,8 @@ def move_loop_invariants(graph_module: GraphModule) -> PassResult:
 
 
 def _move_out_of(graph_module: GraphModule, scan: Node) -> bool:
-    body_name, init, inputs, constants = scan.args
-    assert isinstance(body_name, Node)
-    assert isinstance(init, (list, tuple))
-    assert isinstance(inputs, (list, tuple))
-    assert isinstance(constants, (list, tuple))
+    given: Any = scan.args
+    body_name, init, inputs, constants = given
     body = graph_module.get_submodule(str(body_name.target))
     assert isinstance(body, GraphModule)
     arguments = body.graph.find_nodes(op="placeholder")[len(init) + len(inputs) :]
@@ -398,6 +391,11 @@ def _held_to_int8(config: type[Any], refused: dict[str, str]) -> type[Any]:
     return HeldToInt8
 
 
+def _is_constant(node: Any, program: ExportedProgram) -> bool:
+    """Return whether ``node`` is a parameter or buffer."""
+    return node.op == "placeholder" and node.name not in program.graph_signature.user_inputs
+
+
 def _why_not(node: Node, partition: set[Node], program: ExportedProgram) -> str:
     """Return why XNNPACK must not have ``partition``, ``node`` and its surroundings; empty if it may."""
     if any(map(_reshapes_free_sizes, partition)):
@@ -410,7 +408,7 @@ def _why_not(node: Node, partition: set[Node], program: ExportedProgram) -> str:
 
 
 def _wrong_qparams(node: Node, *, is_weight: bool) -> str:
-    if "per_channel" in _name(node):
+    if "per_channel" in name_of(node):
         dtype = node.args[6]
         return "" if dtype is torch.int8 else f"XNNPACK computes on int8, not {dtype}"
     qparams = PerTensorQParams.of_node(node)
@@ -424,7 +422,7 @@ def _wrong_qparams(node: Node, *, is_weight: bool) -> str:
 
 def _reshapes_free_sizes(node: Node) -> bool:
     """Return whether XNNPACK reshapes for ``node``, to or from a shape with several free sizes."""
-    name = _name(node)
+    name = name_of(node)
     shapes = [item.meta["val"].shape for item in (node, *node.all_input_nodes[:1]) if "val" in item.meta]
     is_1d_convolution = "convolution" in name and len(shapes[0]) == 3
     if not is_1d_convolution and "squeeze_copy" not in name:
@@ -434,13 +432,9 @@ def _reshapes_free_sizes(node: Node) -> bool:
 
 def _is_quantized(node: Node) -> bool:
     # Variants with qparams as tensors, not "default", choose the qparams at run time.
-    return "quantize_per_" in _name(node) and "default" in _name(node)
+    return "quantize_per_" in name_of(node) and "default" in name_of(node)
 
 
-def _is_constant(node: Any, program: ExportedProgram) -> bool:
-    """Return whether ``node`` is a parameter or buffer."""
-    return node.op == "placeholder" and node.name not in program.graph_signature.user_inputs
-
-
-def _name(node: Node) -> str:
+def name_of(node: Node) -> str:
+    """Return the name of the operator that ``node`` calls."""
     return getattr(node.target, "__name__", str(node.target))
