@@ -11,7 +11,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from torchq_compat.capture.opaque_calls import layout_index, opaque_call_nodes, tensor_arguments
-from torchq_compat.read.qdq import DEQUANTIZE, QUANTIZE, constants_in, insert_dequantize
+from torchq_compat.read.qdq import DEQUANTIZE, DEQUANTIZES, QUANTIZE, constants_in, insert_dequantize
 from torchq_compat.read.qparams import PerTensorQParams, QParams
 from torchq_compat.support import metadata
 from torchq_compat.support.graph_nodes import position_of, source_of
@@ -53,11 +53,11 @@ def _decide_input(arg: Node) -> tuple[Node, QParams | None]:
     """Return the node to pass in place of ``arg``, and the qparams of its integers; None for floats."""
     if arg.target is TO_DTYPE and isinstance(arg.args[0], Node) and arg.args[0].target is DEQUANTIZE:
         arg = arg.args[0]
-    if metadata.DEQUANTIZED.is_on(arg):
-        return source_of(arg), metadata.DEQUANTIZED.required(arg)
-    if arg.target is DEQUANTIZE:
-        return source_of(arg), PerTensorQParams.of_node(arg)
-    return arg, None
+    if arg.target not in DEQUANTIZES:
+        return arg, None
+    source = source_of(arg)
+    qparams = metadata.INTEGERS.of(source) or PerTensorQParams.of_call(arg, DEQUANTIZE)
+    return (arg, None) if qparams is None else (source, qparams)
 
 
 def _insert_dequantize(graph_module: GraphModule, getitem: Node, qparams: QParams) -> None:
@@ -65,7 +65,7 @@ def _insert_dequantize(graph_module: GraphModule, getitem: Node, qparams: QParam
     value = getitem.meta["val"]
     with graph.inserting_before(getitem.next):
         dequantize = insert_dequantize(graph, getitem, qparams, constants_in(graph_module), value.dtype)
-    dequantize.meta = {**getitem.meta, metadata.DEQUANTIZED.name: qparams}
+    dequantize.meta = dict(getitem.meta)
     metadata.INTEGERS.write(getitem, qparams)
     with value.fake_mode:
         getitem.meta["val"] = value.to(qparams.dtype)

@@ -172,15 +172,13 @@ def _result_of(nodes: list[Node], path: str) -> Node:
     if len(results) != 1:
         raise _no_place(path, f"its ops have {len(results)} results")
     node = results[0]
-    while len(node.users) == 1 and not module_path_of(user := next(iter(node.users))) and _is_scaling(user):
+    while len(node.users) == 1 and not module_path_of(user := next(iter(node.users))):
+        if user.target not in (ATEN.div.Tensor, ATEN.add.Tensor):
+            break
         node = user
     norm = next(iter(node.users), None)
     is_scaled = node is not results[0] and norm is not None and norm.target is BATCH_NORM
     return norm if is_scaled and norm is not None else results[0]
-
-
-def _is_scaling(node: Node) -> bool:
-    return node.target in (ATEN.div.Tensor, ATEN.add.Tensor)
 
 
 def _inputs_of(nodes: list[Node]) -> Iterator[Node]:

@@ -6,7 +6,7 @@ import re
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NoReturn, Self, SupportsIndex
@@ -318,7 +318,7 @@ class ModuleView(_StandsFor, nn.Module):
         if owner() is None:
             return ""
         shown = [facts.shown] if facts.shown else []
-        scale, zero_point = (_ANSWERS[name](owner(), path) for name in ("scale", "zero_point"))
+        scale, zero_point = _output_qparams(owner(), path)
         if scale is not MISSING and type(self).__name__.startswith("Quantized"):
             shown += [f"scale={scale}, zero_point={zero_point}"]
         weight = _weight_node(owner(), path)
@@ -402,7 +402,7 @@ def _kind_of(facts: ModuleFacts, nodes: list[Node]) -> str:
     if weight is None:
         is_fused_away = nodes[0].target in those("relu") and _is_behind_weighted(nodes[0])
         return "" if is_fused_away else facts.kind
-    if _is_dynamic(nodes):
+    if any(source.target is DEQUANTIZE_DYNAMIC for node in nodes for source in node.all_input_nodes):
         return f"DynamicQuantized{facts.kind}"
     fused = FUSED_RELU.fullmatch(facts.kind)
     if fused is not None and any(user.target in those("relu") for user in nodes[-1].users):
@@ -430,18 +430,9 @@ def _weight_of(nodes: list[Node]) -> Node | None:
     """Return the dequantize of an integer weight that one of ``nodes`` reads; None if there is none."""
     for node in nodes:
         for source in node.all_input_nodes:
-            if source.target in DEQUANTIZES and _reads_attribute(source):
+            if source.target in DEQUANTIZES and source_of(source).op == "get_attr":
                 return source
     return None
-
-
-def _reads_attribute(node: Node) -> bool:
-    return isinstance(node.args[0], Node) and node.args[0].op == "get_attr"
-
-
-def _is_dynamic(nodes: list[Node]) -> bool:
-    sources = [source for node in nodes for source in node.all_input_nodes]
-    return any(source.target is DEQUANTIZE_DYNAMIC for source in sources)
 
 
 def _weight_node(owner: GraphModule, path: str) -> Node | None:
@@ -485,18 +476,17 @@ def _bias(owner: GraphModule, path: str) -> Any:
     return bias
 
 
-def _output_qparams(owner: GraphModule, path: str) -> Iterator[Any]:
-    """Yield scale and zero point of the result of the module's op, or of the ReLU after it."""
+def _output_qparams(owner: GraphModule, path: str) -> tuple[Any, ...]:
+    """Return scale and zero point of the result of the module's op, or of the ReLU after it."""
     nodes = _nodes_at(owner, path)
     node = nodes[-1] if nodes else None
-    if node is not None and _hands_on_qparams(node):
-        return  # As ReLU6, pools and dropouts of torch.ao: they have no scale.
-    while node is not None:
+    # ReLU6, pools and dropouts of torch.ao have no scale.
+    while node is not None and not _hands_on_qparams(node):
         quantize = next((user for user in node.users if user.target is QUANTIZE), None)
         if quantize is not None:
-            yield from quantize.args[1:3]
-            return
+            return quantize.args[1:3]
         node = next((user for user in node.users if user.target in those("relu")), None)
+    return MISSING, MISSING
 
 
 def _hands_on_qparams(node: Node) -> bool:
@@ -508,11 +498,11 @@ def _hands_on_qparams(node: Node) -> bool:
 
 
 def _scale(owner: GraphModule, path: str) -> Any:
-    return next(_output_qparams(owner, path), MISSING)
+    return _output_qparams(owner, path)[0]
 
 
 def _zero_point(owner: GraphModule, path: str) -> Any:
-    return next(iter(list(_output_qparams(owner, path))[1:]), MISSING)
+    return _output_qparams(owner, path)[1]
 
 
 def qparam_by_fx_name(reference: GraphModule, name: str) -> Tensor | None:

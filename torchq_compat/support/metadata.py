@@ -75,11 +75,7 @@ OPAQUE_CALL: MetaKey[str] = MetaKey(
     "torchq_compat_opaque_call", "node", "capture.opaque_calls", "people who look at a graph"
 )
 #: The qparams of the integers in a result of an opaque call, from convert on; None for floats.
-INTEGERS: MetaKey[Any] = MetaKey(
-    "torchq_compat_integers", "node", "capture.opaque_calls", "lower, opaque_calls"
-)
-#: The qparams of a dequantize after an opaque call.
-DEQUANTIZED: MetaKey[Any] = MetaKey("torchq_compat_qparams", "node", "capture.opaque_calls")
+INTEGERS: MetaKey[Any] = MetaKey("torchq_compat_integers", "node", "capture.opaque_calls", "lower, model")
 #: Whether the node has values on the example inputs that mean infinity.
 INFINITE: MetaKey[bool] = MetaKey("torchq_compat_infinite", "node", "capture.checked", "annotate.decide")
 #: The labels of the ops that FX converts to other qparams or ranges than they trained with; from convert on.
