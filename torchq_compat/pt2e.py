@@ -156,9 +156,8 @@ def _switching_modes(model: GraphModule) -> GraphModule:
 
 def _prepare(model: GraphModule, quantizer: Quantizer, *, is_qat: bool) -> GraphModule:
     checked = _CheckedQuantizer(quantizer, model)
-    flow = process_state.prepare_qat_pt2e if is_qat else process_state.prepare_pt2e
     try:
-        prepared = flow(_with_nodes_of(model), checked)
+        prepared = process_state.prepare_pt2e(_with_nodes_of(model), checked, is_qat=is_qat)
     except QuantizerFailedError as failed:
         raise failed.raised from failed.raised.__cause__
     assert checked.outer is not None

@@ -24,7 +24,7 @@ from torchq_compat.capture.training import (
 )
 from torchq_compat.read.qdq import FOLDED_SCALE
 from torchq_compat.support import graph_nodes
-from torchq_compat.support.process_state import convert_pt2e, prepare_pt2e, prepare_qat_pt2e, without_code
+from torchq_compat.support.process_state import convert_pt2e, prepare_pt2e, without_code
 from torchq_compat.support.upstream import BatchNormBase, is_activation_post_process
 
 # Batch norms with ``momentum=None``, whose running statistics are plain averages over all batches.
@@ -497,8 +497,7 @@ def prepare(
     if not is_qat:
         fold_constants(graph_module, may_fold)
         hide_batch_norms(graph_module)
-    insert = prepare_qat_pt2e if is_qat else prepare_pt2e
-    prepared = insert(graph_module, HidingFromTorchao(quantizer))
+    prepared = prepare_pt2e(graph_module, HidingFromTorchao(quantizer), is_qat=is_qat)
     show_batch_norms(prepared)
     _show_keywords(prepared)
     if is_qat:

@@ -56,14 +56,22 @@ SwitchedOff = dict[str, str]
 
 
 def decide_switched_off(
-    prepared: GraphModule, before: qconfig_mappings.QConfigRules, after: qconfig_mappings.QConfigRules
+    prepared: GraphModule,
+    before: qconfig_mappings.QConfigRules | None,
+    after: qconfig_mappings.QConfigRules | None,
 ) -> SwitchedOff:
     """Return the ops of ``prepared`` that had a QConfig under the rules ``before`` and have none under
-    ``after``.
+    ``after``, if that is given.
 
     Raises:
-        ConfigError: ``after`` gives an op another QConfig, or switches a custom module off.
+        ConfigError: ``after`` gives an op another QConfig, or switches a custom module off; or prepare was
+            given a Quantizer.
     """
+    if after is None:
+        return {}
+    if before is None:
+        raise ConfigError.of("TQ910.quantizer_at_convert")
+    qconfig_mappings.check_convert_rules(before, after)
     switched_off: SwitchedOff = {}
     for node in prepared.graph.nodes:
         record = op_record(node)
@@ -282,7 +290,7 @@ def _check_given(state: _Converting) -> None:
         warn_user("TQ307", backend=state.backend.name)
     if are_never_updated(state.prepared):
         warn_user("TQ512")
-    state.switched_off = _decide_switched_off(state.prepared, state.record, state.rules)
+    state.switched_off = decide_switched_off(state.prepared, state.record.rules, state.rules)
 
 
 @carries_out(CONVERT, "copy the prepared model")
@@ -363,17 +371,6 @@ def _record_of_prepared(model: GraphModule) -> graph_module.ModelRecord:
     if record.stage is not graph_module.Stage.PREPARED:
         raise ConvertError.of("TQ950.stage", stage=record.stage.value)
     return record
-
-
-def _decide_switched_off(
-    prepared: GraphModule, record: graph_module.ModelRecord, rules: qconfig_mappings.QConfigRules | None
-) -> dict[str, str]:
-    if rules is None:
-        return {}
-    if record.rules is None:
-        raise ConfigError.of("TQ910.quantizer_at_convert")
-    qconfig_mappings.check_convert_rules(record.rules, rules)
-    return decide_switched_off(prepared, record.rules, rules)
 
 
 def _told_at_convert(decision: Decision, state: _Converting) -> Decision:

@@ -69,11 +69,12 @@ def waits_for_first_call(function: Callable[P, R]) -> Callable[P, R]:
         except InputError as error:
             if error.code != NO_EXAMPLES:
                 raise
-            preparation = _Preparation(function, args, kwargs)
+            first, *others = inspect.signature(function).parameters
+            given = {**dict(zip((first, *others), args, strict=False)), **kwargs}
             warn_user("TQ316", problem=error.message.rstrip("."))
-            model = copied_model(cast("nn.Module", args[0] if args else kwargs["model"]))
-            is_qat = function.__name__ == "prepare_qat_fx" or bool(preparation.given("is_qat"))
-            waiting = WaitingModel(model, preparation, error.message)
+            model = copied_model(cast("nn.Module", given.pop(first)))
+            is_qat = function.__name__ == "prepare_qat_fx" or bool(given.get("is_qat"))
+            waiting = WaitingModel(model, _Preparation(function, given), error.message)
             vars(waiting)["training"] = is_qat and model.training
             return cast("R", waiting)
 
@@ -120,52 +121,34 @@ def adopt_parameters(named: Iterable[tuple[str, nn.Parameter]], module: nn.Modul
 
 @dataclass(frozen=True)
 class _Preparation:
-    """A call of a function that prepares, to be made with other example inputs; pickled by its name."""
+    """A call of a function that prepares, to be made with other example inputs; pickled by its name.
+
+    Attributes:
+        given: the arguments of the call behind the model, by name.
+    """
 
     function: Function
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-
-    def given(self, name: str) -> Any:
-        position = _position(self.function, name)
-        at = position is not None and position < len(self.args)
-        return self.args[cast("int", position)] if at else self.kwargs.get(name)
+    given: Mapping[str, Any]
 
     def __call__(self, model: nn.Module, examples: tuple[Any, ...]) -> nn.Module:
-        args, kwargs = list(self.args), dict(self.kwargs)
-        stands = self.given(EXAMPLES)
-        _put(self.function, args, kwargs, next(iter(inspect.signature(self.function).parameters)), model)
-        _put(self.function, args, kwargs, EXAMPLES, examples)
+        given, stands = {**self.given, EXAMPLES: examples}, self.given.get(EXAMPLES)
         is_config = isinstance(stands, (dict, PrepareCustomConfig)) and is_old_config(stands)
-        if stands and is_config and self.given(CUSTOM_CONFIG) is None:
+        if stands and is_config and given.get(CUSTOM_CONFIG) is None:
             # The third argument before torch 1.13, which FX ignores today.
-            _put(self.function, args, kwargs, CUSTOM_CONFIG, stands)
-        prepared: nn.Module = self.function(*args, **kwargs)
+            given[CUSTOM_CONFIG] = stands
+        prepared: nn.Module = self.function(model, **given)
         return prepared
 
     def __reduce__(self) -> Any:
-        return _named_again, (_Preparation, *_name_of(self.function), self.args, dict(self.kwargs))
+        return _named_again, (_Preparation, *_name_of(self.function), dict(self.given))
 
 
 def _is_static(preparation: _Preparation) -> bool:
     """Return whether activations are quantized by what calibration has seen."""
-    mapping = preparation.given("qconfig_mapping") or preparation.given("qconfig_dict")
+    mapping: Any = preparation.given.get("qconfig_mapping") or preparation.given.get("qconfig_dict")
     if isinstance(mapping, Quantizer):
         return True
     return any(qconfig and OpSpecs(qconfig).is_static for qconfig in read_qconfig_mapping(mapping).qconfigs)
-
-
-def _position(function: Function, name: str) -> int | None:
-    names = list(inspect.signature(function).parameters)
-    return names.index(name) if name in names else None
-
-
-def _put(function: Function, args: list[Any], kwargs: dict[str, Any], name: str, value: Any) -> None:
-    position = _position(function, name)
-    if position is not None and position < len(args):
-        args[position] = value
-    else:
-        kwargs[name] = value
 
 
 @dataclass(frozen=True)
@@ -336,9 +319,6 @@ class WaitingModel(nn.Module):
     def __reduce__(self) -> Any:
         settings = functools.partial(WaitingModel, is_converted=self.is_converted, since=self.since)
         return settings, (self.float_model, self.make, self.problem), {"training": self.training}
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.__reduce__()
 
     def __prepare_scriptable__(self) -> NoReturn:
         self._refuse("torch.jit.script")

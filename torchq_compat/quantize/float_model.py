@@ -20,7 +20,7 @@ from torchq_compat.ops import facts
 from torchq_compat.read.qconfig_mappings import QConfigRules, select_for_module
 from torchq_compat.support import metadata
 from torchq_compat.support.decisions import Action, Decision
-from torchq_compat.support.graph_nodes import module_path_of
+from torchq_compat.support.graph_nodes import is_inside, module_path_of
 from torchq_compat.support.torch_ao import fused_module
 from torchq_compat.support.upstream import BatchNormBase, DropoutBase
 
@@ -65,7 +65,7 @@ def decide_training_flags(
     for path, module in model.named_modules():
         # torch.fx.symbolic_trace and fuse_modules make containers, whose flags nobody set.
         is_container = type(module) is nn.Module or isinstance(module, fused_module)
-        if module.training == is_qat or is_container or any(_is_inside(path, outer) for outer in reported):
+        if module.training == is_qat or is_container or any(is_inside(path, outer) for outer in reported):
             continue
         if module in kept:
             yield Decision(
@@ -73,7 +73,7 @@ def decide_training_flags(
             )
             continue
         reported.append(path)
-        is_lost = not is_qat or any(norm == path or _is_inside(norm, path) for norm in fused)
+        is_lost = not is_qat or any(is_inside(norm, path) for norm in fused)
         reason = CALIBRATES if not is_qat else (TRAINS if path and is_lost else WAITS)
         kind = f"{mode} mode of {type(module).__name__}"
         yield Decision(path, kind, Action.DROPPED, reason, warn=bool(path) and is_lost, code="TQ313")
@@ -126,10 +126,6 @@ def _trained_on_purpose(model: nn.Module, *, is_qat: bool) -> list[nn.Module]:
     if is_qat or model.training:
         return []
     return [m for m in model.modules() if m.training and isinstance(m, (DropoutBase, BatchNormBase))]
-
-
-def _is_inside(path: str, outer: str) -> bool:
-    return not outer or path.startswith(f"{outer}.")
 
 
 # Decisions about Python attributes and hooks of a model, which do not survive capture.

@@ -39,7 +39,7 @@ from torchq_compat.read.qspecs import SpecObserverConstructor, make_observer
 from torchq_compat.support import torch_ao
 from torchq_compat.support.decisions import Action, Decision
 from torchq_compat.support.dtypes import is_integer
-from torchq_compat.support.graph_nodes import module_path_of
+from torchq_compat.support.graph_nodes import is_inside, module_path_of
 
 # The arguments of ``prepare_fx`` or ``prepare_qat_fx`` as one frozen value.
 
@@ -278,7 +278,7 @@ def rules_beside(
     paths = [
         path
         for path, module in model.named_modules()
-        if mapped.intersection(type(module).__mro__) and not any(_is_inside(path, name) for name in own)
+        if mapped.intersection(type(module).__mro__) and not any(is_inside(path, name) for name in own)
     ]
     name = type(quantizer).__name__
     specs = _specs_of_linears(quantizer, paths) if paths and given is None else {}
@@ -303,10 +303,6 @@ def rules_beside(
         module_names=MappingProxyType({**rules.module_names, **names}),
         sources=MappingProxyType(sources),
     )
-
-
-def _is_inside(path: str, name: str) -> bool:
-    return not name or path == name or path.startswith(f"{name}.")
 
 
 def _over_time(spec: QuantizationSpec, setting: str) -> SpecObserverConstructor:

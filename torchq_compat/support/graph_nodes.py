@@ -166,6 +166,11 @@ def module_path_of(node: Node) -> str:
     return str(list(stack.values())[-1][0]) if stack else ""
 
 
+def is_inside(path: str, outer: str) -> bool:
+    """Return whether the module at ``path`` is the one at ``outer`` or in it; all are in the model itself."""
+    return not outer or path == outer or path.startswith(f"{outer}.")
+
+
 def free_name(graph_module: nn.Module, expected: str) -> str:
     """Return ``expected``, or with ``_1``, ``_2``, ... behind it the first that ``graph_module`` has not."""
     name, count = expected, 0

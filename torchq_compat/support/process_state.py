@@ -276,18 +276,11 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 # its predecessor in torch.ao.
 
 
-def prepare_pt2e(model: GraphModule, quantizer: Quantizer) -> GraphModule:
-    """Call torchao's ``prepare_pt2e``."""
+def prepare_pt2e(model: GraphModule, quantizer: Quantizer, *, is_qat: bool = False) -> GraphModule:
+    """Call torchao's ``prepare_pt2e``, or ``prepare_qat_pt2e``."""
+    prepare = flow.prepare_qat_pt2e if is_qat else flow.prepare_pt2e
     with alone(), _forgetting_models():
-        prepared: GraphModule = flow.prepare_pt2e(model, quantizer)
-        return _on_device_of_inputs(prepared)
-
-
-def prepare_qat_pt2e(model: GraphModule, quantizer: Quantizer) -> GraphModule:
-    """Call torchao's ``prepare_qat_pt2e``."""
-    with alone(), _forgetting_models():
-        prepared: GraphModule = flow.prepare_qat_pt2e(model, quantizer)
-        return _on_device_of_inputs(prepared)
+        return _on_device_of_inputs(prepare(model, quantizer))
 
 
 def _on_device_of_inputs(prepared: GraphModule) -> GraphModule:
