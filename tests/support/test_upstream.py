@@ -354,11 +354,6 @@ def test_what_an_overload_calls_computes_the_same() -> None:
     assert add(torch.fx.Proxy(traced.placeholder("x")), 1).node.target is torch.ops.aten.add.Tensor
 
 
-def test_kernels_of_an_operator_are_known_by_their_key() -> None:
-    assert upstream.has_kernel("aten::add.Tensor", "CPU")
-    assert not upstream.has_kernel("aten::_version", "CPU")
-
-
 def test_codegen_of_a_captured_model_asks_for_bindings_and_output() -> None:
     class Pair(nn.Module):
         def forward(self, x: torch.Tensor, pair: tuple[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:

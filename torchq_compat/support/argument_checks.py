@@ -135,8 +135,11 @@ def check_arguments(function: str, expected: Mapping[str, Expected], given: Mapp
         ArgumentError: see ``checked_arguments``.
     """
     for name, value in given.items():
-        if name in expected and not expected[name].accepts(value):
-            raise wrong_argument(function, name, expected[name], value)
+        if name not in expected or expected[name].accepts(value):
+            continue
+        is_class = isinstance(value, type) and issubclass(value, expected[name].classes)
+        key, what = "TQ903.class_itself" if is_class else "TQ903.type", expected[name].what
+        raise ArgumentError.of(key, function=function, name=name, expected=what, value=shown(value))
 
 
 def check_settings(setting: str, expected: Mapping[str, Expected], values: Mapping[str, Any]) -> None:
@@ -154,13 +157,6 @@ def check_settings(setting: str, expected: Mapping[str, Expected], values: Mappi
                 expected=expected[name].what,
                 value=shown(value),
             )
-
-
-def wrong_argument(function: str, name: str, expected: Expected, value: object) -> ArgumentError:
-    """Return the error for a ``value`` of the parameter ``name`` that ``expected`` does not accept."""
-    is_class = isinstance(value, type) and issubclass(value, expected.classes)
-    key = "TQ903.class_itself" if is_class else "TQ903.type"
-    return ArgumentError.of(key, function=function, name=name, expected=expected.what, value=shown(value))
 
 
 def shown(value: object) -> str:

@@ -5,7 +5,7 @@ import os
 import stat
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -25,7 +25,9 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
         path = path.resolve()
     except RuntimeError as cause:  # before Python 3.13
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path)) from cause
-    mode = _mode_of(path)
+    mode = None
+    with suppress(FileNotFoundError):
+        mode = path.stat().st_mode
     if mode is not None and not stat.S_ISREG(mode):
         # A device or a pipe has no content to protect, and must not be replaced by a file.
         with path.open("wb") as file:
@@ -45,14 +47,6 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
-
-
-def _mode_of(path: Path) -> int | None:
-    """Return the mode of the file at ``path``; None if there is no file."""
-    try:
-        return path.stat().st_mode
-    except FileNotFoundError:
-        return None
 
 
 def write_whole(path: Path, content: str) -> None:

@@ -45,8 +45,6 @@ from torchq_compat.support.torch_ao import FIXED_QPARAMS_OP_TO_OBSERVER, fx_util
 #: Functions that make a quantized tensor from integers and qparams; None in a torch without such tensors.
 make_per_tensor_quantized_tensor: Any = getattr(torch, "_make_per_tensor_quantized_tensor", None)
 make_per_channel_quantized_tensor: Any = getattr(torch, "_make_per_channel_quantized_tensor", None)
-#: (operator, dispatch key) -> whether the operator has an implementation for that key.
-has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 #: The operators behind the packing functions of torch.nn.utils.rnn, and the gradient of the first.
 pack_padded_sequence: Any = torch._VF._pack_padded_sequence
 pack_padded_sequence_backward: Any = torch.ops.aten._pack_padded_sequence_backward

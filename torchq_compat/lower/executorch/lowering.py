@@ -29,7 +29,7 @@ from torchq_compat.support.atomic_files import whole_file
 from torchq_compat.support.dtypes import dtype_name
 from torchq_compat.support.process_state import alone, without_autocast
 from torchq_compat.support.report import slow_stages
-from torchq_compat.support.upstream import pytree
+from torchq_compat.support.upstream import limits_of, pytree
 from torchq_compat.support.user_warnings import is_of_treespec, silenced, warn_user
 
 # The inputs of an ExecuTorch program, with their largest sizes, for which it plans its memory.
@@ -111,12 +111,11 @@ def _range(placeholder: Node, dimension: int, size: int | torch.SymInt) -> SizeR
     # A size that was free and then fixed is still a SymInt.
     if not isinstance(size, torch.SymInt) or size.node.expr.is_number:
         return SizeRange(int(size), int(size))
-    bounds = size.node.shape_env.bound_sympy(size.node.expr)
-    if not bounds.upper.is_Integer:
+    low, high = limits_of(size)
+    if high is None:
         raise ExportError.of("TQ932.no_upper_bound", dimension=dimension, placeholder=placeholder.name)
     # torch.export assumes a free size to be at least 2, but such a program also runs with size 1.
-    low = int(bounds.lower)
-    return SizeRange(1 if low == 2 else low, int(bounds.upper))
+    return SizeRange(1 if low == 2 else int(low), int(high))
 
 
 # Report for every op whether an ExecuTorch backend took it or it runs on the portable kernels.
