@@ -20,7 +20,6 @@ from torchq_compat.capture.opaque_stub import OPAQUE_OP, ORIGINAL, StubRegistry
 from torchq_compat.errors import ConvertError
 from torchq_compat.ops import those
 from torchq_compat.read.qparams import QParams
-from torchq_compat.support import metadata
 from torchq_compat.support.graph_nodes import (
     called_modules,
     copied_values,
@@ -316,7 +315,7 @@ def _is_packed(value: Any) -> bool:
 def _call_flat(graph_module: GraphModule, node: Node, path: str, flat: tuple[Any, ...], index: int) -> None:
     with graph_module.graph.inserting_before(node):
         call = graph_module.graph.call_module(path, flat, {"opaque_layout": index})
-    call.meta = {**node.meta, metadata.OPAQUE_CALL.name: path}
+    call.meta = dict(node.meta)
     replace_node(node, call)
     call._rename(path.replace(".", "_"))
 

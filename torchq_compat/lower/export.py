@@ -334,10 +334,7 @@ def exported(
 
 
 def _reference(converted: torch.nn.Module) -> ConvertedGraphModule:
-    # A lowered model has its q-dq graph under this name.
-    model = (
-        converted if isinstance(converted, ConvertedGraphModule) else getattr(converted, "reference", None)
-    )
+    model = getattr(converted, "reference", None)
     if not isinstance(model, ConvertedGraphModule):
         raise ExportError.of("TQ930.not_converted", converted=converted)
     if model.training:

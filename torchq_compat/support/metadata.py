@@ -70,12 +70,8 @@ UNTRAINED: MetaKey[tuple[Any, ...]] = MetaKey(
 FIXED_MODE: MetaKey[bool] = MetaKey("torchq_compat_fixed_mode", "node", "capture.training")
 #: The properties of an op that a QConfigMapping selects by.
 OP: MetaKey[Any] = MetaKey("torchq_compat_op", "node", "annotate.annotation", "quantize.convert")
-#: The path of the module that an opaque call calls.
-OPAQUE_CALL: MetaKey[str] = MetaKey(
-    "torchq_compat_opaque_call", "node", "capture.opaque_calls", "people who look at a graph"
-)
 #: The qparams of the integers in a result of an opaque call, from convert on; None for floats.
-INTEGERS: MetaKey[Any] = MetaKey("torchq_compat_integers", "node", "capture.opaque_calls", "lower, model")
+INTEGERS: MetaKey[Any] = MetaKey("torchq_compat_integers", "node", "model.quantized_boundary", "lower, model")
 #: Whether the node has values on the example inputs that mean infinity.
 INFINITE: MetaKey[bool] = MetaKey("torchq_compat_infinite", "node", "capture.checked", "annotate.decide")
 #: The labels of the ops that FX converts to other qparams or ranges than they trained with; from convert on.
