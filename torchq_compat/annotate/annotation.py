@@ -118,28 +118,25 @@ class ObservedEdges:
         output."""
         decided: dict[Node, NodeSpecs] = {}
         first_with: dict[EdgeOrNode, EdgeOrNode] = {}
+
+        def spec_of(edge_or_node: EdgeOrNode) -> QuantizationSpecBase:
+            observer = self._observer[self._first(edge_or_node)]
+            first = first_with.setdefault(observer, edge_or_node)
+            return self._specs[observer] if first == edge_or_node else SharedQuantizationSpec(first)
+
         for node in nodes:
             specs = NodeSpecs()
             for producer in node.all_input_nodes:
-                edge = (producer, node)
-                if edge in self:
-                    specs.inputs[producer] = self._spec_at(
-                        edge, self._observer[self._first(edge)], first_with
-                    )
-            if node in self._observer:
-                specs.output = self._spec_at(node, self._observer[node], first_with)
+                if (producer, node) in self:
+                    specs.inputs[producer] = spec_of((producer, node))
+            if node in self:
+                specs.output = spec_of(node)
             if specs:
                 decided[node] = specs
         return decided
 
     def _first(self, edge_or_node: EdgeOrNode) -> EdgeOrNode:
         return self._joined_with.get(edge_or_node, edge_or_node)
-
-    def _spec_at(
-        self, edge_or_node: EdgeOrNode, observer: EdgeOrNode, first_with: dict[EdgeOrNode, EdgeOrNode]
-    ) -> QuantizationSpecBase:
-        first = first_with.setdefault(observer, edge_or_node)
-        return self._specs[observer] if first == edge_or_node else SharedQuantizationSpec(first)
 
 
 # Records on nodes how a QConfigMapping selects their op, so that convert can apply another mapping to it.

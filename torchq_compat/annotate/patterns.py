@@ -57,11 +57,6 @@ class SourcePartition:
     call_index: int
 
     @property
-    def caller(self) -> str:
-        """The path of the module whose code makes the call."""
-        return _caller(self.origin)
-
-    @property
     def label(self) -> str:
         """The module path for a module, ``scope/node`` for a function."""
         path, name = self.origin.module_path, self.nodes[-1].name
@@ -111,14 +106,10 @@ def find_source_partitions(graph_module: GraphModule, model: nn.Module | None) -
     partitions = []
     for call, nodes in members.items():
         # module_name_object_type_order counts calls by the caller and the type called.
-        kind = _caller(origins[call]), next(iter(origins[call].object_types), None)
+        kind = origins[call].caller, next(iter(origins[call].object_types), None)
         partitions.append(_partition(tuple(nodes), origins[call], seen[kind]))
         seen[kind] += 1
     return partitions
-
-
-def _caller(origin: Origin) -> str:
-    return origin.module_path.rpartition(".")[0] if origin.is_module_call else origin.module_path
 
 
 def is_float_tensor(node: Node) -> bool:

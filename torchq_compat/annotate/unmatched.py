@@ -144,7 +144,7 @@ def decide_order_rules(partitions: list[SourcePartition], rules: QConfigRules) -
 
     Rules about a module class that the module lacks are reported by ``annotate.unmatched``.
     """
-    callers = {partition.caller for partition in partitions}
+    callers = {partition.origin.caller for partition in partitions}
     for rule in rules.orders:
         calls = len({partition.call_index for partition in partitions if _is_about(rule, partition)})
         is_absent = not calls and not isinstance(rule.object_type, type) and rule.module_name in callers
@@ -155,7 +155,8 @@ def decide_order_rules(partitions: list[SourcePartition], rules: QConfigRules) -
 
 
 def _is_about(rule: OrderRule, partition: SourcePartition) -> bool:
-    return partition.caller == rule.module_name and rule.object_type in partition.origin.object_types
+    origin = partition.origin
+    return origin.caller == rule.module_name and rule.object_type in origin.object_types
 
 
 # Warnings about names given to convert that match nothing in the prepared model; FX ignores such names.

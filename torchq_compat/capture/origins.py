@@ -59,6 +59,11 @@ class Origin:
     is_module_call: bool
     wrapped: str = ""
 
+    @property
+    def caller(self) -> str:
+        """The path of the module whose code makes the call."""
+        return self.module_path.rpartition(".")[0] if self.is_module_call else self.module_path
+
 
 def find_origin(node: Node, model: nn.Module | None) -> Origin:
     """Return the origin of ``node`` in ``model``, the exported module; if ``model`` is None, find classes by
