@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import partial
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from torchq_compat.capture.inlined_blocks import Blocks
 from torchq_compat.capture.replaced_calls import ReplacedCalls, called_without_out
+from torchq_compat.capture.sizes.numbers import frames
 from torchq_compat.errors import InputError
 from torchq_compat.support import upstream
 from torchq_compat.support.process_state import held
@@ -183,7 +183,6 @@ class ListOfTensor(UserList[Any]):
 
 #: Functions that make a tensor from a list.
 PUT_TOGETHER = (torch.as_tensor, torch.tensor)
-TORCH = str(Path(torch.__file__).parent)
 _BATCH_IN_CALL: ContextVar[Any] = ContextVar("torchq_compat_packed_batch", default=None)
 _MODE: ContextVar[PackingMode | None] = ContextVar("torchq_compat_packing", default=None)
 
@@ -268,10 +267,8 @@ class PackingMode(ReplacedCalls):
 def _is_bounded(frame: FrameType | None) -> bool:
     """Return whether ``pad_packed_sequence`` asks for the number of steps to see whether ``total_length``
     suffices, which the operator checks at run time."""
-    asking = pad_packed_sequence.__code__
-    while frame is not None and frame.f_code is not asking and _is_of_torch(frame):
-        frame = frame.f_back
-    return frame is not None and frame.f_code is asking and frame.f_locals.get("total_length") is not None
+    asking = (item for item in frames(frame) if item.f_code is pad_packed_sequence.__code__)
+    return any(item.f_locals["total_length"] is not None for item in asking)
 
 
 def _may_be_lengths(tensor: Any) -> bool:
@@ -313,11 +310,6 @@ def _to_list(tensor: Tensor) -> ListOfTensor:
 def _plain(value: Any) -> Any:
     """Return the plain list of a ``ListOfTensor``, for functions of torch that do not know it."""
     return value.data if isinstance(value, ListOfTensor) else value
-
-
-def _is_of_torch(frame: FrameType) -> bool:
-    """Return whether ``frame`` belongs to torch or to the handler of a mode."""
-    return frame.f_code.co_name == "__torch_function__" or frame.f_code.co_filename.startswith(TORCH)
 
 
 def batch_of_arguments(arguments: Any) -> Any:

@@ -95,11 +95,11 @@ def _varied(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return ``args`` with other floats: of equal rows every mean is the row itself."""
     generator = torch.Generator().manual_seed(0)
 
-    def other(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+    def other(leaf: Tensor) -> Tensor:
+        if not leaf.is_floating_point():
             return leaf
         factors = torch.rand(leaf.shape, generator=generator).to(leaf.device, leaf.dtype)
         return leaf * (factors + 0.5) if leaf.any() else factors
 
-    varied: tuple[Any, ...] = pytree.tree_map(other, args)
+    varied: tuple[Any, ...] = pytree.tree_map_only(Tensor, other, args)
     return varied

@@ -8,7 +8,6 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch.fx import GraphModule, Node
 
 from torchq_compat.capture.origins import OPERATOR_OF_METHOD, find_origin, innermost_call, is_fx_leaf_class
 from torchq_compat.capture.packed_sequences import ListOfTensor, PackingMode
-from torchq_compat.capture.sizes.numbers import is_of_libraries
+from torchq_compat.capture.sizes.numbers import is_of_libraries, is_users, line_in_code
 from torchq_compat.capture.sizes.size_reads import SizeReads
 from torchq_compat.capture.unseen_python import SeenFunctions, seen_python
 from torchq_compat.capture.writes import make_out_of_place
@@ -164,7 +163,7 @@ def export_with(
     Raises:
         Exception: whatever the first export raises.
     """
-    args = _distinct(args)
+    args = copied_inputs(args, keeps_gradients=True)
     if dynamic_shapes is EVERY_SIZE:
         dynamic_shapes = _every_dimension(args)
     elif dynamic_shapes is NO_SIZE:
@@ -239,13 +238,22 @@ def capture_flat(model: nn.Module, args: tuple[Tensor, ...]) -> GraphModule:
     return flat
 
 
-def copied_inputs(args: tuple[Any, ...]) -> tuple[Any, ...]:
+def copied_inputs(args: tuple[Any, ...], *, keeps_gradients: bool = False) -> tuple[Any, ...]:
     """Return a copy of ``args`` for a trial run: a model may write into its inputs, and they may belong to an
-    autograd graph."""
-    copies = upstream.pytree.tree_map(
-        lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, args
-    )
-    assert isinstance(copies, tuple)
+    autograd graph.
+
+    torch.export would take a tensor that is given twice, say as h0 and c0, for one input, and the captured
+    model would read one argument for both. To recreate a view from its base, torch.export would check whether
+    its sizes are 1, and guard on the answer.
+
+    Args:
+        keeps_gradients: whether copies require gradients where what they copy does.
+    """
+
+    def copied(tensor: Tensor) -> Tensor:
+        return tensor.detach().clone().requires_grad_(keeps_gradients and tensor.requires_grad)
+
+    copies: tuple[Any, ...] = upstream.pytree.tree_map_only(Tensor, copied, args)
     return copies
 
 
@@ -270,23 +278,6 @@ def explain_failure(model: nn.Module, args: tuple[Any, ...], cause: Exception) -
     return CaptureError.of(_text_about(cause), where=where, cause=cause, of_values=of_values)
 
 
-def _distinct(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return ``args`` with each tensor copied.
-
-    torch.export would take a tensor that is given twice, say as h0 and c0, for one input, and the captured
-    model would read one argument for both. To recreate a view from its base, torch.export would check whether
-    its sizes are 1, and guard on the answer.
-    """
-
-    def copied(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        return leaf.detach().clone().requires_grad_(leaf.requires_grad)
-
-    distinct: tuple[Any, ...] = upstream.pytree.tree_map(copied, args)
-    return distinct
-
-
 def _every_dimension(args: tuple[Any, ...]) -> torch.export.ShapesCollection:
     # Without this setting torch makes no symbol of a size of 1, and warns about each.
     least = 0 if upstream.symbolic_shapes_config.backed_size_oblivious else 2
@@ -299,11 +290,8 @@ def _every_dimension(args: tuple[Any, ...]) -> torch.export.ShapesCollection:
 
 def _user_line(cause: BaseException) -> str | None:
     """Return file, line and text of the last frame of the user's, or None."""
-    for frame in reversed(traceback.extract_tb(cause.__traceback__)):
-        path = Path(frame.filename)
-        if path.exists() and not is_of_libraries(frame.filename):
-            return f"{path.name}:{frame.lineno} ({(frame.line or '').strip()})"
-    return None
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(cause.__traceback__)]
+    return next((line_in_code(*place) for place in reversed(frames) if is_users(place[0])), None)
 
 
 def _text_about(cause: BaseException) -> str:

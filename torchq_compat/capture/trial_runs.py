@@ -8,7 +8,7 @@ import random
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -33,7 +33,7 @@ from torchq_compat.support.graph_nodes import (
     give_back_freed,
     tensors_in,
 )
-from torchq_compat.support.process_state import alone, draws_kept
+from torchq_compat.support.process_state import alone, draws_kept, own_attribute
 from torchq_compat.support.upstream import is_activation_post_process, pytree
 from torchq_compat.support.user_warnings import silenced
 
@@ -317,13 +317,10 @@ def run_prepared(prepared: nn.Module, args: tuple[Any, ...]) -> Any:
 def observers_off(prepared: nn.Module) -> Iterator[set[nn.Module]]:
     """Let observers and fake-quantizes, which the context gives, return their inputs while it is active."""
     off = {module for module in prepared.modules() if is_activation_post_process(module)}
-    try:
+    with ExitStack() as handing_on:
         for module in off:
-            vars(module)["forward"] = _hand_on
+            handing_on.enter_context(own_attribute(module, "forward", _hand_on))
         yield off
-    finally:
-        for module in off:
-            vars(module).pop("forward", None)
 
 
 class GraphRunner(Interpreter):
@@ -360,11 +357,10 @@ def _hand_on(x: Any) -> Any:
 def in_double(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return ``args`` with floats in float64."""
 
-    def widen(leaf: Any) -> Any:
-        is_float = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
-        return leaf.double() if is_float else leaf
+    def widen(tensor: Tensor) -> Tensor:
+        return tensor.double() if tensor.is_floating_point() else tensor
 
-    widened: tuple[Any, ...] = pytree.tree_map(widen, args)
+    widened: tuple[Any, ...] = pytree.tree_map_only(Tensor, widen, args)
     return widened
 
 

@@ -117,8 +117,7 @@ class SeenFunctions:
             (len, self._len),
             (int, self._int),
             (float, self._float),
-            (list, _Called(list, self._list)),
-            (tuple, _Called(tuple, self._list_as_tuple)),
+            *((kind, _Called(kind, partial(self._listed, kind))) for kind in (list, tuple)),
             (sorted, self._sorted),
             (range, self._range),
             (divmod, self._divmod),
@@ -166,15 +165,10 @@ class SeenFunctions:
             return builtins.float(value)
         return torch.sym_float(value)  # type: ignore[no-untyped-call]
 
-    def _list(self, *values: Any) -> Any:
+    def _listed(self, kind: Callable[..., Any], *values: Any) -> Any:
         if not self._is_asked(len(values) == 1 and _are_numbers(values[0])):
-            return builtins.list(*values)
+            return kind(*values)
         return ListOfTensor(_tensor_of(values[0]), partial(builtins.list, values[0]))
-
-    def _list_as_tuple(self, *values: Any) -> Any:
-        if not self._is_asked(len(values) == 1 and _are_numbers(values[0])):
-            return builtins.tuple(*values)
-        return self._list(*values)
 
     def _sorted(self, values: Any, **options: Any) -> Any:
         if not self._is_asked(_are_numbers(values) and "key" not in options):

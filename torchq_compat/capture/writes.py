@@ -16,7 +16,7 @@ from torchq_compat.capture.origins import meta_outside_leaves
 from torchq_compat.errors import CaptureError
 from torchq_compat.ops import those
 from torchq_compat.support.graph_nodes import user_line_of
-from torchq_compat.support.upstream import OpOverload, pytree
+from torchq_compat.support.upstream import OpOverload
 
 ATEN = torch.ops.aten
 
@@ -340,29 +340,9 @@ def _functional_overload(node: Node) -> OpOverload | None:
 def _is_view(node: Node, source: Node) -> bool:
     """Return whether ``node``, which reads ``source``, shares memory with it."""
     ours, theirs = _storage_of(node), _storage_of(source)
-    if ours is not None and ours == theirs:
-        return True
-    if not isinstance(node.target, OpOverload):
-        return False
-    # Example values of an inlined block do not share memory, so inspect the op; an op that may copy is run.
-    return _is_view_op(node.target) and not (node.target in those("may copy") and _copies(node))
-
-
-def _copies(node: Node) -> bool:
-    source: Any = node.args[0]
-    results = _values(node.target, node.args, dict(node.kwargs))
-    of_source = source.meta["val"].untyped_storage()._cdata if results else None
-    return not results or bool(results[0].untyped_storage()._cdata != of_source)
-
-
-def _values(plain: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """Return the results of ``plain`` for the example values of its arguments; none if they are not known."""
-    args, kwargs = pytree.tree_map_only(Node, lambda item: item.meta.get("val"), (args, kwargs))
-    try:
-        result = plain(*args, **kwargs)
-    except (RuntimeError, TypeError, ValueError):
-        return []
-    return list(result) if isinstance(result, (tuple, list)) else [result]
+    if ours is not None and theirs is not None:
+        return bool(ours == theirs)
+    return isinstance(node.target, OpOverload) and _is_view_op(node.target)
 
 
 def _is_view_op(target: OpOverload) -> bool:

@@ -8,7 +8,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch.fx.traceback import preserve_node_meta
 from torch.overrides import TorchFunctionMode
 
 from torchq_compat.capture import trial_runs
-from torchq_compat.capture.sizes.numbers import frames, is_users, users_frames
+from torchq_compat.capture.sizes.numbers import frames, is_users, line_in_code, users_frames
 from torchq_compat.capture.trial_runs import LONG, FloatRun, Runs, with_sizes
 
 
@@ -352,5 +351,5 @@ def _line_of_loop(inner: FrameType) -> str:
             if text.strip() and own < depth:
                 depth = own
                 if text.lstrip().startswith(("for ", "while ")) or (at == number and " for " in text):
-                    return f"{Path(code.co_filename).name}:{at} ({text.strip()})"
+                    return line_in_code(code.co_filename, at)
     return ""

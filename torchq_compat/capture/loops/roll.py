@@ -20,7 +20,7 @@ from torchq_compat.capture.inlined_blocks import detach_writes
 from torchq_compat.capture.loops.length_guards import KeptGuards, Length, keep_guards
 from torchq_compat.capture.loops.loop_module import LONGER, GraphModel, Loop, LoopedSizes
 from torchq_compat.capture.loops.roll_graph import RolledGraph, roll_graph
-from torchq_compat.capture.loops.segments import LIFTED, leaves_of
+from torchq_compat.capture.loops.segments import LIFTED, compared_arguments, leaves_of
 from torchq_compat.capture.loops.step_flow import NotALoopError
 from torchq_compat.capture.opaque_calls import insert_calls
 from torchq_compat.capture.opaque_stub import OPAQUE_OP, StubRegistry
@@ -88,8 +88,8 @@ def _differences(one: Graph, other: Graph) -> list[tuple[Node, dict[int, Any]]]:
         same_target = node.target == twin.target or node.op in ("placeholder", "get_attr", "output")
         if node.op != twin.op or not same_target:
             raise NotALoopError(f"{node} is {twin} at another length")
-        leaves, spec = pytree.tree_flatten((_args(node), node.kwargs))
-        twins, twin_spec = pytree.tree_flatten((_args(twin), twin.kwargs))
+        leaves, spec = pytree.tree_flatten(compared_arguments(node))
+        twins, twin_spec = pytree.tree_flatten(compared_arguments(twin))
         if spec != twin_spec:
             raise NotALoopError(f"{node} has other arguments at another length")
         changes = {}
@@ -104,11 +104,6 @@ def _differences(one: Graph, other: Graph) -> list[tuple[Node, dict[int, Any]]]:
         if changes:
             result.append((node, changes))
     return result
-
-
-def _args(node: Node) -> Any:
-    """Return the arguments to compare, without the layout index of an opaque call, which counts its calls."""
-    return node.args[:3] if node.target is OPAQUE_OP else node.args
 
 
 def _length_of(node: Node, one: Any, other: Any, lengths: Sequence[Length]) -> Length:

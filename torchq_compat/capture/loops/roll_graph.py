@@ -13,7 +13,13 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from torchq_compat.capture.loops.loop_module import LoopForm, Part
-from torchq_compat.capture.loops.segments import WITH_NUMBER, candidates, computes_number, tidy_graph
+from torchq_compat.capture.loops.segments import (
+    WITH_NUMBER,
+    candidates,
+    compared_arguments,
+    computes_number,
+    tidy_graph,
+)
 from torchq_compat.capture.loops.step_flow import (
     Carried,
     Counted,
@@ -24,7 +30,7 @@ from torchq_compat.capture.loops.step_flow import (
     Taken,
     flow_of,
 )
-from torchq_compat.capture.opaque_stub import OPAQUE_OP, StubRegistry
+from torchq_compat.capture.opaque_stub import StubRegistry
 from torchq_compat.capture.writes import scatter_of, scatters
 from torchq_compat.ops import those
 from torchq_compat.support.graph_nodes import SLICE_END, replace_node
@@ -41,13 +47,11 @@ class RolledLoop:
         name: the path that its node calls.
         graph: the graph of one step.
         form: the form of its inputs and results.
-        count: the number of steps in the unrolled graph.
     """
 
     name: str
     graph: Graph
     form: LoopForm
-    count: int
 
 
 @dataclass
@@ -181,7 +185,7 @@ class _Roller:
         )
         body = self._body(taken, same)
         self._erase()
-        return RolledLoop(self.name, body, form, len(self.steps))
+        return RolledLoop(self.name, body, form)
 
     def call(self, target: Any, *args: Any) -> Node:
         """Insert a call of ``target`` at the graph's insertion point."""
@@ -399,10 +403,9 @@ class _Roller:
         for position in self.flow.body:
             node = self.flow.template[position]
             leaves = iter([value(read) for read in self.flow.reads[position]])
-            args = node.args[:3] if node.target is OPAQUE_OP else node.args
-            args, kwargs = pytree.tree_map(lambda _leaf: next(leaves), (args, node.kwargs))  # noqa: B023
-            if node.target is OPAQUE_OP:
-                args = (*args, node.args[3])
+            compared = compared_arguments(node)
+            args, kwargs = pytree.tree_map(lambda _leaf: next(leaves), compared)  # noqa: B023
+            args = (*args, *node.args[len(args) :])
             target: Any = node.target
             if any(isinstance(read, Counted) for read in self.flow.reads[position]):
                 target = WITH_NUMBER[target][1]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from torchq_compat.capture.opaque_stub import OPAQUE_OP, StubRegistry
+from torchq_compat.capture.sizes.input_sizes import sizes_of
 from torchq_compat.capture.sizes.shape_program import ShapeProgram
 from torchq_compat.ops import facts, those
 from torchq_compat.support.graph_nodes import attribute_of, module_path_of, replace_node
@@ -219,41 +221,20 @@ def _origins_of_sizes(graph_module: GraphModule, stubs: StubRegistry) -> dict[No
     """Return node of a size -> input and dimension that have the same size, also if that changes."""
     sizes = graph_module.graph.find_nodes(op="call_function", target=ATEN.sym_size.int)
     asked = [node for node in sizes if type(node.meta["val"]) is int]  # No longest of given lengths.
-    inputs = [
-        (node, node.meta["val"])
-        for node in graph_module.graph.find_nodes(op="placeholder")
-        if isinstance(node.meta.get("val"), Tensor)
-    ]
-    places = {(node, dim): int(size) for node, value in inputs for dim, size in enumerate(value.shape)}
+    inputs = {node.name: node for node in graph_module.graph.find_nodes(op="placeholder")}
+    examples = {name: node.meta.get("val") for name, node in inputs.items()}
+    program, places = ShapeProgram.of(graph_module, examples), sizes_of(examples)
     matches: dict[Node, tuple[Node, int]] = {}
     for place, size in places.items() if asked else ():
         alike = [other for other, known in places.items() if known == size]
         for changed in ([place], alike):
-            values = _sizes_at(graph_module, asked, {**places, **dict.fromkeys(changed, size + 1)}, stubs)
-            for node, value in (values or {}).items():
-                if (node.meta["val"], value) == (size, size + 1):
-                    matches.setdefault(node, changed[0])
-            if values is not None:
+            with suppress(Exception), stubs.active():  # The sizes may not fit each other.
+                values = program.values({**places, **dict.fromkeys(changed, size + 1)})
+                for node in asked:
+                    if (node.meta["val"], values[node]) == (size, size + 1):
+                        matches.setdefault(node, (inputs[changed[0][0]], changed[0][1]))
                 break
     return matches
-
-
-def _sizes_at(
-    graph_module: GraphModule,
-    asked: Sequence[Node],
-    places: Mapping[tuple[Node, int], int],
-    stubs: StubRegistry,
-) -> dict[Node, int] | None:
-    """Return the values of the sizes ``asked`` at other sizes of the inputs; None if these do not fit."""
-    nodes = graph_module.graph.find_nodes(op="placeholder")
-    inputs = {node.name: node.meta.get("val") for node in nodes}
-    program = ShapeProgram.of(graph_module, inputs)
-    try:
-        with stubs.active():
-            values = program.values({(node.name, dim): size for (node, dim), size in places.items()})
-    except Exception:
-        return None
-    return {node: values[node] for node in asked}
 
 
 #: The beginning of torch.export's names for tensors that the model's Python makes of numbers.
@@ -310,10 +291,15 @@ def _make_constants_once(graph_module: GraphModule) -> None:
         replace_node(node, known[key])
 
 
+def compared_arguments(node: Node) -> Any:
+    """Return the arguments of ``node`` that those of other steps are compared with: without the layout index
+    of an opaque call, which counts its calls."""
+    return (node.args[:3] if node.target is OPAQUE_OP else node.args), node.kwargs
+
+
 def leaves_of(node: Node) -> list[Leaf]:
-    """Return the leaves of the arguments of ``node``, without the layout index of an opaque call."""
-    args = node.args[:3] if node.target is OPAQUE_OP else node.args
-    return pytree.tree_leaves((args, node.kwargs), is_leaf=lambda leaf: isinstance(leaf, slice))
+    """Return the leaves of the ``compared_arguments`` of ``node``."""
+    return pytree.tree_leaves(compared_arguments(node), is_leaf=lambda leaf: isinstance(leaf, slice))
 
 
 @dataclass(frozen=True)

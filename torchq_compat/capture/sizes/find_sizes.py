@@ -93,8 +93,7 @@ def admit_ones(sizes: InputSizes, group: Group, example: Sizes) -> InputSizes:
         f"s{n}": item for n, item in enumerate(sizes.dimensions) if item.is_free and group_of(item) == group
     }
     places = {name: item.place for name, item in members.items()}
-    known = sizes_at(sizes, {group: 1})
-    known |= sizes.program.sizes(known) if sizes.program is not None else {}
+    known = sizes.with_computed(sizes_at(sizes, {group: 1}))
     are_ones = " and ".join(f"{name} == 1" for name in members)
     rules: list[SizeRule] = []
     for rule in sizes.rules:
@@ -127,7 +126,7 @@ def admit_equal(
     far = (*(size * part // 8 for part in range(1, 8)), *(size * times for times in (2, 3, 4, 8)))
     for other in (*near, *far, *(() if rule.is_computed else COMMON)):
         known = sizes_at(sizes, {group: other})
-        computed = known | ({} if sizes.program is None else sizes.program.sizes(known))
+        computed = sizes.with_computed(known)
         if not rule.holds(computed) and not equal.holds(computed):
             return sizes, []
         if other in near and not rule.holds(computed) and fewer.broken_rule(known) is None:

@@ -176,7 +176,11 @@ class InputSizes:
             return broken
         if torch.compiler.is_dynamo_compiling():
             return _first_broken(self._plain_rules, known)
-        return _first_broken(self.rules, known | self.program.sizes(known))
+        return _first_broken(self.rules, self.with_computed(known))
+
+    def with_computed(self, sizes: Mapping[Place, Any]) -> dict[Place, Any]:
+        """Return ``sizes``, those of the inputs, and what is computed of them."""
+        return dict(sizes) | ({} if self.program is None else self.program.sizes(sizes))
 
     @cached_property
     def _plain_rules(self) -> tuple[SizeRule, ...]:
@@ -316,7 +320,7 @@ def accepted_range(sizes: InputSizes, example: Mapping[Place, int]) -> InputSize
     that no size breaks, or none any more, are dropped."""
     if sizes.program is None:
         return sizes
-    tries = _Tries(sizes, dict(example), {**example, **sizes.program.sizes(example)})
+    tries = _Tries(sizes, dict(example), sizes.with_computed(example))
     by_condition: dict[str, SizeRule] = {}
     for dimension in (item for item in sizes.dimensions if item.root is None):
         broken = tries.broken_by(dimension)
@@ -379,14 +383,10 @@ class _Tries:
         changed = {
             item.place: size for item in self.sizes.dimensions if dimension.place in (item.place, item.root)
         }
-        known = {**self.example, **changed}
-        program = self.sizes.program
-        assert program is not None
-        computed = program.sizes(known)
-        known.update(computed)
+        known = self.sizes.with_computed({**self.example, **changed})
         for place, value in known.items():
             if self.known[place] != value:
                 self._movers.setdefault(place, dimension)
-        if len(computed) < len(program.asked):
+        if len(known) < len(self.known):  # An operator refuses.
             self._refused.add((dimension.place, size))
         return [rule for rule in self.sizes.rules if rule.is_computed and not rule.holds(known)]

@@ -384,9 +384,13 @@ def place_in_code() -> CodePlace:
     asking = next((f for f in frames(frame) if not f.f_code.co_filename.startswith(EVALUATING)), None)
     by_user = asking is not None and not is_of_libraries(asking.f_code.co_filename)
     for user in users_frames(frame):
-        path, number = user.f_code.co_filename, user.f_lineno
-        return CodePlace(f"{Path(path).name}:{number} ({linecache.getline(path, number).strip()})", by_user)
+        return CodePlace(line_in_code(user.f_code.co_filename, user.f_lineno), by_user)
     return CodePlace()
+
+
+def line_in_code(path: str, number: int) -> str:
+    """Return file, line and text of a place in code."""
+    return f"{Path(path).name}:{number} ({linecache.getline(path, number).strip()})"
 
 
 def stack_in_code() -> str:

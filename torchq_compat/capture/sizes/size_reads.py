@@ -197,8 +197,12 @@ class SizeReads(ReplacedCalls):
         self.follow = follow
         self._knows_values = False
         self._constants: Mapping[str, Tensor] = {}
-        self.guards: dict[Any, Guard] = {}
         self.read = ReadSizes()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forget the traces before."""
+        self.guards: dict[Any, Guard] = {}
         #: What modules that are called whole decided since one's results were last known.
         self._apart: dict[Any, Guard] = {}
         self._calls: dict[Node, ShapesOfCall] = {}
@@ -232,9 +236,7 @@ class SizeReads(ReplacedCalls):
         if mode is None:
             yield
             return
-        states = (self.guards, self._known, self._nodes_of, self._inside, self._results, self._decided)
-        for state in (*states, self._values, self.asked, self._written, self._apart, self._calls):
-            state.clear()
+        self._forget()
         self._tracer = mode.tracer
         inputs = pytree.tree_leaves((args, kwargs))
         self._inputs = tuple(self._slot(leaf) if isinstance(leaf, Tensor) else None for leaf in inputs)
@@ -397,9 +399,8 @@ class SizeReads(ReplacedCalls):
 
     def _contiguous(self, function: Any, tensor: Tensor, **named: Any) -> Tensor:
         """Keep the call: torch drops it if the example happens to be contiguous."""
-        if self._slot(tensor) is None or get_proxy_mode() is None:
-            kept: Tensor = function(tensor, **named)
-            return kept
+        if not self._is_traced(tensor):
+            return function(tensor, **named)  # type: ignore[no-any-return]
         result: Tensor = self._called_as(function, lambda: ATEN.contiguous.default(tensor, **named))
         return result
 
@@ -443,7 +444,7 @@ class SizeReads(ReplacedCalls):
     # Indices.
 
     def _getitem(self, function: Any, tensor: Tensor, index: Any) -> Any:
-        if self._slot(tensor) is None or get_proxy_mode() is None or not has_slices(index):
+        if not self._is_traced(tensor) or not has_slices(index):
             return function(tensor, index)
 
         def read() -> Tensor:
@@ -454,8 +455,7 @@ class SizeReads(ReplacedCalls):
 
     def _setitem(self, function: Any, tensor: Tensor, index: Any, value: Any) -> None:
         is_longer = isinstance(value, Tensor) and value.shape[:1] == (1,) and is_basic(index)
-        is_traced = self._slot(tensor) is not None and get_proxy_mode() is not None
-        if not is_traced or not (is_longer or has_slices(index)):
+        if not self._is_traced(tensor) or not (is_longer or has_slices(index)):
             function(tensor, index, value)
             return
         view, remaining = sliced(tensor, index)
@@ -467,7 +467,7 @@ class SizeReads(ReplacedCalls):
     def _bool(self, function: Any, tensor: Tensor) -> bool:
         """A value that the model only asserts is what it should be, as the run on the example showed."""
         asserted = None
-        if self._slot(tensor) is not None and get_proxy_mode() is not None:
+        if self._is_traced(tensor):
             asserted = asserted_value(next(users_frames(sys._getframe(1)), None))
         if asserted is None:
             return bool(function(tensor))
@@ -542,6 +542,9 @@ class SizeReads(ReplacedCalls):
         return not decided
 
     # The trace.
+
+    def _is_traced(self, tensor: Tensor) -> bool:
+        return self._slot(tensor) is not None and get_proxy_mode() is not None
 
     def _slot(self, tensor: Any) -> Node | None:
         slot: Any = get_proxy_slot(tensor, self._tracer, None)
