@@ -52,7 +52,6 @@ from torchq_compat.capture.trial_runs import (
     FloatRun,
     Runs,
     difference,
-    in_double,
     resized,
     run_prepared,
     sqnr,
@@ -459,14 +458,7 @@ def check_prepared(
     least = least_sqnr(result.blocks, FOLDED if has_batch_norm else CAPTURED)
     runs = trial_runs(case, result)
     for run in runs if is_rewritten or case.runs.modules else [min(runs, key=_values_in)]:
-        args = run.args
-
-        def again(*, double: bool, args: tuple[Any, ...] = args) -> Any:
-            if not double:
-                return run_prepared(prepared, args)
-            return run_prepared(copy.deepcopy(prepared).double(), in_double(args))
-
-        problem = compare_runs(case.runs, run, again, least)
+        problem = compare_runs(case.runs, run, partial(run_prepared, prepared, run.args), least)
         if problem is not None and users_own:
             reason = said("TQ416", problem=problem)
             return (

@@ -18,7 +18,6 @@ from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from torchq_compat.capture.inlined_blocks import Blocks
 from torchq_compat.capture.replaced_calls import ReplacedCalls, called_without_out
-from torchq_compat.capture.sizes.numbers import frames
 from torchq_compat.errors import InputError
 from torchq_compat.support import upstream
 from torchq_compat.support.process_state import held
@@ -267,8 +266,9 @@ class PackingMode(ReplacedCalls):
 def _is_bounded(frame: FrameType | None) -> bool:
     """Return whether ``pad_packed_sequence`` asks for the number of steps to see whether ``total_length``
     suffices, which the operator checks at run time."""
-    asking = (item for item in frames(frame) if item.f_code is pad_packed_sequence.__code__)
-    return any(item.f_locals["total_length"] is not None for item in asking)
+    while frame is not None and frame.f_code is not pad_packed_sequence.__code__:
+        frame = frame.f_back
+    return frame is not None and frame.f_locals["total_length"] is not None
 
 
 def _may_be_lengths(tensor: Any) -> bool:

@@ -306,8 +306,10 @@ def trial_copy(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, copied_weights(model, shared))
 
 
-def run_prepared(prepared: nn.Module, args: tuple[Any, ...]) -> Any:
+def run_prepared(prepared: nn.Module, args: tuple[Any, ...], *, double: bool = False) -> Any:
     """Run a prepared model with its observers and fake-quantizes off."""
+    if double:
+        prepared, args = copy.deepcopy(prepared).double(), in_double(args)
     packing = without_packing(prepared)
     with observers_off(prepared) as off, kept_buffers(prepared, apart=off), alone_and_seeded(), packing:
         return prepared(*copied_inputs(args))
@@ -529,8 +531,6 @@ def _sqnr(expected: Tensor, tensor: Tensor) -> float:
     signal = torch.where(finite, expected, 0).double()
     noise = torch.where(finite, tensor, 0).double() - signal
     power, error = float(signal.square().sum()), float(noise.square().sum())
-    if error == 0.0:
+    if error < 1e-24 * max(1, noise.numel()):
         return math.inf
-    if power == 0.0 or error < 1e-24 * max(1, noise.numel()):
-        return math.inf if error < 1e-24 * max(1, noise.numel()) else -math.inf
-    return 10 * math.log10(power / error)
+    return 10 * math.log10(power / error) if power else -math.inf

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -246,17 +246,23 @@ def depends_on_values(graph: Graph) -> bool:
 def is_computable(node: Node | None, read: ReadSizes, known: set[Node]) -> bool:
     """Return whether the shape of ``node`` can be computed: not if a custom module does it by itself. Those
     that can be are added to ``known``."""
-    seen, waiting = set[Node](), [node]
-    while waiting:
-        node = waiting.pop()
-        if node is None or (str(node.target) == OPAQUE and not _computes_example(node, read)):
+    for item in _in_order(node, read, known):
+        if item is None or (str(item.target) == OPAQUE and not _computes_example(item, read)):
             return False
-        if node in seen or node in known:
-            continue
-        seen.add(node)
-        waiting.extend(_read_by(node, read))
-    known |= seen
+        known.add(item)
     return True
+
+
+def _in_order(node: Node | None, read: ReadSizes, known: Container[Node | None]) -> Iterator[Node | None]:
+    """Yield ``node`` behind those that it reads, and these behind theirs, without those that are ``known``;
+    each is to be known then."""
+    waiting = [node]
+    while waiting:
+        last = waiting[-1]
+        needed = [] if last is None else [item for item in _read_by(last, read) if item not in known]
+        waiting.extend(needed)
+        if not needed and waiting.pop() not in known:
+            yield last
 
 
 def _computes_example(call: Node, read: ReadSizes) -> bool:
@@ -297,16 +303,9 @@ class _Writer:
 
     def written(self, expected: Node) -> Node:
         """Return the twin of ``expected``, written after those that it reads."""
-        waiting = [expected]
-        while waiting:
-            node = waiting[-1]
-            needed = [item for item in _read_by(node, self.read) if item not in self.twins]
-            if node not in self.twins and needed:
-                waiting.extend(needed)
-                continue
-            waiting.pop()
-            if node not in self.twins:
-                self.twins[node] = self._twin(node)
+        for node in _in_order(expected, self.read, self.twins):
+            assert node is not None
+            self.twins[node] = self._twin(node)
         result: Node = self.twins[expected]
         return result
 

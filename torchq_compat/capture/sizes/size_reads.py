@@ -420,20 +420,13 @@ class SizeReads(ReplacedCalls):
                 bool(sizes[item] == 1)
         return function(tensor, *dim, **named)
 
-    def _split(self, function: Any, tensor: Tensor, value: Any, *dim: Any, **named: Any) -> Any:
-        return self._counted(function, PARTS_OF_SIZE, tensor, value, *dim, **named)
-
-    def _chunk(self, function: Any, tensor: Tensor, count: Any, *dim: Any, **named: Any) -> Any:
-        return self._counted(function, PARTS, tensor, count, *dim, **named)
-
-    def _counted(
-        self, function: Any, parts: Operation, tensor: Tensor, value: Any, *dim: Any, **named: Any
-    ) -> Any:
+    def _parts(self, function: Any, tensor: Tensor, value: Any, *dim: Any, **named: Any) -> Any:
         """Split a tensor: Python sees how many parts there are."""
         result, sizes = function(tensor, value, *dim, **named), self.sizes(tensor)
         size = sizes[next(iter((*dim, *named.values())), 0)]
         if is_followed(size) and not isinstance(value, (list, tuple)):
             given = value.node.expression if is_followed(value) else value
+            parts = PARTS if function.__name__.endswith("chunk") else PARTS_OF_SIZE
             self.guard(Computed(parts, (size.node.expression, given)), len(result))
         return result
 
@@ -669,9 +662,7 @@ READS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.shape.__get__: SizeReads._shape,  # type: ignore[attr-defined]
     **dict.fromkeys((torch.Tensor.size, ATEN.sym_size, ATEN.sym_size.int), SizeReads._size),
     torch.Tensor.data.__get__: SizeReads._data,  # type: ignore[attr-defined]
-    torch.Tensor.numel: SizeReads._numel,
-    torch.Tensor.nelement: SizeReads._numel,
-    torch.numel: SizeReads._numel,
+    **dict.fromkeys((torch.numel, torch.Tensor.numel, torch.Tensor.nelement), SizeReads._numel),
     torch.Tensor.__len__: SizeReads._len,
     torch.Tensor.__bool__: SizeReads._bool,
     torch.Tensor.stride: SizeReads._stride,
@@ -679,10 +670,10 @@ READS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.contiguous: SizeReads._contiguous,
     torch.Tensor.new_tensor: SizeReads._new_tensor,
     **dict.fromkeys((torch.squeeze, torch.Tensor.squeeze, torch.Tensor.squeeze_), SizeReads._squeeze),
-    **dict.fromkeys((torch.split, torch.Tensor.split), SizeReads._split),
-    **dict.fromkeys((torch.chunk, torch.Tensor.chunk), SizeReads._chunk),
-    **dict.fromkeys((torch.unsafe_split, torch.Tensor.unsafe_split), SizeReads._split),
-    **dict.fromkeys((torch.unsafe_chunk, torch.Tensor.unsafe_chunk), SizeReads._chunk),
+    **dict.fromkeys((torch.split, torch.Tensor.split), SizeReads._parts),
+    **dict.fromkeys((torch.unsafe_split, torch.Tensor.unsafe_split), SizeReads._parts),
+    **dict.fromkeys((torch.chunk, torch.Tensor.chunk), SizeReads._parts),
+    **dict.fromkeys((torch.unsafe_chunk, torch.Tensor.unsafe_chunk), SizeReads._parts),
     **dict.fromkeys((torch.unbind, torch.Tensor.unbind), SizeReads._unbind),
     torch.Tensor.__getitem__: SizeReads._getitem,
     torch.Tensor.__setitem__: SizeReads._setitem,
