@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
-from torch.utils.hooks import RemovableHandle
 
 from torchq_compat.capture.call_layouts import CallLayout, LeafKind, Structure
 from torchq_compat.capture.packed_sequences import batch_of_arguments, call_with_batch
@@ -76,23 +75,23 @@ class StubRegistry:
     def layouts(self, handle: str) -> list[CallLayout]:
         return self.by_handle[handle].layouts
 
-    def watch(self, model: nn.Module) -> RemovableHandle:
-        """Record whether ``model`` returns one of the results during capture; return the hook's handle."""
-
-        def note(_model: nn.Module, _args: Any, result: Any) -> None:
-            self.returns_whole_result = any(result is whole for whole in self.results)
-
-        return model.register_forward_hook(note)
-
     def active(self) -> AbstractContextManager[None]:
         """Make the opaque op resolve its handles in this registry while the context is active."""
         return standing_in(self)
 
     @contextmanager
     def capturing(self, model: nn.Module) -> Iterator[None]:
-        """Be active while ``model`` is captured. If ``model`` runs again because the first attempt failed,
-        the calls of the earlier run are forgotten."""
-        with model.register_forward_pre_hook(lambda _model, _args: self._forget_calls()), self.active():
+        """Be active while ``model`` is captured, and record whether it returns one of the results. If it runs
+        again because the first attempt failed, the calls of the earlier run are forgotten."""
+
+        def forget_calls(_model: nn.Module, _args: Any) -> None:
+            for stub in self.by_handle.values():
+                stub.layouts.clear()
+
+        def note(_model: nn.Module, _args: Any, result: Any) -> None:
+            self.returns_whole_result = any(result is whole for whole in self.results)
+
+        with model.register_forward_pre_hook(forget_calls), model.register_forward_hook(note), self.active():
             yield
 
     def fake_results(self, tensors: list[Tensor], sizes: list[int], handle: str, layout: int) -> list[Tensor]:
@@ -107,10 +106,6 @@ class StubRegistry:
             torch.empty_like(result) if any(result is given for given in tensors) else result
             for result in results
         ]
-
-    def _forget_calls(self) -> None:
-        for stub in self.by_handle.values():
-            stub.layouts.clear()
 
 
 #: What computes the fake results of the opaque op: a ``StubRegistry``, or ``HiddenCalls``.

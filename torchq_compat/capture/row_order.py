@@ -39,7 +39,6 @@ def check_row_order(graph_module: GraphModule, runs: Runs, args: tuple[Any, ...]
 class _RowOrderRunner(GraphRunner):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._nodes = args[0].graph.nodes
         self.extra_traceback = False
         self._counts = set(self._symbols()) - {None}
 
@@ -56,7 +55,7 @@ class _RowOrderRunner(GraphRunner):
 
     def _symbols(self) -> Iterator[Any]:
         """Yield the graph's symbol of the number of rows of every packed sequence."""
-        for node in self._nodes:
+        for node in self.graph.nodes:
             if node.target is PACK:
                 yield from (_leading(user) for user in node.users if user.args[1] == 0)
             elif self._takes_packed(node):

@@ -294,30 +294,27 @@ def _user_line(cause: BaseException) -> str | None:
     return next((line_in_code(*place) for place in reversed(frames) if is_users(place[0])), None)
 
 
+OF_SIZES = ("sympy", "symbolic", "Constraint", "SymInt", "SymFloat", "SymBool", "Dim", "size of tensor")
+#: What is said of an error of torch.export -> words of its class and text; the first counts that has one.
+ABOUT = {
+    "TQ920.nesting_of_dynamic_shapes": ("dynamic_shapes", "`inputs`"),
+    "TQ920.value_as_integer": ("specialized integer from data-dependent",),
+    "TQ920.control_flow": ("DataDependent", "data-dependent", "Could not guard"),
+    "TQ920.value_in_numpy": (ListOfTensor.__name__,),
+    "TQ920.transform": (TRANSFORMS, OF_TRANSFORMS),
+    "TQ920.size": OF_SIZES,
+}
+
+
 def _text_about(cause: BaseException) -> str:
     """Return the key of the text about ``cause``, the error of torch.export."""
-    text, kind = str(cause), type(cause)
     if isinstance(cause, RecursionError):
         return "TQ920.recursion"
-    line = error_line(cause)
-    if "register a pytree" in line or "Unsupported input type" in line:
+    if any(word in error_line(cause) for word in ("register a pytree", "Unsupported input type")):
         return "TQ920.container"
-    if "dynamic_shapes" in text or "`inputs`" in text:
-        return "TQ920.nesting_of_dynamic_shapes"
-    if "specialized integer from data-dependent" in text:
-        return "TQ920.value_as_integer"
-    if "DataDependent" in kind.__name__ or "data-dependent" in text or "Could not guard" in text:
-        return "TQ920.control_flow"
-    if ListOfTensor.__name__ in text:
-        return "TQ920.value_in_numpy"
-    if TRANSFORMS in text or OF_TRANSFORMS in text:
-        return "TQ920.transform"
-    about_sizes = "sympy" in kind.__module__ or "symbolic" in text or "Constraint" in kind.__name__
-    if about_sizes or any(
-        word in text for word in ("SymInt", "SymFloat", "SymBool", "Dim", "size of tensor")
-    ):
-        return "TQ920.size"
-    return "TQ920.torch_export"
+    text = f"{type(cause).__module__}.{type(cause).__name__}: {cause}"
+    about = (key for key, words in ABOUT.items() if any(word in text for word in words))
+    return next(about, "TQ920.torch_export")
 
 
 def _drop_full_slices(graph_module: GraphModule) -> None:

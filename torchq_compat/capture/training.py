@@ -46,11 +46,6 @@ def training_flag(node: Node) -> bool | None:
     return bool(node.args[position]) if position < len(node.args) else False
 
 
-def fix_mode(node: Node) -> None:
-    """Make ``node`` keep its flag in every mode of the graph."""
-    metadata.FIXED_MODE.write(node, True)
-
-
 def has_fixed_mode(node: Node) -> bool:
     return bool(metadata.FIXED_MODE.of(node))
 
@@ -222,7 +217,7 @@ def fix_modes(
         trains_in_evaluation = position[call] < len(flags) and flags[position[call]]
         position[call] += 1
         if flag is not is_qat or trains_in_evaluation:
-            fix_mode(node)
+            metadata.FIXED_MODE.write(node, True)
 
 
 class _Recorder(TorchFunctionMode):

@@ -139,7 +139,6 @@ def capture_model(
     args, stubs = request.example_inputs, tried.runs.stubs
     apply_swaps(working, swaps, stubs)
     show_identities(working)
-    watching = stubs.watch(working)
     inputs = signature.labelled(args)
     case = CaptureCase(
         working,
@@ -159,8 +158,6 @@ def capture_model(
         raise torch_export.explain_failure(model, args, cause) from torch_export.without_frames_of_torch(
             cause
         )
-    finally:
-        watching.remove()
     if tried.problem is not None:
         raise tried.problem
     return CapturedModel(case, result)

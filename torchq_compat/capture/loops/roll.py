@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -360,7 +359,6 @@ def _like(model: nn.Module) -> type[GraphModel]:
     def forward(self: GraphModel, *args: Any) -> Any:
         return GraphModel.forward(self, *args)
 
-    forward.__signature__ = inspect.signature(type(model).forward)  # type: ignore[attr-defined]
     cls: type[GraphModel] = type(type(model).__name__, (GraphModel,), {"forward": forward})
     return cls
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -380,5 +380,4 @@ def _token(node: Node, stubs: StubRegistry) -> Hashable:
 
 
 def _without_nodes(value: Any) -> Any:
-    replace: Callable[[Any], Any] = lambda leaf: "*" if isinstance(leaf, Node) else leaf  # noqa: E731
-    return pytree.tree_map(replace, value)
+    return pytree.tree_map_only(Node, lambda _node: "*", value)

@@ -8,7 +8,7 @@ part of a tensor.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, cast
@@ -188,11 +188,14 @@ def _read_position(flow: Flow, position: int, where: dict[Node, tuple[int, int]]
 
 
 def _counted(column: tuple[segments.Leaf, ...]) -> Counted | None:
-    numbers = [leaf for leaf in column if type(leaf) is int]
-    if len(numbers) < len(column) or numbers[0] == numbers[1]:
-        return None
-    slope = numbers[1] - numbers[0]
-    return Counted(numbers[0], slope) if all(b - a == slope for a, b in itertools.pairwise(numbers)) else None
+    slope = _slope(column) if all(type(leaf) is int for leaf in column) else 0
+    return Counted(column[0], slope) if slope else None
+
+
+def _slope(numbers: Sequence[int]) -> int:
+    """Return by how much ``numbers`` grow from each to the next; 0 if they do not grow evenly."""
+    slopes = {after - before for before, after in itertools.pairwise(numbers)}
+    return slopes.pop() if len(slopes) == 1 else 0
 
 
 def _leaves_by_step(nodes: list[Node | None]) -> list[list[segments.Leaf]]:
@@ -246,7 +249,8 @@ def _takes_part(
     assert node is not None
     value = node.args[0].meta.get("val") if isinstance(node.args[0], Node) else None
     known = [start for start in starts if start is not None]
-    if not all(isinstance(start, int) for start in known) or len(set(known)) < 2:
+    slope = _slope(known) if all(isinstance(start, int) for start in known) else 0
+    if not slope:
         return False
     keeps = node.target is ATEN.slice.Tensor
     if keeps and (len(reads) < 4 or any(e != s + 1 for s, e in _pairs(starts, cast("list[Any]", reads[3])))):
@@ -254,9 +258,6 @@ def _takes_part(
     if isinstance(source, Inside) and source.position in flow.invariant:
         source = flow.steps[0][source.position]
     if not isinstance(source, Node) or not isinstance(value, Tensor):
-        return False
-    slope = known[1] - known[0]
-    if any(b - a != slope for a, b in itertools.pairwise(known)):
         return False
     if len(known) < len(starts):
         raise NotALoopError("the last step does not read its part")

@@ -95,7 +95,8 @@ class ShapeProgram:
         def computed() -> dict[tuple[str, int], Any]:
             values = self._on_shapes.run_at(self.inputs, known, partly=True)
             refusing = next((node for node in self.graph_module.graph.nodes if node not in values), None)
-            tensors = [values.get(node) for node in self._results]
+            results: Any = self.graph_module.graph.output_node().args[0]
+            tensors = [values.get(node) for node in results]
             return {
                 ("", number): None if tensor is None else size_of(tensor, dim)
                 for number, (index, dim) in enumerate(self.asked)
@@ -113,11 +114,6 @@ class ShapeProgram:
     @cached_property
     def _on_shapes(self) -> _OnShapes:
         return _OnShapes(self.graph_module)
-
-    @property
-    def _results(self) -> tuple[Node, ...]:
-        results: Any = self.graph_module.graph.output_node().args[0]
-        return tuple(results)
 
     def values(self, known: Mapping[tuple[str, int], Any]) -> dict[Node, Any]:
         """Return the value of every node of the graph, each a tensor without values, or a number.
