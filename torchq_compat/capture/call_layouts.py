@@ -6,7 +6,7 @@ import dataclasses
 import enum
 import inspect
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -214,12 +214,6 @@ class CallLayout:
     output_qparams: tuple[QParams | None, ...] = field(default=())
     float_qparams: tuple[QParams | None, ...] = field(default=())
     ranks: tuple[int, ...] = ()
-
-    def with_qparams(
-        self, inputs: tuple[QParams | None, ...], outputs: tuple[QParams | None, ...]
-    ) -> CallLayout:
-        """Return the layout with the qparams of a quantized boundary."""
-        return replace(self, input_qparams=inputs, output_qparams=outputs)
 
 
 def check_form(path: str, result: Any, layouts: Iterable[CallLayout]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType, MappingProxyType
 from typing import Any, NamedTuple
 
@@ -130,7 +130,7 @@ class OpaqueModule(nn.Module):
     ) -> None:
         """Set the qparams of the integers of call ``index``."""
         layouts = list(self.opaque_layouts)
-        layouts[index] = layouts[index].with_qparams(inputs, outputs)
+        layouts[index] = replace(layouts[index], input_qparams=inputs, output_qparams=outputs)
         self.opaque_layouts = layouts
 
     def opaque_check_results(self, layout: CallLayout, results: Any) -> None:

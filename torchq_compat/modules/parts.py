@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import MappingProxyType
 from typing import Any, ClassVar, Self
@@ -415,7 +415,7 @@ class PartOwner(OpaqueModule, ABC):
             labels = input_labels(self.inputs_named_as, layout.inputs)
             pairs = zip(labels, layout.input_qparams, strict=bool(layout.input_qparams))
             inputs = tuple(None if label in names else qparams for label, qparams in pairs)
-            result.append(layout.with_qparams(inputs, layout.output_qparams))
+            result.append(replace(layout, input_qparams=inputs))
         return result
 
     def named_input_qparams(self) -> dict[str, PerTensorQParams]:
