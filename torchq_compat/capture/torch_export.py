@@ -6,8 +6,7 @@ import itertools
 import re
 import sys
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, redirect_stderr
+from contextlib import nullcontext, redirect_stderr
 from types import TracebackType
 from typing import Any
 
@@ -57,15 +56,9 @@ def without_frames_of_torch(cause: Exception) -> Exception:
     return cause.with_traceback(kept)
 
 
-@contextmanager
-def partial_graphs_held_back() -> Iterator[None]:
-    """Suppress the graph up to the failed op, which torch.export prints on stderr, however long it is."""
-    with redirect_stderr(_WithoutGraphs(sys.stderr)):
-        yield
-
-
 class _WithoutGraphs:
-    """A stream without the code of graphs."""
+    """A stream without the code of graphs: torch.export prints the one up to a failed op on stderr, however
+    long it is."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
@@ -174,7 +167,8 @@ def export_with(
     # and weights drops it again; ``reads`` notes the line of the model.
     lines = own_attribute(torch.fx.config, "do_not_emit_stack_traces", reads is not None)
     # The passes of torch.export each generate code that nobody runs.
-    with alone(), upstream.lazy_graph_modules(True), partial_graphs_held_back(), quiet, lines:
+    lazily = upstream.lazy_graph_modules(True)
+    with alone(), lazily, redirect_stderr(_WithoutGraphs(sys.stderr)), quiet, lines:
         for with_values, no_grad, as_python in itertools.product((False, True), repeat=3):
             if (
                 (with_values and not (reads is not None and reads.asked))
