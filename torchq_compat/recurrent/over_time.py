@@ -288,6 +288,10 @@ class RecurrentLayer(nn.Module):
     def directions(self) -> tuple[RecurrentDirection, ...]:
         return (self.layer_fw, self.layer_bw) if hasattr(self, "layer_bw") else (self.layer_fw,)
 
+    def output_columns(self, width: int) -> ColumnQParams:
+        """Return the qparams of the columns of the layer's output, ``width`` columns for each direction."""
+        return tuple((width, direction.cell.state_qparams()[0]) for direction in self.directions())
+
     def converted(self) -> RecurrentLayer:
         """Return a converted copy."""
         return RecurrentLayer([direction.converted() for direction in self.directions()])
@@ -339,7 +343,8 @@ class Runner(ABC):
                 output, end = self.run_direction(direction, given, states[len(last)], backward=position == 1)
                 outputs.append(output)
                 last.append(end)
-            given = replace(given, x=outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1))
+            x = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
+            given = replace(given, x=x, columns=layer.output_columns(outputs[0].shape[-1]))
         return given.x, last
 
     @abstractmethod
@@ -484,23 +489,33 @@ class DynamicQuantizeLSTMRunner(TracedRunner):
 
 
 class NativeRunner(PythonRunner):
-    """Runs all layers in one call of the native operator on integers; in Python with dropout between them.
+    """Runs all layers in one call of the native operator on integers; with dropout between them, and where a
+    cell has no program, each direction in one call, or that cell in Python.
 
     Args:
-        bound: the module's arguments of the operator.
+        bound: the module's arguments of the operator; None if a cell has no program.
     """
 
-    def __init__(self, bound: BoundModule) -> None:
+    def __init__(self, bound: BoundModule | None) -> None:
         self.bound = bound
 
     def run_layers(
         self, layers: Sequence[RecurrentLayer], given: Sequences, states: list[State], dropout: float
     ) -> tuple[Tensor, list[State]]:
-        if dropout and len(layers) > 1:
+        if self.bound is None or (dropout and len(layers) > 1):
             return super().run_layers(layers, given, states, dropout)
         stacked = [torch.stack(rows) for rows in zip(*states, strict=True)]
         output, *last = self.bound.run(given.x, stacked, given.columns, given.batch_sizes or ())
         return output, list(zip(*(item.unbind(0) for item in last), strict=True))
 
+    def run_direction(
+        self, direction: RecurrentDirection, given: Sequences, state: State, *, backward: bool
+    ) -> tuple[Tensor, State]:
+        if (bound := direction.bound()) is None:
+            return super().run_direction(direction, given, state, backward=backward)
+        return bound.run(given.x, state, given.columns, given.batch_sizes or (), backward=backward)
+
     def run_step(self, cell: CellGraphModule, x: Tensor, state: State, columns: ColumnQParams) -> State:
+        if self.bound is None:
+            return super().run_step(cell, x, state, columns)
         return tuple(self.bound.run(x, list(state), columns))

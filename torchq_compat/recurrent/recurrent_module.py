@@ -147,10 +147,7 @@ class RecurrentModule(PartOwner):
         self._bound, self._direct = None, {}
         if known and list(map(len, known)) == list(map(len, bound)):
             width = known[0][0].program.slots[1].width
-            columns = [
-                tuple((width, direction.cell.state_qparams()[0]) for direction in layer.directions())
-                for layer in layers[:-1]
-            ]
+            columns = [layer.output_columns(width) for layer in layers[:-1]]
             self._bound = BoundModule(known, columns, self._homes_of_cells())
 
     def _homes_of_cells(self) -> list[tuple[dict[str, Any], str, nn.Module]]:
@@ -293,9 +290,9 @@ class RecurrentModule(PartOwner):
                 return over_time.OpaqueRunner(bound, self._buffers.get(PROGRAM))
             is_onnx = shape is LoopShape.DYNAMIC_QUANTIZE_LSTM and self._is_dynamic_lstm()
             return over_time.DynamicQuantizeLSTMRunner() if is_onnx else over_time.TracedRunner()
-        is_native = self.is_lowered or (is_compiling() and self.can_be_lowered and self._is_on_cpu())
-        bound = self.bound() if is_native else None
-        return over_time.PythonRunner() if bound is None else over_time.NativeRunner(bound)
+        if self.is_lowered or (is_compiling() and self.can_be_lowered and self._is_on_cpu()):
+            return over_time.NativeRunner(self.bound())
+        return over_time.PythonRunner()
 
     #: Whether its linears choose qparams from their inputs, and nothing else is quantized.
     is_dynamic = False

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.ao.quantization import QConfigMapping, get_default_qconfig_mapping
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchq_compat as tc
 from tests.helpers.lstm_flow import uniform
@@ -161,3 +163,35 @@ def test_what_the_loop_cannot_run_is_not_lowered_and_says_so() -> None:
     assert decision.action is Action.REFERENCE
     assert "no instruction for quantized_decomposed.convert_element_type" in decision.reason
     assert torch.equal(lowered(x), tc.convert_to_reference_fx(made)(x))
+
+
+class Kernels(TorchDispatchMode):
+    """Counts the calls of the operator that runs a direction, or a module, over time."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.name().startswith("torchq_compat_native::recurrent")
+        return func(*args, **kwargs or {})
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("change", "calls"), [("none", 1), ("dropout", 4), ("hook", 3)])
+def test_what_is_not_one_call_is_one_call_a_direction(change: str, calls: int) -> None:
+    """In Python the steps of a direction take thirty times as long."""
+    rnn, x = nn.LSTM(8, 12, 2, bidirectional=True, dropout=0.5), uniform(1.0, 6, 2, 8)
+    prepared = tc.prepare_fx(
+        rnn.eval(), get_default_qconfig_mapping(), (x,), tc.get_default_prepare_custom_config()
+    )
+    calibrate(prepared, [(x,)])
+    module = tc.convert_fx(prepared)
+    expected, steps = module(x)[0], []
+    lowered = module.get_submodule("module")
+    if change == "hook":
+        lowered.layers[0].layer_bw.cell.register_forward_hook(lambda *_: steps.append(1))
+    elif change == "dropout":
+        lowered.train()
+    with Kernels() as kernels:
+        output = module(x)[0]
+    assert (kernels.count, len(steps)) == (calls, 6 * (change == "hook"))
+    assert torch.equal(output, expected) == (change != "dropout")

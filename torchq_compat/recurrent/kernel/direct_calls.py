@@ -53,6 +53,34 @@ class BoundDirection:
         self.masks = tuple(programs.weight_mask(names[1:]) for names in program.weights)
         self.names = [name for names in program.weights for name in names if name is not None]
 
+    def weights(self) -> list[Tensor]:
+        """Return the current weights."""
+        return [attribute_at(self.owner, name) for name in self.names]
+
+    def run(
+        self,
+        x: Tensor,
+        state: Sequence[Tensor],
+        columns: programs.ColumnQParams,
+        batch_sizes: Sequence[int],
+        *,
+        backward: bool,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Run this direction alone, where a module is not one call: ``x`` (T, B, I), or packed rows, and
+        states (B, width) -> (T, B, P) and the last states. The kernel keeps no weights of it."""
+        numbers = programs.CellNumbers(
+            self.program.table, self.program.constants, self.masks, backward=backward
+        )
+        output, *last = op.recurrent(
+            x,
+            [entry[None] for entry in state],
+            self.weights(),
+            programs.ModuleNumbers(((numbers,),)).tensor(),
+            programs.floats_around(programs.as_numbers(columns), len(state)),
+            batch_sizes=batch_sizes,
+        )
+        return output, tuple(item[0] for item in last)
+
 
 class BoundModule:
     """The bound arguments of all layers of a module.
@@ -121,7 +149,7 @@ class BoundModule:
         """Return the current weights."""
         if is_compiling():
             # Dynamo knows where attributes of modules come from.
-            return [attribute_at(item.owner, name) for item in self.bound for name in item.names]
+            return [weight for item in self.bound for weight in item.weights()]
         return list(self.each_weight())
 
     def each_weight(self) -> Iterator[Tensor]:
@@ -225,15 +253,24 @@ class DirectCall:
         return result
 
     def run(self, bound: BoundModule, tensors: tuple[Tensor, ...]) -> Any:
-        """Return the results in the form the caller expects; None if the call cannot be bound, or if the
-        operator refuses it, which the ordinary way then repeats with a clear error."""
+        """Return the results in the form the caller expects; None if the operator refuses the call, which the
+        ordinary way then repeats with a clear error."""
+        x, states = tensors[0], tensors[1:]
         try:
             self.bind(bound)
-            if self.bound_to is None:
-                return None
-            results = op.bound_operator()(
-                tensors[0], tensors[1:], self.ticket, self.batch_first, op.WORK_PER_THREAD
-            )
+            if self.bound_to is not None:
+                results = op.bound_operator()(x, states, self.ticket, self.batch_first, op.WORK_PER_THREAD)
+            else:  # The operator has to check the weights itself.
+                results = op.recurrent(
+                    x,
+                    states,
+                    bound.weights(),
+                    bound.program,
+                    self.boundary,
+                    directions=bound.directions,
+                    batch_first=self.batch_first,
+                    owner=bound.owner,
+                )
         except RuntimeError:
             self.bound_to = None
             return None

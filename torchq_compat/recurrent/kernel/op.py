@@ -115,13 +115,14 @@ def recurrent(
     *,
     batch_sizes: Sequence[int] = (),
     directions: int = 1,
+    batch_first: bool = False,
     owner: int = 0,
 ) -> list[Tensor]:
     """Run all layers and directions of a converted recurrent module, or one step of a cell.
 
     Args:
-        x: (T, B, I); (B, I) for one step of a cell; with ``batch_sizes`` packed rows. float32, or 8-bit
-            integers with the qparams in ``boundary``.
+        x: (T, B, I), or (B, T, I) with ``batch_first``; (B, I) for one step of a cell; with ``batch_sizes``
+            packed rows. float32, or 8-bit integers with the qparams in ``boundary``.
         states: (layers * directions, B, width) each, the hidden state first; (B, width) for a cell. float32,
             or integers like ``x``. Empty: zeros.
         weights: for each linear the int8 values (N, K), then its scales (N,), zero points (N,) and bias (N,),
@@ -135,16 +136,16 @@ def recurrent(
             ``OWNER_OF_ONE_CALL`` in place of any other where memory is saved.
 
     Returns:
-        The output (T, B, directions * width) and the last states; for a cell only the last states. float32,
-        or integers if ``boundary`` has qparams for the result.
+        The output (T, B, directions * width), in the order of ``x``, and the last states; for a cell only the
+        last states. float32, or integers if ``boundary`` has qparams for the result.
 
     Raises:
         RuntimeError: if the arguments do not fit the program.
     """
     if are_large_read_one_by_one(weights):
         owner = OWNER_OF_ONE_CALL
-    # Not batch first; version -1: the operator looks at the weights, which may have been written in place.
-    around = (batch_sizes, directions, False, owner, -1, WORK_PER_THREAD)
+    # Version -1: the operator looks at the weights, which may have been written in place.
+    around = (batch_sizes, directions, batch_first, owner, -1, WORK_PER_THREAD)
     results: list[Tensor] = RECURRENT(x, states, weights, program, boundary, *around)
     return results
 
