@@ -185,8 +185,10 @@ def test_the_converted_model_is_a_model() -> None:
     file.seek(0)
     for copied in (copy.deepcopy(converted), torch.load(file, weights_only=False)):
         assert torch.equal(copied(batches[0]), expected)
-    exported = torch.export.export(converted, (batches[0],))
-    assert torch.equal(exported.module()(batches[0]), expected)
+    # A mean of 25 integers is never halfway between two of them, where it is rounded either way.
+    odd = batches[0][..., :11, :11]
+    exported = torch.export.export(converted, (odd,))
+    assert torch.equal(exported.module()(odd), converted(odd))
     names = [str(node.target) for node in exported.graph.nodes]
     assert sum("quantized_decomposed.quantize_per_tensor" in name for name in names) == 6
     assert sum("quantized_decomposed.dequantize_per_channel" in name for name in names) == 3
