@@ -234,8 +234,7 @@ def is_read_by_an_interpreter() -> bool:
 
 def is_called_by_a_user() -> bool:
     """Return whether ``forward``, where it is called, is called itself, not by ``nn.Module.__call__``."""
-    caller = sys._getframe(2).f_globals.get("__name__")
-    return not str(caller).startswith(("torch.nn.modules.module", "torchq_compat."))
+    return not _name(sys._getframe(2)).startswith((OWN, "torch.nn.modules.module"))
 
 
 class _Guard:

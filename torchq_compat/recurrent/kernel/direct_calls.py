@@ -53,6 +53,12 @@ class BoundDirection:
         self.masks = tuple(programs.weight_mask(names[1:]) for names in program.weights)
         self.names = [name for names in program.weights for name in names if name is not None]
 
+    def numbers(self, segments: tuple[float, ...] = (), *, backward: bool) -> programs.CellNumbers:
+        """Return the program as numbers; see ``CellNumbers``."""
+        return programs.CellNumbers(
+            self.program.table, self.program.constants, self.masks, segments, backward
+        )
+
     def weights(self) -> list[Tensor]:
         """Return the current weights."""
         return [attribute_at(self.owner, name) for name in self.names]
@@ -68,14 +74,11 @@ class BoundDirection:
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Run this direction alone, where a module is not one call: ``x`` (T, B, I), or packed rows, and
         states (B, width) -> (T, B, P) and the last states. The kernel keeps no weights of it."""
-        numbers = programs.CellNumbers(
-            self.program.table, self.program.constants, self.masks, backward=backward
-        )
         output, *last = op.recurrent(
             x,
             [entry[None] for entry in state],
             self.weights(),
-            programs.ModuleNumbers(((numbers,),)).tensor(),
+            programs.ModuleNumbers(((self.numbers(backward=backward),),)).tensor(),
             programs.floats_around(programs.as_numbers(columns), len(state)),
             batch_sizes=batch_sizes,
         )
@@ -115,12 +118,7 @@ class BoundModule:
         segments = [(), *(tuple(programs.as_numbers(column)) for column in columns)]
         self.program = programs.ModuleNumbers(
             tuple(
-                tuple(
-                    programs.CellNumbers(
-                        direction.program.table, direction.program.constants, direction.masks, own, index == 1
-                    )
-                    for index, direction in enumerate(layer)
-                )
+                tuple(direction.numbers(own, backward=index == 1) for index, direction in enumerate(layer))
                 for layer, own in zip(layers, segments, strict=True)
             )
         ).tensor()
