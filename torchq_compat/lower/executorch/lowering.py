@@ -397,12 +397,12 @@ def _lower(exported: ExportedProgram, backend: str) -> tuple[bytes, DelegationRe
         passes.shift_to_int8(exported)
         passes.dequantize_per_reader(exported)
         partitioners.append(passes.xnnpack_partitioner(refused))
-    edge = exir.to_edge_transform_and_lower(
-        exported,
-        partitioner=partitioners,
-        # Quantize, dequantize and scan are not in core ATen.
-        compile_config=exir.EdgeCompileConfig(_check_ir_validity=False),
-    )
+    # Quantize, dequantize and scan are not in core ATen.
+    config = exir.EdgeCompileConfig(_check_ir_validity=False)
+    if partitioners:
+        edge = exir.to_edge_transform_and_lower(exported, partitioner=partitioners, compile_config=config)
+    else:  # It decomposes once, the other twice.
+        edge = exir.to_edge(exported, compile_config=config)
     report = read_delegation(edge.exported_program().graph_module, backend, refused)
     transforms = (passes.restore_linears, passes.move_loop_invariants, passes.keep_initial_states)
     manager = edge.transform(transforms).to_executorch()
