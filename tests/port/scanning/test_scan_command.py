@@ -145,7 +145,7 @@ def test_what_cannot_concern_it_is_not_parsed(tmp_path: Path, monkeypatch: pytes
 
 
 def test_one_file_that_takes_too_long_is_a_finding(tmp_path: Path, capsys: Capture) -> None:
-    (tmp_path / "long.py").write_text(FX + "x = [f(1, 2), g(3)]\n" * 4000)
+    (tmp_path / "long.py").write_text(FX + "x = [f(1, 2), g(3)]\n" * 1000)
     (tmp_path / "good.py").write_text(FX)
     assert scan(tmp_path, "--json", "--timeout", "0.2", "--jobs", "1") == 1
     findings = json.loads(capsys.readouterr().out)["findings"]
@@ -261,18 +261,18 @@ def test_the_time_of_a_scan_grows_with_its_files(tmp_path: Path) -> None:
     assert times[1] < 8 * times[0], times
 
 
-def test_torch_is_not_imported(tmp_path: Path) -> None:
+def test_what_takes_long_to_import_is_not_imported(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text(FX)
     code = (
         "import sys; from torchq_compat.cli import main\n"
         f"main(['scan', {str(tmp_path)!r}]); main(['rewrite', {str(tmp_path)!r}])\n"
-        "print('torch' in sys.modules)"
+        "print(sys.modules.keys() & {'torch', 'libcst.matchers'})"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True
     )
-    assert result.stdout.splitlines()[-1] == "False"
+    assert result.stdout.splitlines()[-1] == "set()"
 
 
 @pytest.mark.parametrize("command", ["scan", "rewrite", "run"])

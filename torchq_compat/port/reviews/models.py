@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from functools import partial
 
 import libcst as cst
-from libcst import matchers as m
 
 from torchq_compat.port import names as legacy
 from torchq_compat.port.constructs import Site
@@ -62,8 +61,11 @@ def find_exported(source: ParsedSource) -> Iterator[Site]:
 
 def _is_old(call: cst.Call, names: frozenset[str]) -> bool:
     """Return whether ``call`` exports through TorchScript; ``dynamo`` is True by default."""
-    without_dynamo = m.Arg(m.Name("False"), keyword=m.Name("dynamo"))
-    return names <= {OLD_EXPORTER} or any(m.matches(arg, without_dynamo) for arg in call.args)
+    for arg in call.args:
+        match arg:
+            case cst.Arg(cst.Name("False"), keyword=cst.Name("dynamo")):
+                return True
+    return names <= {OLD_EXPORTER}
 
 
 def _is_result(source: ParsedSource, model: cst.BaseExpression, at: cst.CSTNode) -> bool:
@@ -113,8 +115,15 @@ def _holds_no_tensor(value: cst.BaseExpression) -> bool:
         return all(_holds_no_tensor(element.value) for element in value.elements)
     if isinstance(value, cst.UnaryOperation):
         return _holds_no_tensor(value.expression)
-    shape = m.Attribute(attr=m.Name("shape")) | m.Call(m.Attribute(attr=m.Name("size")), [])
-    return isinstance(value, (cst.BaseNumber, cst.BaseString)) or m.matches(value, shape)
+    match value:
+        case (
+            cst.BaseNumber()
+            | cst.BaseString()
+            | cst.Attribute(attr=cst.Name("shape"))
+            | cst.Call(cst.Attribute(attr=cst.Name("size")), [])
+        ):
+            return True
+    return False
 
 
 def _is_config(value: cst.Dict) -> bool:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import libcst as cst
-from libcst import matchers as m
 
 from torchq_compat.port.constructs import ImportRequest, Site
 from torchq_compat.port.finders import Finder
@@ -168,7 +167,10 @@ def _items(source: ParsedSource, node: Expression) -> list[Expression]:
 
 
 def _is_dict(node: Expression) -> bool:
-    return m.matches(node, m.Dict() | m.DictComp() | m.Call(m.Name("dict")))
+    match node:
+        case cst.Dict() | cst.DictComp() | cst.Call(cst.Name("dict")):
+            return True
+    return False
 
 
 # --- layout ---

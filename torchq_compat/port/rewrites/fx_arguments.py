@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator
 
 import libcst as cst
-from libcst import matchers as m
 
 from torchq_compat.port.constructs import Edit, ImportRequest, Site
 from torchq_compat.port.finders import Finder
@@ -33,8 +32,6 @@ METHODS = frozenset(
         *("repeat", "clone", "detach", "long", "cuda", "cpu", "to", "half", "double"),
     )
 )
-#: ``next(iter(loader))[0]``, with which the official tutorials take the images of a batch.
-OF_BATCH = m.Subscript(m.Call(m.Name("next")), [m.SubscriptElement(m.Index(m.Integer()))])
 #: This one was renamed too, but has no counterpart: see ``reviews.models``.
 NOT_CARRIED_OVER = "_equalization_config"
 NEW_NAME = "convert_to_reference_fx"
@@ -130,10 +127,18 @@ def _is_tensor(source: ParsedSource, value: cst.BaseExpression, at: cst.CSTNode)
             value = value.func.value
         elif isinstance(value, cst.Subscript):
             if not isinstance(value.slice[0].slice, cst.Slice):
-                return m.matches(value, OF_BATCH)
+                return _is_of_batch(value)
             value = value.value
         else:
             return False
+    return False
+
+
+def _is_of_batch(value: cst.Subscript) -> bool:
+    """Return whether ``value`` is ``next(iter(loader))[0]``, as the official tutorials take the images."""
+    match value:
+        case cst.Subscript(cst.Call(cst.Name("next")), [cst.SubscriptElement(cst.Index(cst.Integer()))]):
+            return True
     return False
 
 

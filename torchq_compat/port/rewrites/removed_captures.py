@@ -8,7 +8,6 @@ records.
 from collections.abc import Iterator
 
 import libcst as cst
-from libcst import matchers as m
 
 from torchq_compat.port.constructs import Edit, ImportRequest, Site
 from torchq_compat.port.finders import Finder
@@ -89,10 +88,6 @@ def _calls(
 DYNAMO, DYNAMIC_DIM = "torch._dynamo.export", "dynamic_dim"
 #: Keywords of dynamo's export -> the values with which torch.export.export captures the same.
 DROPPED = {"aten_graph": ("True",), "tracing_mode": ('"real"', "'real'"), "pre_dispatch": ("True", "False")}
-#: ``export(...).graph_module`` and ``export(...)[0]``.
-OF_RESULT = m.Attribute(attr=m.Name("graph_module")) | m.Subscript(
-    slice=[m.SubscriptElement(m.Index(m.Integer("0")))]
-)
 
 
 def find_dynamo(source: ParsedSource) -> Iterator[Site]:
@@ -128,8 +123,12 @@ def _dynamo_edit(source: ParsedSource, call: cst.Call) -> tuple[Edit | None, str
         return None, "its example inputs are not spelled out"
     text = f"torch.export.export({source.full_code(model.value)}, {args}, strict=True).module()"
     parent = source.parent(whole)
-    if m.matches(parent, OF_RESULT):
-        return source.edit(parent, text), ""
+    match parent:
+        case (
+            cst.Attribute(attr=cst.Name("graph_module"))
+            | cst.Subscript(slice=[cst.SubscriptElement(cst.Index(cst.Integer("0")))])
+        ):
+            return source.edit(parent, text), ""
     target = parent.targets[0].target if isinstance(parent, cst.Assign) else None
     if not isinstance(target, cst.Tuple) or len(target.elements) != 2 or source.has_comment(parent):
         return None, "torch.export.export returns no guards"

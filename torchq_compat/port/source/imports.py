@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import libcst as cst
-from libcst import matchers as m
 
 from torchq_compat.port.constructs import Edit, ImportRequest, Site
 from torchq_compat.port.names import MOVED, Moved
@@ -128,17 +127,17 @@ def _local_place(source: ParsedSource, offset: int) -> _ImportPosition | None:
     )
 
 
-DOCSTRING = m.SimpleStatementLine([m.Expr(m.SimpleString()), m.ZeroOrMore()])
-FROM_FUTURE = m.SimpleStatementLine([m.ImportFrom(m.Name("__future__")), m.ZeroOrMore()])
-
-
 def _top(source: ParsedSource) -> int:
     """Return the offset after the docstring and the ``__future__`` imports, before other statements."""
     at = 0
     for index, statement in enumerate(source.module.body):
-        is_docstring = index == 0 and m.matches(statement, DOCSTRING)
-        if not is_docstring and not m.matches(statement, FROM_FUTURE):
-            return at or source.line_start(source.start(statement))
+        match statement:
+            case cst.SimpleStatementLine([cst.Expr(cst.SimpleString()), *_]) if index == 0:
+                pass
+            case cst.SimpleStatementLine([cst.ImportFrom(cst.Name("__future__")), *_]):
+                pass
+            case _:
+                return at or source.line_start(source.start(statement))
         at = source.line_end(source.end(statement))
     return at
 

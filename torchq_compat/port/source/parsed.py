@@ -7,7 +7,6 @@ from functools import cache, cached_property
 from typing import Any, TypeVar, cast
 
 import libcst as cst
-from libcst import matchers as m
 from libcst import metadata
 from libcst.helpers import get_full_name_for_node_or_raise
 from libcst.metadata import MetadataWrapper
@@ -169,7 +168,7 @@ class ParsedSource:
 
     def has_comment(self, node: cst.CSTNode) -> bool:
         """Return whether there is a comment within ``node``."""
-        return bool(m.findall(node, m.Comment()))
+        return any(node in self.ancestors(comment) for comment in self.nodes(cst.Comment))
 
     def line(self, offset: int) -> int:
         """Return the line, from 1, of a byte offset."""
