@@ -12,6 +12,8 @@ from torchq_compat.cli import main
 from torchq_compat.port.constructs import CONSTRUCTS
 
 GOLDEN = Path(__file__).parents[1] / "golden"
+#: Both levels, most codes, cells.
+CASES = ("before_and_after", "for_manual_review", "notebook")
 
 #: After the SARIF 2.1.0 specification, sections 3.13 to 3.59; the log may contain nothing else.
 MESSAGE = {"type": "object", "required": ["text"], "properties": {"text": {"type": "string", "minLength": 1}}}
@@ -137,13 +139,16 @@ SCHEMA = {
 def test_sarif(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     broken = tmp_path / "with space.py"
     broken.write_text("prepare_fx (:\n")
-    assert main(["scan", str(GOLDEN), str(broken), "--format", "sarif"]) == 2
+    folders = [str(GOLDEN / case / "input") for case in CASES]
+    assert main(["scan", *folders, str(broken), "--format", "sarif"]) == 2
     log = json.loads(capsys.readouterr().out)
     jsonschema.validate(log, SCHEMA)
     (run,) = log["runs"]
     rules = run["tool"]["driver"]["rules"]
     assert [rule["id"] for rule in rules] == list(CONSTRUCTS)
     assert {result["ruleId"] for result in run["results"]} >= {"TQ101", "TQ105", "TQ203"}
+    assert {result["level"] for result in run["results"]} == {"note", "warning"}
+    assert any("logicalLocations" in each for result in run["results"] for each in result["locations"])
     for result in run["results"]:
         assert rules[result["ruleIndex"]]["id"] == result["ruleId"]
         assert result["level"] == ("warning" if result["properties"]["by"] == "manual review" else "note")
