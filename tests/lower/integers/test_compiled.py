@@ -235,7 +235,7 @@ def test_the_bits_of_the_lowered_model(name: str, mapping: str) -> None:
     backend = Recorder()
     fast = compiled(model, backend)
     with torch.no_grad():
-        for batch in (3, 5, 1):
+        for batch in (1, 3, 5):  # compiled for a size of one, then for any other
             x = example(batch, *rest)
             plain, expected, found = float_model(*x), model(*x), fast(*x)
             assert all(map(torch.equal, leaves(expected), leaves(found)))
@@ -358,7 +358,7 @@ def test_checks_of_dtypes_hinder_nothing() -> None:
         pytest.param("blocks of integers", [(8,)], [7, 7], id="integers between", marks=pytest.mark.slow),
         pytest.param("one block", [(8,)], [7, 7], id="one", marks=pytest.mark.slow),
         pytest.param("only a block", [(8,)], [2, 2], id="no kernels outside"),
-        pytest.param("loop", [(3, 8), (5, 8)], [7, 11], id="loop"),
+        pytest.param("loop", [(2, 8), (3, 8)], [5, 7], id="loop"),
     ],
 )
 def test_kernels_inside_modules(name: str, rests: list[tuple[int, ...]], linears: list[int]) -> None:
@@ -374,7 +374,7 @@ def test_kernels_inside_modules(name: str, rests: list[tuple[int, ...]], linears
         assert not [target for target in targets if target.startswith("aten.linear")]
 
 
-@pytest.mark.parametrize("name", ["blocks", pytest.param("loop", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["blocks of integers", pytest.param("loop", marks=pytest.mark.slow)])
 def test_other_weights_reach_kernels_inside_modules(name: str) -> None:
     (x,) = floats(4, *MODELS[name][2])
     _, model = lowered(name)
