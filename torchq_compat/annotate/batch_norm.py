@@ -1,7 +1,5 @@
 """Batch norms as FX treats them, through prepare and convert of torchao."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Finds the nodes whose values no one scale represents: values that mean infinity, or that grow on."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress

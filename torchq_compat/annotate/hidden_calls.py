@@ -5,8 +5,6 @@ is the opaque op for that long, of flat tensors and sizes; what a pass made of i
 The check of input shapes that torch.export puts into a module is left out and put back.
 """
 
-from __future__ import annotations
-
 import operator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """torchao's prepare and convert of one graph, with FX's rules for its observers."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Collection, Iterator
 from contextlib import nullcontext

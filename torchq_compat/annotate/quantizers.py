@@ -1,7 +1,5 @@
 """Quantizers: a QConfigMapping as one, and a user's own on a graph with custom modules."""
 
-from __future__ import annotations
-
 import copy
 import operator
 import re

@@ -1,7 +1,5 @@
 """Resolve which edges and nodes share an observer by their specs."""
 
-from __future__ import annotations
-
 import dataclasses
 import operator
 from collections.abc import Callable, Iterator, Mapping

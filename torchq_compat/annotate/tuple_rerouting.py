@@ -5,8 +5,6 @@ downwards without backtracking: a tuple indexed twice raised, or silently gave a
 ``getitem``, from first node to last, looks up the structure it indexes, so no search is needed.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Checked capture: returns a graph that computes what the float model computes, or raises."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math

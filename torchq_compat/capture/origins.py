@@ -1,7 +1,5 @@
 """The origin of a node of an exported graph, and what of a model has none: attributes and hooks."""
 
-from __future__ import annotations
-
 import operator
 import pkgutil
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Finds at which other ranks than the example's the float model computes what it does at the example's."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace

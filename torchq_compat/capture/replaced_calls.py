@@ -1,7 +1,5 @@
 """Replaces calls of torch's functions by a model that is captured."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any

@@ -5,8 +5,6 @@ over them, computes across steps and sequences, and has no meaning in a program 
 are found by running each op on a part of the rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from typing import Any

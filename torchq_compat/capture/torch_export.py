@@ -1,7 +1,5 @@
 """Calls torch.export, and says where its nodes come from and what its errors mean."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import sys

@@ -1,7 +1,5 @@
 """Training and evaluation: of a captured graph, and of ops that do not follow the mode."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """What legacy models do in Python that torch.export does not see or keep."""
 
-from __future__ import annotations
-
 import builtins
 import dis
 import itertools

@@ -1,7 +1,5 @@
 """Rewrites in-place ops of a graph as ops that return values."""
 
-from __future__ import annotations
-
 import operator
 from collections import Counter
 from dataclasses import dataclass, field

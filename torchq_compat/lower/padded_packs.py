@@ -7,8 +7,6 @@ are padding. In padding, loops over time keep a state unchanged, and unpacked se
 value. Rows that the program returns are only those of steps, like the model's.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterator
 from typing import Any

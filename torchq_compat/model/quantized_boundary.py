@@ -5,8 +5,6 @@ used result leaves as integers, followed by one dequantize, and its consumers do
 opaque module that feeds another passes its integers on directly. The call's layout has the qparams.
 """
 
-from __future__ import annotations
-
 import torch
 from torch.fx import GraphModule, Node
 

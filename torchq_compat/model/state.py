@@ -1,7 +1,5 @@
 """What the state_dict of a model holds beside its tensors, and the check of one that is loaded."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections import OrderedDict

@@ -5,8 +5,6 @@ so a model whose views have hooks runs a copy of its graph that calls the hooks;
 exported and saved, is not changed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial

@@ -2,8 +2,6 @@
 them.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress

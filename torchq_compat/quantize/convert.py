@@ -1,7 +1,5 @@
 """Convert: turns a calibrated or trained model into its q-dq form."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Collection
 from contextlib import nullcontext

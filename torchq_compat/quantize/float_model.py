@@ -2,8 +2,6 @@
 parametrizations, and the optimizer that has its parameters.
 """
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Collection, Iterator, Mapping

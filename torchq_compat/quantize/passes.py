@@ -4,8 +4,6 @@ The values that a pass needs and gives are attributes of one state, which the pa
 module that carries a pass out binds its function with ``carries_out``; ``run_passes`` runs a whole list.
 """
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass

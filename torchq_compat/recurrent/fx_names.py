@@ -6,8 +6,6 @@ scales have the name of the module that computed the value, or only a number whe
 dynamic QConfig leaves ``nn.LSTM`` as it is, and packs one object for each layer and direction.
 """
 
-from __future__ import annotations
-
 from torch.fx import GraphModule
 
 from torchq_compat.fx_state.numbered import Required, RequiredObserver, RequiredTensor

@@ -1,7 +1,5 @@
 """Loops over time written in Python: one step is quantized as its own model, and called for each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Self

@@ -1,7 +1,5 @@
 """Check the arguments of public functions on entry: a decorator, and conditions on arguments."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import os

@@ -1,7 +1,5 @@
 """Helpers for graph nodes and the modules around them, and copies of models."""
 
-from __future__ import annotations
-
 import copy
 import ctypes
 import mmap

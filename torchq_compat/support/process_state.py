@@ -4,8 +4,6 @@
 or torchao's prepare and convert runs ``alone``, as does what seeds generators.
 """
 
-from __future__ import annotations
-
 import linecache
 import os
 import sys

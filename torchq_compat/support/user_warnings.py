@@ -1,7 +1,5 @@
 """Warnings that point at the user's line, and those of libraries that are kept from the user."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import logging

@@ -1,7 +1,5 @@
 """Keeps what Python decides by sizes in a model whose loops are rolled from captures at two lengths."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress

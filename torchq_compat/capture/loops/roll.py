@@ -1,7 +1,5 @@
 """Rolls the loops over time of a float model into an equal model of free length, or raises the reason."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """Rolls the loops of an unrolled graph, in place: each becomes one call of a ``Loop``."""
 
-from __future__ import annotations
-
 import functools
 import operator
 from collections.abc import Collection, Mapping, Sequence

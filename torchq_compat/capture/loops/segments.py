@@ -1,7 +1,5 @@
 """Finds what a Python loop left in a captured graph: repeated runs of the same ops, one run for each step."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from contextlib import suppress

@@ -5,8 +5,6 @@ steps, and its own part of a tensor. It passes on the states, returns a value of
 part of a tensor.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

@@ -2,8 +2,6 @@
 ``dynamic_shapes``.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

@@ -3,8 +3,6 @@
 torch has symbols for some arguments of operators only: for others it asks a symbol for its value.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any

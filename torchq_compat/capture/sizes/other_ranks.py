@@ -1,7 +1,5 @@
 """Calls with other numbers of dimensions than the example's: without a batch, or with several for one."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

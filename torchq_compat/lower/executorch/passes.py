@@ -2,8 +2,6 @@
 part.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module

@@ -3,8 +3,6 @@
 On a device, ``recurrent_kernel.cpp`` and ``cell_loop.cpp`` are linked into the program.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import sys

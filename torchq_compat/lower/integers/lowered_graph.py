@@ -1,7 +1,5 @@
 """The lowered graph while it is written, and what a rule answers about an op."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass

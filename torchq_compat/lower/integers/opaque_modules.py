@@ -1,7 +1,5 @@
 """Lower the opaque modules that a graph calls, and the floats that they round themselves."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from typing import Any

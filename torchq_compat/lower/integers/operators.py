@@ -5,8 +5,6 @@ on other devices, the functions below compute the same with torch's operators. T
 computes their bits, but ``mean``, ``convolution`` and ``linear`` may round a tie to the other side.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Read a q-dq graph: arguments by name, constants, integers behind a value, and what becomes of them."""
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Callable

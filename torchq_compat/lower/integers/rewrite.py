@@ -5,8 +5,6 @@ values is put before the dequantize that it follows. A quantize behind a dequant
 table. What is left computes in floats between two explicit conversions.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import replace

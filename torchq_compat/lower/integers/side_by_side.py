@@ -1,7 +1,5 @@
 """Where a lowered graph may run, and its run beside its reference, node by node."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -19,8 +19,6 @@ that it would write wrongly, or cannot write, by operators that it writes right.
 Legacy: none.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """The shapes of a decomposed recurrent operator: unrolled, rolled into a ``scan``, or one opaque call."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The native operator written with torch's own operators, used if the kernel cannot be built."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 

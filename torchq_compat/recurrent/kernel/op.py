@@ -4,8 +4,6 @@ On the CPU it runs in C++ (``recurrent_operator.cpp``), which is built at the fi
 on other devices, torch's operators run the same program.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress

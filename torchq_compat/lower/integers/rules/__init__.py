@@ -4,8 +4,6 @@ Every module in this folder that declares a ``Family`` is found; there is no oth
 value by value (``tables.py``) or only move values (``moves.py``) need no rule of their own.
 """
 
-from __future__ import annotations
-
 import sys
 
 from torchq_compat.lower.integers.lowered_graph import Family

@@ -1,7 +1,5 @@
 """Convolutions with int8 weights on 8-bit activations. Legacy: ``nnq.Conv2d`` and related modules."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

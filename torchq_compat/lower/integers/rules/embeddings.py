@@ -1,8 +1,6 @@
 """Rows of integer tables: gathered as integers, and dequantized after. Legacy: ``nnq.Embedding``,
 ``nnq.EmbeddingBag``."""
 
-from __future__ import annotations
-
 import torch
 from torch.fx import Node
 

@@ -1,7 +1,5 @@
 """Linear layers: static int8 on the kernels of torch, all others on this package's own product."""
 
-from __future__ import annotations
-
 import operator
 from dataclasses import dataclass
 from itertools import groupby

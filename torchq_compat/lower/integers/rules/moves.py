@@ -1,7 +1,5 @@
 """Ops that move, join or average quantized tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Ops on one quantized tensor, value by value or channel by channel."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
