@@ -31,7 +31,7 @@ from torchq_compat.eager.users_model import ConvertedEager, EagerModel, decide, 
 from torchq_compat.errors import ConfigError
 from torchq_compat.lower.integers.lowered_module import lower_to_integers
 from torchq_compat.model.graph_module import ConvertedGraphModule, ConvertedModel, record_of
-from torchq_compat.model.other_tools import refuse_numeric_suite
+from torchq_compat.model.other_tools import refuse_tools
 from torchq_compat.quantize.distributed.ranks import meet_other_ranks
 from torchq_compat.quantize.distributed.wrappers import check_not_sharded, unwrapped
 from torchq_compat.quantize_fx import convert_to_reference_fx, prepare_fx
@@ -524,7 +524,7 @@ def _working(
     if record_of(model) is not None:
         raise ConfigError.of("TQ905.of_prepare_fx", function=function)
     if function != "convert" and isinstance(model, ConvertedEager):
-        refuse_numeric_suite(sys._getframe(1))
+        refuse_tools(sys._getframe(1))
         raise ConfigError.of("TQ905.converted_already", function=function)
     if function != "convert":
         check_not_sharded(model)

@@ -1,4 +1,4 @@
-"""The Numeric Suite, called in a hand-ported script with our models or their states, says what to call."""
+"""The Numeric Suite and ModelReport, given models of ours or their states by a script, say what to call."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ import torch.ao.ns._numeric_suite as eager
 import torch.ao.ns._numeric_suite_fx as fx
 from torch import nn
 from torch.ao.quantization import QuantWrapper, get_default_qconfig, get_default_qconfig_mapping
+from torch.ao.quantization.fx._model_report.detector import DynamicStaticDetector, OutlierDetector
+from torch.ao.quantization.fx._model_report.model_report import ModelReport
 from torch.fx import GraphModule
 
 from torchq_compat import convert_fx, convert_to_reference_fx, prepare_fx, quantize_eager
@@ -58,6 +60,17 @@ def test_refused(models: dict[str, GraphModule], stage: str, name: str) -> None:
             CALLS[name](copy.deepcopy(FLOAT), copy.deepcopy(models[stage]))
     assert raised.value.message.startswith(f"{name.split()[0]} of the Numeric Suite finds nothing")
     assert "torchq_compat.compare" in str(raised.value)
+
+
+@pytest.mark.parametrize("stage", ["prepared", "converted", "reference"])
+@pytest.mark.parametrize("detector", [DynamicStaticDetector, OutlierDetector])
+def test_model_report_is_refused(models: dict[str, GraphModule], stage: str, detector: type) -> None:
+    model = copy.deepcopy(models[stage])
+    before = model(X)
+    with pytest.raises(ScriptError, match="of ModelReport finds nothing") as raised:
+        ModelReport(model, {detector()}).prepare_detailed_calibration()
+    assert raised.value.code == "TQ972"
+    assert torch.equal(model(X), before)
     assert "torchq_compat.suggest" in str(raised.value)
 
 

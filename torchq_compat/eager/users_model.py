@@ -17,7 +17,7 @@ from torchq_compat.eager.grid import FollowGrid, following
 from torchq_compat.eager.qdq_modules import IntegerWeight, unpack
 from torchq_compat.errors import CheckpointError, ExportError
 from torchq_compat.fx_state.load import translated_state
-from torchq_compat.model.other_tools import refuse_numeric_suite
+from torchq_compat.model.other_tools import refuse_tools
 from torchq_compat.model.state import CHECKED, check_state, is_fx_state, load_whole
 from torchq_compat.support import later_stages
 from torchq_compat.support.argument_checks import listed
@@ -91,7 +91,7 @@ class ConvertedEager(EagerModel):
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         """Call ``nn.Module.named_children``; refuse the Numeric Suite."""
         if not torch.compiler.is_dynamo_compiling():  # It cannot look at frames.
-            refuse_numeric_suite(sys._getframe(1))
+            refuse_tools(sys._getframe(1))
         return super().named_children()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

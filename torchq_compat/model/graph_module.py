@@ -316,13 +316,13 @@ class QuantizationGraphModule(GraphModule):
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         """Call ``nn.Module.named_children``; refuse the Numeric Suite."""
         if not torch.compiler.is_dynamo_compiling():  # It cannot look at frames.
-            other_tools.refuse_numeric_suite(sys._getframe(1))
+            other_tools.refuse_tools(sys._getframe(1))
         return super().named_children()
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """Call ``nn.Module.named_modules``; refuse the Numeric Suite."""
         if not torch.compiler.is_dynamo_compiling():  # It cannot look at frames.
-            other_tools.refuse_numeric_suite(sys._getframe(1))
+            other_tools.refuse_tools(sys._getframe(1))
         modules: Iterator[tuple[str, nn.Module]] = super().named_modules(*args, **kwargs)
         return modules
 

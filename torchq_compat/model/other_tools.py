@@ -71,15 +71,14 @@ def is_asked_by_torch_jit() -> bool:
     return _name(caller).startswith(("torch.jit", "torch._jit_internal"))
 
 
-# Refuse torch.ao's Numeric Suite, which would silently find nothing in a model of this package.
-#
-# The suite looks for torch.ao's modules, or for their names in a state_dict. So the models, and the states
-# they return, check the calling frame, as ``other_engines`` does.
+# Refuse torch.ao's tools that look for torch.ao's modules, or for their names in a state_dict: they would
+# find nothing in a model of this package. So the models, and the states they return, check the calling frame.
 
 
-SUITE = "torch.ao.ns."
-#: Frames between the suite and our methods: children() calls named_children(), modules() calls
-#: named_modules(), and our methods call those of the base class; the suite calls eager mode's prepare. After
+#: The packages of the tools -> what torch calls them.
+TOOLS = {"torch.ao.ns.": "the Numeric Suite", "torch.ao.quantization.fx._model_report.": "ModelReport"}
+#: Frames between a tool and our methods: children() calls named_children(), modules() calls
+#: named_modules(), and our methods call those of the base class; a tool calls eager mode's prepare. After
 #: torch.compile was used, torch._dynamo wraps ``Tracer.trace``.
 BETWEEN = ("torch.nn.modules.module", "torchq_compat.", "torch._dynamo.", EAGER_ENGINE)
 
@@ -109,7 +108,7 @@ class StateOfCaptured(OrderedDict[str, Any]):
         return value() if callable(value) else torch.as_tensor(value)
 
     def __iter__(self) -> Iterator[str]:
-        refuse_numeric_suite(sys._getframe(1))
+        refuse_tools(sys._getframe(1))
         return super().__iter__()
 
     def __copy__(self) -> StateOfCaptured:
@@ -123,22 +122,23 @@ class StateOfCaptured(OrderedDict[str, Any]):
         return (OrderedDict, arguments, kept, *items)
 
 
-def refuse_numeric_suite(frame: FrameType | None) -> None:
-    """Raise if the Numeric Suite reads the modules of a model, or the keys of a state, from ``frame``.
+def refuse_tools(frame: FrameType | None) -> None:
+    """Raise if one of torch.ao's tools reads the modules of a model, or the keys of a state, from ``frame``.
 
     Raises:
-        ScriptError: the suite is the caller.
+        ScriptError: the tool is the caller.
     """
     frame, called = _caller(frame, BETWEEN), ""
-    while frame is not None and _name(frame).startswith(SUITE):
+    tool = next((tool for package, tool in TOOLS.items() if _name(frame).startswith(package)), "")
+    while frame is not None and _name(frame).startswith(tuple(TOOLS)):
         called, frame = frame.f_code.co_name, frame.f_back
     if called:
-        raise suite_error(called)
+        raise tool_error(called, tool)
 
 
-def suite_error(function: str) -> ScriptError:
-    """Return the error for a ``function`` of the suite that was given a model of this package."""
-    return ScriptError.of("TQ972.numeric_suite", function=function)
+def tool_error(function: str, tool: str = "the Numeric Suite") -> ScriptError:
+    """Return the error for a ``function`` of ``tool``, which was given a model of this package."""
+    return ScriptError.of("TQ972.tool", function=function, tool=tool)
 
 
 # Keep other engines from preparing, converting or tracing the models of this package.
@@ -186,12 +186,12 @@ def refuse_fx_tracer(model: GraphModule, stage: str) -> None:
     Raises:
         ConvertError: FX's ``prepare_fx`` or ``fuse_fx`` was given a model of this package, or a tracer a
             prepared one.
-        ScriptError: the Numeric Suite was given a model of this package.
+        ScriptError: one of torch.ao's tools was given a model of this package.
     """
     frame: FrameType | None = sys._getframe(2)
     tracer = frame and frame.f_locals.get("self")
     if isinstance(tracer, Tracer):
-        refuse_numeric_suite(frame and frame.f_back)
+        refuse_tools(frame and frame.f_back)
         if stage == "converted":
             leaves_for_tracers(model)
     if frame is not None and isinstance(frame.f_locals.get("self"), QuantizationTracer):

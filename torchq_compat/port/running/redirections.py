@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from torchq_compat import pt2e, quantize_fx
-from torchq_compat.model.other_tools import suite_error
+from torchq_compat.model.other_tools import tool_error
 from torchq_compat.port import names
 from torchq_compat.quantize.first_call import adopt_parameters, at_once
 from torchq_compat.support import torch_ao
@@ -404,7 +404,7 @@ def _refusing(function: Callable[..., Any]) -> Callable[..., Any]:
     def checked(*args: Any, **kwargs: Any) -> Any:
         states = (value for value in (*args, *kwargs.values()) if type(value) in (dict, OrderedDict))
         if any(isinstance(key, str) and OUR_KEY.fullmatch(key) for state in states for key in state):
-            raise suite_error(function.__name__)
+            raise tool_error(function.__name__)
         return function(*args, **kwargs)
 
     return checked
