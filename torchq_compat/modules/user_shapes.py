@@ -165,17 +165,24 @@ class _OnShapes:
         if isinstance(module, torch.jit.ScriptModule):
             return _run(module, type(module), self._path, args, kwargs)
         device = next(iter(self._devices.values()), torch.device("cpu"))
+        outer = detect_fake_mode(tensors)
         # Not on the meta device: the module may make tensors of its own, and name no device. With gradients:
         # without them modules of torch take ways with nested tensors, of which there are no fake ones.
-        with (
-            detect_fake_mode(tensors) or FakeTensorMode(),
-            torch.inference_mode(mode=False),
-            torch.enable_grad(),
-        ):
+        with alone(), outer or self._mode, torch.inference_mode(mode=False), torch.enable_grad():
             given = inputs.put_together([_like(tensor, device) for tensor in tensors], sizes)
-            call = module if self._has_weights else partial(_with_weights, module, self._fakes())
+            weights = self._own_fakes if outer is None else self._fakes()
+            call = module if self._has_weights else partial(_with_weights, module, weights)
             outputs, results = Structure.take_apart(_run(call, type(module), self._path, *given))
         return outputs.put_together([_like(result, torch.device("meta")) for result in results])
+
+    @functools.cached_property
+    def _mode(self) -> FakeTensorMode:
+        return FakeTensorMode()
+
+    @functools.cached_property
+    def _own_fakes(self) -> dict[str, Tensor]:
+        """The weights in the mode of its own, for all calls."""
+        return self._fakes()
 
     def _fakes(self) -> dict[str, Tensor]:
         return {
