@@ -42,7 +42,7 @@ class Masked(nn.Module):
         super().__init__()
         self.before, self.after = nn.Linear(8, 8), nn.Linear(8, 8)
         self.middle: Any = nn.TransformerEncoder(
-            nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2, enable_nested_tensor=False
+            nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1, enable_nested_tensor=False
         )
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ class Padded(Masked):
 
     def __init__(self) -> None:
         super().__init__()
-        self.middle = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
+        self.middle = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         return self.after(self.middle(self.before(x), src_key_padding_mask=mask))
