@@ -171,13 +171,17 @@ def check(seed: int) -> None:
             assert 12 < sqnr(floats, ours) < 75, (seed, call.shape, sqnr(floats, ours))
 
 
-@pytest.mark.parametrize("seed", range(40))
+#: Every piece that the first forty have at a batch, or a time, of one or of more.
+SEEDS = (0, 1, 2, 5, 6, 7, 9, 10, 11, 12, 16, 17, 18, 19, 20, 22, 24, 25, 27, 31, 33, 34, 35, 36)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_small_models(seed: int) -> None:
     check(seed)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(40, 1040, 50))
+@pytest.mark.parametrize("first", range(0, 1000, 50))
 def test_a_thousand_small_models(first: int) -> None:
     for seed in range(first, first + 50):
         check(seed)

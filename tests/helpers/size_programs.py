@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["OTHER_SIZES", "STEPS", "SizeProgram", "example"]
+__all__ = ["OTHER_SIZES", "STEPS", "SizeProgram", "each_step_twice", "example"]
 
 #: The sizes of the example, and of calls that are held to the float model.
 EXAMPLE = (3, 6, 8)
@@ -162,12 +162,12 @@ STEPS: dict[str, Step] = {
 
 
 class SizeProgram(nn.Module):
-    """A few random steps, and linear layers between them."""
+    """A few steps, random ones if none are given, and linear layers between them."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, names: Sequence[str] = ()) -> None:
         super().__init__()
         pick = random.Random(seed)
-        self.names = [pick.choice(list(STEPS)) for _ in range(pick.randint(1, 4))]
+        self.names = names or [pick.choice(list(STEPS)) for _ in range(pick.randint(1, 4))]
         torch.manual_seed(seed)
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in self.names)
 
@@ -177,3 +177,10 @@ class SizeProgram(nn.Module):
             x = STEPS[name](layer(x))
             sizes.append(x.sum(-1))
         return x, sizes[0]
+
+
+def each_step_twice() -> list[list[str]]:
+    """Return the names of the steps of programs, of three or four, that have every step, beside others the
+    second time."""
+    rounds = [random.Random(seed).sample(list(STEPS), len(STEPS)) for seed in range(2)]
+    return [names[first::13] for names in rounds for first in range(13)]

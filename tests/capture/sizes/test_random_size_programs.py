@@ -10,15 +10,23 @@ from torch.ao.quantization import QConfigMapping
 
 import torchq_compat as tc
 from tests.helpers.oracle import leaves
-from tests.helpers.size_programs import OTHER_SIZES, SizeProgram, example
+from tests.helpers.size_programs import OTHER_SIZES, SizeProgram, each_step_twice, example
 from torchq_compat.errors import InputError, QuantizationWarning
 
-SEEDS = [*range(60), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(60, 3_000))]
+
+@pytest.mark.parametrize("names", each_step_twice(), ids="-".join)
+def test_each_step_is_right_or_refused(names: list[str]) -> None:
+    check(SizeProgram(0, names))
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3_000))
 def test_right_or_refused(seed: int) -> None:
-    program = SizeProgram(seed).eval()
+    check(SizeProgram(seed))
+
+
+def check(program: SizeProgram) -> None:
+    program.eval()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", QuantizationWarning)
         prepared = tc.prepare_fx(program, QConfigMapping(), (example(),))
