@@ -64,32 +64,34 @@ def test_recurrent_model_near_float() -> None:
     assert 25.0 < row["ours"]["sqnr"]["reference"]["dB"] < 60.0
 
 
-@pytest.mark.parametrize(
-    ("path", "value", "kind"),
-    [
-        ("prepared.dB", 40.0, "prepared"),
-        ("ours.sqnr.reference", {"dB": 5.0}, "below_fx"),
-        ("ours.sqnr.lowered", {"dB": 12.0}, "lowered"),
-        ("ops.only_fx", ["fc"], "ops"),
-        ("contradictions", ["fc/linear"], "told"),
-        ("other_sizes.batch 1.prepared", {"dB": 30.0}, "sizes"),
-        ("other_sizes.bag 2.lowered", {"dB": 3.0}, "sizes"),
-        ("other_sizes.batch 1.lowered", {"crashed": "RuntimeError: shape"}, "sizes"),
-        ("other_sizes.batch 1.lowered", {"refused": "another size"}, "sizes"),
-        ("ours.refused", "cannot be captured", "hint"),
-        ("ours.crashed", "prepare: KeyError", "crashed"),
-        ("died", "exit status -11", "died"),
-    ],
-)
-def test_verdict_sees(dlrm: dict[str, Any], path: str, value: Any, kind: str) -> None:
-    row = copy.deepcopy(dlrm)
-    *above, last = path.split(".")
-    place = row
-    for name in above:
-        place = place[name]
-    place[last] = value
-    assert kind in dict(problems(row))
-    assert verdict(row).startswith("FAIL")
+#: What is wrong in a row: its place, its value, and the kind of problem that it is.
+WRONG: list[tuple[str, Any, str]] = [
+    ("prepared.dB", 40.0, "prepared"),
+    ("ours.sqnr.reference", {"dB": 5.0}, "below_fx"),
+    ("ours.sqnr.lowered", {"dB": 12.0}, "lowered"),
+    ("ops.only_fx", ["fc"], "ops"),
+    ("contradictions", ["fc/linear"], "told"),
+    ("other_sizes.batch 1.prepared", {"dB": 30.0}, "sizes"),
+    ("other_sizes.bag 2.lowered", {"dB": 3.0}, "sizes"),
+    ("other_sizes.batch 1.lowered", {"crashed": "RuntimeError: shape"}, "sizes"),
+    ("other_sizes.batch 1.lowered", {"refused": "another size"}, "sizes"),
+    ("ours.refused", "cannot be captured", "hint"),
+    ("ours.crashed", "prepare: KeyError", "crashed"),
+    ("died", "exit status -11", "died"),
+]
+
+
+def test_verdict_sees(dlrm: dict[str, Any], subtests: pytest.Subtests) -> None:
+    for path, value, kind in WRONG:
+        with subtests.test(path=path, value=value):
+            row = copy.deepcopy(dlrm)
+            *above, last = path.split(".")
+            place = row
+            for name in above:
+                place = place[name]
+            place[last] = value
+            assert kind in dict(problems(row))
+            assert verdict(row).startswith("FAIL")
 
 
 def test_below_15_db_qparams_are_the_measure(dlrm: dict[str, Any]) -> None:

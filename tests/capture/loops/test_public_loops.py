@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.ao.quantization import QConfigMapping, get_default_qconfig_mapping
+from torch.fx import GraphModule
 
 import torchq_compat as tc
+from tests.helpers.once import made_once
 from tests.helpers.oracle import calibrate, leaves, sqnr
 from tests.helpers.public_loops import PUBLIC_LOOPS
 
@@ -37,10 +39,15 @@ LEAST = {
 }
 
 
+@made_once
+def prepared_at(name: str, steps: int) -> GraphModule:
+    case, settings = PUBLIC_LOOPS[name], tc.get_default_prepare_custom_config()
+    return tc.prepare_fx(case.model(), QConfigMapping(), case.inputs(steps), prepare_custom_config=settings)
+
+
 def check(name: str) -> None:
-    case = PUBLIC_LOOPS[name]
-    model, settings = case.model(), tc.get_default_prepare_custom_config()
-    prepared = tc.prepare_fx(model, QConfigMapping(), case.inputs(6), prepare_custom_config=settings)
+    case, prepared = PUBLIC_LOOPS[name], prepared_at.itself(name, 6)
+    model = case.model()
     rolled = [path for path, _ in prepared.named_children() if path.startswith("loop")]
     assert len(rolled) == LOOPS.get(name, 1)
     for steps, batch in ((2, 1), (3, 3), (13, 2), (31, 3)):
@@ -69,9 +76,7 @@ def test_a_public_loop(name: str) -> None:
 @pytest.mark.filterwarnings("ignore:dimension 1")
 @pytest.mark.parametrize("steps", [1, 6])
 def test_an_assertion_on_values_is_left_out_and_said(steps: int) -> None:
-    case = PUBLIC_LOOPS["writes_parts"]
-    prepared = tc.prepare_fx(case.model(), QConfigMapping(), case.inputs(steps))
-    [told] = [each for each in tc.explain(prepared) if each.kind == "assert"]
+    [told] = [d for d in tc.explain(prepared_at.itself("writes_parts", steps)) if d.kind == "assert"]
     assert "public_loops.py" in told.reason
     assert "assert not torch.isnan(state).any()" in told.reason
 

@@ -17,6 +17,7 @@ from tests.capture.packed_sequences.test_packed_models import (
     unpacked,
 )
 from tests.helpers.histograms import coarse_qconfig_mapping
+from tests.helpers.once import made_once
 from tests.helpers.oracle import calibrate, leaves
 from tests.helpers.packed_models import PackedShape, Packs, map_all
 from torchq_compat.errors import ExportError
@@ -24,6 +25,11 @@ from torchq_compat.errors import ExportError
 MAPPING = coarse_qconfig_mapping("x86")
 
 
+BOTH_DIRECTIONS = PackedShape("LSTM", 2, True, True, False, with_state=True, ops_on_rows=True)
+SORTED = PackedShape("GRU", 1, False, False, True, total_length=True)
+
+
+@made_once
 def converted_packs(shape: PackedShape) -> tuple[Packs, Any]:
     torch.manual_seed(0)
     model = Packs(shape).eval()
@@ -32,16 +38,9 @@ def converted_packs(shape: PackedShape) -> tuple[Packs, Any]:
     return model, tc.convert_to_reference_fx(prepared)
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        PackedShape("LSTM", 2, True, True, False, with_state=True, ops_on_rows=True),
-        PackedShape("GRU", 1, False, False, True, total_length=True),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("shape", [BOTH_DIRECTIONS, SORTED], ids=str)
 def test_rolled_programs(shape: PackedShape) -> None:
-    model, converted = converted_packs(shape)
+    model, converted = converted_packs.itself(shape)
     program = tc.export(converted, model.sequences(4, 7)).module()
     for given in (model.sequences(5, 9), model.sequences(2, 12, [12, 3]), model.sequences(3, 8, [5, 5, 1])):
         for wanted, found in zip(leaves(converted(*given)), leaves(program(*given)), strict=True):
@@ -50,7 +49,7 @@ def test_rolled_programs(shape: PackedShape) -> None:
 
 @pytest.mark.slow
 def test_unrolled_programs() -> None:
-    model, converted = converted_packs(PackedShape("LSTM", 1, True, True, False, ops_on_rows=True))
+    model, converted = converted_packs.itself(PackedShape("LSTM", 1, True, True, False, ops_on_rows=True))
     program = tc.export(converted, model.sequences(4, 7), recurrent="unrolled").module()
     for given in (model.sequences(4, 7, [7, 5, 5, 1]), model.sequences(3, 7, [7, 2, 1])):
         for wanted, found in zip(leaves(converted(*given)), leaves(program(*given)), strict=True):
@@ -58,7 +57,7 @@ def test_unrolled_programs() -> None:
 
 
 def test_models() -> None:
-    _, reference, _ = converted("results")
+    _, reference, _ = converted.itself("results")
     program = tc.export(reference, sequences(4, 7)).module()
     # The last example has padding behind its longest sequence.
     for given in (sequences(6, 9), sequences(2, 12), (torch.randn(2, 9, 6), torch.tensor([5, 3]))):
@@ -69,7 +68,7 @@ def test_models() -> None:
 
 
 def test_the_opaque_shape_is_refused() -> None:
-    model, converted = converted_packs(PackedShape("LSTM", 1, False, True, True))
+    model, converted = converted_packs.itself(SORTED)
     with pytest.raises(ExportError, match=r"opaque.*lengths") as caught:
         tc.export(converted, model.sequences(4, 7), recurrent="opaque")
     assert "rolled" in str(caught.value)

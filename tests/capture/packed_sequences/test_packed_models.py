@@ -33,11 +33,11 @@ Forward = Callable[..., Any]
 class Tagger(nn.Module):
     """Parts for the models below."""
 
-    def __init__(self, forward: Forward) -> None:
+    def __init__(self, forward: Forward, *, bidirectional: bool = True) -> None:
         super().__init__()
-        self.rnn = nn.LSTM(6, 8, batch_first=True, bidirectional=True)
+        self.rnn = nn.LSTM(6, 8, batch_first=True, bidirectional=bidirectional)
         self.second = nn.GRU(6, 8, batch_first=True)
-        self.attention = nn.Linear(16, 1)
+        self.attention = nn.Linear(16 if bidirectional else 8, 1)
         self.norm = nn.BatchNorm1d(6)
         self.given = forward
 
@@ -130,8 +130,11 @@ class Together(Tagger):
     """Several forwards of the same modules. Those of one model give the recurrent module the same sequences:
     its ranges are those of each forward alone."""
 
-    def __init__(self, *forwards: Forward) -> None:
-        super().__init__(lambda model, *given: [forward(model, *given) for forward in forwards])
+    def __init__(self, *forwards: Forward, bidirectional: bool) -> None:
+        super().__init__(
+            lambda model, *given: [forward(model, *given) for forward in forwards],
+            bidirectional=bidirectional,
+        )
 
 
 #: Forwards that one model has together, by what they read.
@@ -157,9 +160,10 @@ def sequences(batch: int, steps: int) -> tuple[Tensor, Tensor]:
 
 @made_once
 def converted(name: str) -> tuple[Together, GraphModule, GraphModule]:
-    """Return the float model, the reference and the lowered one."""
+    """Return the float model, the reference and the lowered one. Where also a program is made of it, it has
+    one direction."""
     torch.manual_seed(0)
-    model = Together(*MODELS[name]).eval()
+    model = Together(*MODELS[name], bidirectional=name != "results").eval()
     prepared = tc.prepare_fx(model, MAPPING, sequences(4, 7), map_all())
     calibrate(prepared, [sequences(5, 9) for _ in range(4)])
     return model, tc.convert_to_reference_fx(prepared), tc.convert_fx(prepared)
