@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.ao.quantization import QConfigMapping, default_dynamic_qconfig, get_default_qconfig_mapping
+from torch.ao.quantization import (
+    QConfigMapping,
+    default_dynamic_qconfig,
+    default_qconfig,
+    get_default_qconfig_mapping,
+)
 from torch.export import Dim
 from torch.nn.utils.rnn import pack_padded_sequence
 
@@ -194,8 +199,10 @@ class Flipping(nn.Module):
 
 def test_forward_called_itself_takes_the_sizes_that_a_call_takes() -> None:
     x, large = torch.randn(3, 6), torch.randn(7, 6)
+    # The compiler breaks the graph at each decision of an observer, of which a histogram's has many.
+    mapping = QConfigMapping().set_global(default_qconfig)
     with pytest.warns(QuantizationWarning, match="TQ602"):
-        prepared = tc.prepare_fx(Flipping().eval(), STATIC, (x,))
+        prepared = tc.prepare_fx(Flipping().eval(), mapping, (x,))
     prepared(x)
     converted = tc.convert_fx(prepared)
     for form in (prepared, converted.reference, converted):

@@ -275,9 +275,9 @@ def test_chains_are_forgotten_with_their_model() -> None:
 def converted_loop(name: str) -> Any:
     case = {**PUBLIC_LOOPS, **LOOPS}[name]
     settings = tc.get_default_prepare_custom_config()
-    prepared = tc.prepare_fx(case.model(), MAPPING, case.inputs(6), prepare_custom_config=settings)
+    prepared = tc.prepare_fx(case.model(), MAPPING, case.inputs(3), prepare_custom_config=settings)
     for seed in range(2):
-        prepared(*case.inputs(9, 4, seed=seed))
+        prepared(*case.inputs(6, 4, seed=seed))
     return tc.convert_fx(prepared)
 
 
@@ -288,7 +288,7 @@ def loops_of(model: nn.Module) -> list[Any]:
 @pytest.mark.parametrize("name", ["backward", "teacher_forcing", "two_passes", "phased_lstm"])
 def test_a_loop_whose_step_is_a_chain_is_one_call(name: str) -> None:
     model, case = converted_loop(name), {**PUBLIC_LOOPS, **LOOPS}[name]
-    for sizes in ((6, 2), (1, 3), (13, 1)):
+    for sizes in ((3, 2), (1, 3), (7, 1)):
         args, results = case.inputs(*sizes, seed=1), []
         for has_gradients in (True, True, False, True):
             with torch.set_grad_enabled(has_gradients):

@@ -15,7 +15,7 @@ from torch.ao.quantization import get_default_qconfig_mapping
 from torch.fx import GraphModule
 
 import torchq_compat as tc
-from tests.helpers.oracle import by_fx, by_us, calibrate, sqnr
+from tests.helpers.oracle import by_fx, calibrate, sqnr
 from tests.helpers.side_by_side import Branches
 
 MAPPING = get_default_qconfig_mapping("x86")
@@ -58,6 +58,12 @@ class OfChannelsLast(nn.Module):
         return self.op(self.conv(x)[:, :6])
 
 
+def lowered_by_us(model: nn.Module, batches: list[Any]) -> GraphModule:
+    prepared = tc.prepare_fx(model, MAPPING, batches[0])
+    calibrate(prepared, batches)
+    return tc.convert_fx(prepared)
+
+
 def close(lowered: GraphModule, batches: list[Any]) -> None:
     """Assert that ``lowered`` gives its reference's values but for ties, at every one of ``batches``."""
     reference = lowered.reference
@@ -86,8 +92,7 @@ OPS: dict[str, tuple[Op, tuple[int, ...]]] = {
 
 def test_a_batch_of_one_behind_a_transpose() -> None:
     model = Branches(Tokens(*each) for each in OPS.values()).eval()
-    prepared, _ = by_us(model, MAPPING, [([torch.randn(2, 24, 6) for _ in OPS],) for _ in range(3)])
-    lowered = tc.convert_fx(prepared)
+    lowered = lowered_by_us(model, [([torch.randn(2, 24, 6) for _ in OPS],) for _ in range(3)])
     linears = [node for node in lowered.graph.nodes if "native.linear" in str(node.target)]
     assert len(linears) == len(OPS)
     for batch in (1, 2, 3):
@@ -100,15 +105,14 @@ def test_a_batch_of_one_behind_a_transpose() -> None:
 
 @pytest.mark.parametrize("name", ["adaptive_avg_pool", "bilinear", "nearest"])
 def test_a_slice_of_one_pixel(name: str) -> None:
-    prepared, _ = by_us(OfChannelsLast(PLANES[name]).eval(), MAPPING, [(torch.randn(2, 6, 1, 1),)] * 2)
-    close(tc.convert_fx(prepared), [(torch.randn(batch, 6, 1, 1),) for batch in (1, 2, 3)])
+    lowered = lowered_by_us(OfChannelsLast(PLANES[name]).eval(), [(torch.randn(2, 6, 1, 1),)] * 2)
+    close(lowered, [(torch.randn(batch, 6, 1, 1),) for batch in (1, 2, 3)])
 
 
 def test_an_image_that_was_read_channels_last() -> None:
     """A picture of height, width and channels, as every decoder gives it."""
     model = nn.Sequential(nn.MaxPool2d(2), nn.Conv2d(3, 4, 1)).eval()
-    prepared, _ = by_us(model, MAPPING, [(torch.randn(2, 3, 8, 8),)] * 2)
-    lowered = tc.convert_fx(prepared)
+    lowered = lowered_by_us(model, [(torch.randn(2, 3, 8, 8),)] * 2)
     image = torch.randn(8, 8, 3).permute(2, 0, 1)[None]
     assert image.stride()[0] == 3
     close(lowered, [(image,)])
@@ -118,7 +122,7 @@ def test_fx_is_wrong() -> None:
     model, batches = Tokens(PLANES["bilinear"], (4, 6)).eval(), [(torch.randn(2, 24, 6),) for _ in range(3)]
     prepared = fx.prepare_fx(copy.deepcopy(model), MAPPING, batches[0])
     calibrate(prepared, batches)
-    theirs, ours = fx.convert_fx(prepared), tc.convert_fx(by_us(model, MAPPING, batches)[0])
+    theirs, ours = fx.convert_fx(prepared), lowered_by_us(model, batches)
     given = torch.randn(1, 24, 6)
     with torch.no_grad():
         assert sqnr(model(given), theirs(given)) < 10

@@ -28,7 +28,7 @@ class Model(nn.Module):
         super().__init__()
         self.inner = nn.Linear(6, 6)
         self.rnn = nn.LSTM(6, 8, 2, batch_first=True)
-        self.gru = nn.GRU(8, 5)
+        self.gru, self.narrow = nn.GRU(8, 5), nn.GRU(6, 4, batch_first=True)
         self.both = nn.LSTM(6, 4, bidirectional=True, batch_first=True)
         self.cell, self.fc = nn.LSTMCell(6, 8), nn.Linear(8, 3)
         self.conv = nn.Conv1d(6, 6, 3, padding=1)
@@ -64,7 +64,8 @@ def prepared_and_converted(name: str) -> tuple[nn.Module, Any, Any]:
     model = Model(globals()[name]).eval()
     prepared = tc.prepare_fx(model, MAPPING, (torch.randn(3, 7, 6),), map_all())
     calibrate(prepared, [(torch.randn(16, 9, 6),)])
-    return model, tc.convert_to_reference_fx(prepared), tc.convert_fx(prepared)
+    lowered = tc.convert_fx(prepared)
+    return model, lowered.reference, lowered
 
 
 def random_pieces(x: Tensor, seed: int) -> list[Tensor]:
@@ -160,28 +161,28 @@ def bidirectional(model: Any, x: Tensor) -> Any:
 
 
 def conv_over_time(model: Any, x: Tensor) -> Any:
-    return model.rnn(model.conv(x.transpose(1, 2)).transpose(1, 2))[0]
+    return model.narrow(model.conv(x.transpose(1, 2)).transpose(1, 2))[0]
 
 
 def pooling_over_time(model: Any, x: Tensor) -> Any:
-    return nn.functional.adaptive_max_pool1d(model.rnn(x)[0].transpose(1, 2), 1)
+    return nn.functional.adaptive_max_pool1d(model.narrow(x)[0].transpose(1, 2), 1)
 
 
 def attention_over_time(model: Any, x: Tensor) -> Any:
-    return model.rnn(model.attention(x, x, x, need_weights=False)[0])[0]
+    return model.narrow(model.attention(x, x, x, need_weights=False)[0])[0]
 
 
 def mean_over_time(model: Any, x: Tensor) -> Any:
-    return model.fc(model.rnn(x)[0].mean(1))
+    return model.narrow(x)[0].mean(1)
 
 
 def softmax_over_time(model: Any, x: Tensor) -> Any:
-    output = model.rnn(x)[0]
+    output = model.narrow(x)[0]
     return output * torch.softmax(output.sum(-1, keepdim=True), 1)
 
 
 def positions_of_steps(model: Any, x: Tensor) -> Any:
-    return model.rnn(x + model.positions(torch.arange(x.size(1)))[None])[0]
+    return model.narrow(x + model.positions(torch.arange(x.size(1)))[None])[0]
 
 
 def state_of_the_sequence(model: Any, x: Tensor) -> Any:
@@ -275,9 +276,10 @@ def test_a_loop_keeps_its_states() -> None:
     model = Model(cell_and_scan).eval()
     prepared = tc.prepare_fx(model, MAPPING, (torch.randn(3, 7, 6),), map_all())
     calibrate(prepared, [(torch.randn(8, 9, 6),)])
-    reference, x = tc.convert_to_reference_fx(prepared), torch.randn(3, 9, 6)
+    lowered, x = tc.convert_fx(prepared), torch.randn(3, 9, 6)
+    reference = lowered.reference
     program = tc.export(tc.streaming(reference), (x[:, :4],)).module()
-    for converted in (reference, tc.convert_fx(prepared)):
+    for converted in (reference, lowered):
         stream, (whole, last) = tc.streaming(converted), converted(x)
         for run in (stream, program) if converted is reference else (stream,):
             pieces = [run(piece) for piece in x.split([4, 1, 3, 1], 1)]

@@ -120,12 +120,12 @@ def stages(name: str) -> dict[str, Any]:
     config = tc.get_default_prepare_custom_config() if is_recurrent else None
     prepared = tc.prepare_fx(model, MAPPING, (x,), config)
     prepared(calibrated)
-    convert_config = tc.get_default_convert_custom_config() if is_recurrent else None
+    lowered = tc.convert_fx(prepared, tc.get_default_convert_custom_config() if is_recurrent else None)
     return {
         "model": model,
         "prepared": prepared,
-        "reference": tc.convert_to_reference_fx(prepared, convert_config),
-        "lowered": tc.convert_fx(prepared, convert_config),
+        "reference": lowered.reference,
+        "lowered": lowered,
         "inputs": (x, calibrated),
     }
 
@@ -336,14 +336,14 @@ class Attends(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cell, self.score = nn.GRUCell(6 + 4, 8), nn.Linear(4 + 8, 1)
+        self.step, self.score = nn.Linear(6 + 4, 8), nn.Linear(4 + 8, 1)
 
     def forward(self, x: Tensor, memory: Tensor) -> Tensor:
         h, states = memory.new_zeros(memory.size(0), 8), []
         for step in x.unbind(1):
             repeated = h.unsqueeze(1).expand(-1, memory.size(1), -1)
-            weights = self.score(torch.cat([memory, repeated], -1)).softmax(1)
-            h = self.cell(torch.cat([step, (weights * memory).sum(1)], -1), h)
+            weights = self.score(torch.cat([memory, repeated], -1))
+            h = torch.tanh(self.step(torch.cat([step, (weights * memory).sum(1)], -1)))
             states.append(h)
         return torch.stack(states, 1)
 
