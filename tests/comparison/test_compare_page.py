@@ -89,10 +89,15 @@ def comparison() -> Comparison:
     batches = [(torch.randn(20, 4, 8), state, state.clone()) for _ in range(2)]
     mapping = get_default_qconfig_mapping("x86")
     found = tc.compare(Tagger().eval(), mapping, batches[0], batches, prepare_custom_config=MAP_LSTM)
-    # A picture for each part of one cell, and for some of the other's: drawing is what takes time here.
+    # All parts of one cell, and some of the other's, and pictures of few: drawing is what takes time here.
     capture = found.capture
-    backward = [point for point in capture.points if point.kind is Kind.PART and "layer_bw" in point.name]
-    points = tuple(point for point in capture.points if point not in backward[3:])
+    parts = [point for point in capture.points if point.kind is Kind.PART]
+    forward, backward = ([p for p in parts if cell in p.name] for cell in ("layer_fw", "layer_bw"))
+    points = tuple(
+        replace(point, histogram=None) if point in forward[4:] else point
+        for point in capture.points
+        if point not in backward[3:]
+    )
     return replace(found, capture=replace(capture, points=points))
 
 

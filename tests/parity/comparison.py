@@ -121,9 +121,9 @@ def _run(
         with torch.no_grad():
             for batch in batches:
                 prepared(*batch)
-        return prepared, engine.convert_to_reference_fx(
-            copy.deepcopy(prepared).eval(), backend_config=backend
-        )
+        # FX changes what it converts.
+        given = prepared if engine is tc else copy.deepcopy(prepared)
+        return prepared, engine.convert_to_reference_fx(given.eval(), backend_config=backend)
 
 
 def with_statistics(model: nn.Module) -> nn.Module:
