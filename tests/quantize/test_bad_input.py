@@ -24,6 +24,7 @@ from torch.ao.quantization.fx.custom_config import ConvertCustomConfig, PrepareC
 import torchq_compat as tc
 from tests.helpers.once import made_once
 from tests.helpers.oracle import MAP_LSTM, calibrate
+from torchq_compat.capture import torch_export
 from torchq_compat.errors import (
     CaptureError,
     ConfigError,
@@ -166,13 +167,18 @@ def test_example_inputs_that_are_no_tuple(prepare: Callable[..., Any], value: An
 )
 @pytest.mark.filterwarnings("ignore")
 def test_example_inputs_that_do_not_fit(
-    inputs: tuple[Any, ...], named: str, config: PrepareCustomConfig | None
+    inputs: tuple[Any, ...],
+    named: str,
+    config: PrepareCustomConfig | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = Model()
+    model, exports, export_with = Model(), [], torch_export.export_with
+    monkeypatch.setattr(torch_export, "export_with", lambda *args: exports.append(args) or export_with(*args))
     with refused(
         model, InputError, "Model.forward does not run on the example_inputs", named, builtin=ValueError
     ):
         at_once(tc.prepare_fx)(model, MAPPING, inputs, config)
+    assert len(exports) <= 1  # No other attempt would run.
 
 
 class StateGiven(nn.Module):

@@ -368,6 +368,8 @@ def attempts(case: CaptureCase) -> Iterator[tuple[CaptureCase, SizeReads | None]
         yield case, None
         return
     yield case, SizeReads()
+    if case.example.error is not None:
+        return  # Of a model that does not run, the first error is told.
     yield case, None
     if case.packing.packs:
         # The number of steps depends on the data, and the model computes with it.
