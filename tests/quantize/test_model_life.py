@@ -137,7 +137,7 @@ def test_any_batch_and_length_whatever_the_example_was(
     prepared = tc.prepare_fx(model, MAPPING, (torch.randn(*example, INPUTS),), MAP_LSTM)
     calibrate(prepared, batches())
     converted = tc.convert_fx(prepared)
-    for size, steps in [(1, 1), (1, 9), (5, 1), (8, 6), (13, 40)]:
+    for size, steps in [(1, 1), (1, 9), (5, 1), (8, 6), (13, 11)]:
         with subtests.test(size=size, steps=steps):
             x = torch.randn(size, steps, INPUTS)
             assert is_close(prepared(x), model(x))
