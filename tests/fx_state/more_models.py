@@ -61,7 +61,8 @@ class Functional(nn.Module):
         self.register_buffer("shift", 2 * torch.randn(8))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(F.conv2d(x, self.kernel, self.bias, padding=1)).mean((2, 3))
+        # FX does not lower functional convolutions with default arguments.
+        x = F.relu(F.conv2d(x, self.kernel, self.bias, (1, 1), (1, 1), (1, 1), 1)).mean((2, 3))
         x = self.scale * torch.tanh(F.linear(x, self.wide)) + self.shift
         return F.linear(x, self.narrow)
 

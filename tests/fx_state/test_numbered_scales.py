@@ -15,6 +15,7 @@ from torch.ao.quantization import (
     get_default_qat_qconfig_mapping,
     get_default_qconfig_mapping,
 )
+from torch.ao.quantization.qconfig import float16_dynamic_qconfig
 
 import torchq_compat as tc
 from tests.fx_state import more_models as models
@@ -66,13 +67,12 @@ def rows() -> tuple[Any, ...]:
 Case = tuple[
     Callable[[], nn.Module], Callable[[], tuple[Any, ...]], Callable[[], QConfigMapping], tuple[str, ...]
 ]
-#: The forms that FX makes and in which all scales are kept: it does not lower functional convolutions with
-#: default arguments, and keeps a single scale for all calls of a lowered module.
+#: The forms in which all scales are kept: FX keeps a single scale for all calls of a lowered module.
 CASES: dict[str, Case] = {
     "patches": (models.Patches, image, x86, FORMS),
     "patches dynamic": (models.Patches, image, dynamic, FORMS),
     "tokens": (models.TokensAndMask, tokens, embeddings, FORMS),
-    "functional": (models.Functional, image, x86, FORMS[:2]),
+    "functional": (models.Functional, image, x86, FORMS),
     "repeated": (models.Repeated, image, x86, FORMS),
     "hidden": (models.Hidden, series, x86, FORMS),
     "shared": (models.Shared, rows, x86, FORMS[:2]),
@@ -87,6 +87,22 @@ def test_equal_qparams_and_outputs(case: str) -> None:
     make, batch, mapping, forms = CASES[case]
     saved = saved_from(make(), mapping, [batch() for _ in range(3)], lowered="lowered" in forms)
     assert {form: differences_of(saved, form) for form in forms} == {form: set() for form in forms}
+
+
+def test_packed_weights_of_functions() -> None:
+    torch.manual_seed(0)
+    saved = saved_from(models.Functional(), x86, [image() for _ in range(2)])
+    assert sum(name.startswith("_packed_weight_") for name in saved.states["lowered"]) == 3
+    assert {form: differences_of(saved, form) for form in FORMS} == {form: set() for form in FORMS}
+
+
+def test_weights_of_half_precision() -> None:
+    torch.manual_seed(0)
+    half = QConfigMapping().set_object_type(nn.Linear, float16_dynamic_qconfig)
+    model = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4))
+    saved = saved_from(model, lambda: half, [rows()])
+    assert saved.states["lowered"]["0._packed_params.dtype"] is torch.float16
+    assert {form: differences_of(saved, form) for form in FORMS} == {form: set() for form in FORMS}
 
 
 def test_values_of_float_recurrent_modules() -> None:
