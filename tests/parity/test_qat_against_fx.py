@@ -58,9 +58,11 @@ from tests.helpers.oracle import (
     by_fx,
     by_us,
     fx_activation_qparams,
+    leaves,
     quantize_nodes,
     sqnr,
 )
+from tests.helpers.side_by_side import side_by_side
 
 Batch = tuple[Any, ...]
 CLASSES = 4
@@ -86,17 +88,20 @@ def padded_in_numbers(model: nn.Module) -> nn.Module:
 
 
 def train(prepared: nn.Module, batches: Sequence[Batch]) -> list[float]:
-    """Return the losses of one step of SGD per batch; the targets depend only on the step's number."""
+    """Return the losses of one step of SGD per batch, one for each result; the targets depend only on the
+    step's number."""
     optimizer = torch.optim.SGD(prepared.parameters(), lr=0.05, momentum=0.9)
     losses = []
     for step, batch in enumerate(batches):
         optimizer.zero_grad()
-        result = prepared(*batch)
-        target = torch.randint(0, CLASSES, (len(result),), generator=torch.Generator().manual_seed(step))
-        loss = F.cross_entropy(result, target)
-        loss.backward()
+        of_step = []
+        for result in leaves(prepared(*batch)):
+            generator = torch.Generator().manual_seed(step)
+            target = torch.randint(0, CLASSES, (len(result),), generator=generator)
+            of_step.append(F.cross_entropy(result, target))
+        torch.stack(of_step).sum().backward()
         optimizer.step()
-        losses.append(float(loss))
+        losses += map(float, of_step)
     return losses
 
 
@@ -122,8 +127,10 @@ def assert_converts_to_what_was_trained(prepared: GraphModule, batch: Batch) -> 
     converted = tc.convert_to_reference_fx(prepared)
     plain = copy.deepcopy(prepared).apply(disable_fake_quant)
     with torch.no_grad():
-        assert sqnr(prepared(*batch), converted(*batch)) > 30
-        assert sqnr(plain(*batch), converted(*batch)) < 60
+        results = (leaves(model(*batch)) for model in (prepared, plain, converted))
+    for index, (trained, exact, found) in enumerate(zip(*results, strict=True)):
+        assert sqnr(trained, found) > 30, index
+        assert sqnr(exact, found) < 60, index
     return converted
 
 
@@ -171,23 +178,35 @@ def freeze_in_fx(module: nn.Module) -> None:
 
 @pytest.mark.parametrize("backend", ["qnnpack", "x86"])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
-@pytest.mark.parametrize("pair", PAIRS)
-def test_an_op_and_its_batch_norm(pair: str, bias: bool, backend: str) -> None:
-    """Trained on the folded weight, as in FX, and after six steps with frozen statistics."""
-    make, norm, shape = PAIRS[pair]
+def test_an_op_and_its_batch_norm(bias: bool, backend: str) -> None:
+    """Trained on the folded weight, as in FX, and after six steps with frozen statistics; all pairs beside
+    each other."""
     torch.manual_seed(0)
-    model = Normalized(make(bias), norm(8, eps=1e-2, momentum=0.3), shape)
-    batches = [(torch.randn(shape),) for _ in range(10)]
-    with captured_once(("an op and its batch norm", pair, bias)):
+    shapes = [shape for _, _, shape in PAIRS.values()]
+    alone = [Normalized(make(bias), norm(8, eps=1e-2, momentum=0.3), s) for make, norm, s in PAIRS.values()]
+    model = side_by_side(alone, [[index] for index in range(len(PAIRS))]).train()
+    batches = [tuple(torch.randn(shape) for shape in shapes) for _ in range(10)]
+    with captured_once(("an op and its batch norm", bias)):
         ours, theirs = prepare_both(model, get_default_qat_qconfig_mapping(backend), batches[0])
-    assert train(ours, batches[:6]) == pytest.approx(train(theirs, batches[:6]), rel=1e-4)
-    statistics = ours.bn.running_var.clone()
-    assert not torch.equal(statistics, model.bn.running_var)
+
+    def both_trained(batches: Sequence[Batch]) -> tuple[dict[str, float], ...]:
+        names = [f"{pair}, step {step}" for step in range(len(batches)) for pair in PAIRS]
+        return tuple(dict(zip(names, train(each, batches), strict=True)) for each in (ours, theirs))
+
+    mine, expected = both_trained(batches[:6])
+    assert mine == pytest.approx(expected, rel=1e-4)
+    norms = {pair: ours.get_submodule(f"{index}.bn") for index, pair in enumerate(PAIRS)}
+    statistics = {pair: norm.running_var.clone() for pair, norm in norms.items()}
+    for (pair, found), each in zip(statistics.items(), alone, strict=True):
+        assert not torch.equal(found, each.bn.running_var), pair
     ours.apply(freeze_bn_stats)
     theirs.apply(freeze_in_fx)
-    assert train(ours, batches[6:]) == pytest.approx(train(theirs, batches[6:]), rel=1e-4)
-    assert torch.equal(statistics, ours.bn.running_var)
-    converted = assert_converts_to_what_was_trained(ours, (torch.randn(64, *shape[1:]),))
+    mine, expected = both_trained(batches[6:])
+    assert mine == pytest.approx(expected, rel=1e-4)
+    for pair, norm in norms.items():
+        assert torch.equal(statistics[pair], norm.running_var), pair
+    batch = tuple(torch.randn(64, *shape[1:]) for shape in shapes)
+    converted = assert_converts_to_what_was_trained(ours, batch)
     assert_same_qparams(converted, fx_reference(theirs))
     assert not any(node.target is torch.ops.aten.batch_norm.default for node in converted.graph.nodes)
 
@@ -474,7 +493,8 @@ FROM_OBSERVER = "with its observer's qparams and the dtype's range, as in FX, no
 def test_observer_qparams(name: str) -> None:
     """FX's qparams and results, also for values beyond the reduced range of training."""
     model, batches = conv_net(), [(torch.randn(8, 3, 7, 7),) for _ in range(10)]
-    ours, theirs = prepare_both(model, FXS_OWN_NUMBERS[name], batches[0])
+    with captured_once("every fake-quantize"):
+        ours, theirs = prepare_both(model, FXS_OWN_NUMBERS[name], batches[0])
     train(ours, batches)
     train(theirs, batches)
     x = 2 * torch.randn(64, 3, 7, 7)
