@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.package_trees import PACKAGE as ROOT
-from tests.helpers.package_trees import package_trees
+from tests.helpers.package_trees import package_nodes
 from torchq_compat.support.metadata import KEYS
 
 PACKAGE = ROOT.name
@@ -22,9 +22,9 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def statements(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
+def statements(nodes: Iterable[ast.AST]) -> Iterator[ast.Import | ast.ImportFrom]:
     """Return all imports of a module, those in functions and those for type checkers too."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             yield node
 
@@ -32,11 +32,11 @@ def statements(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
 @functools.cache
 def drawing() -> dict[str, set[str]]:
     """Return module -> the modules of the package that it imports."""
-    files = {module_name(path): tree for path, tree in package_trees().items()}
+    files = {module_name(path): nodes for path, nodes in package_nodes().items()}
     drawn: dict[str, set[str]] = {}
-    for name, tree in files.items():
+    for name, nodes in files.items():
         found: set[str] = set()
-        for statement in statements(tree):
+        for statement in statements(nodes):
             if isinstance(statement, ast.Import):
                 found.update(alias.name for alias in statement.names)
             else:
@@ -92,16 +92,16 @@ def test_circles_are_found() -> None:
 def test_rooms_at_the_top() -> None:
     rooms = [path for path in ROOT.iterdir() if path.is_dir() and path.name != "__pycache__"]
     assert len(rooms) <= 14, sorted(rooms)
-    files = [path.name for path in package_trees()]
+    files = [path.name for path in package_nodes()]
     assert 190 <= len(files) <= 268
     assert len({name for name in files if files.count(name) > 1} - {"__init__.py"}) <= 8
 
 
 def test_support_names_nothing_above_it() -> None:
     rooms = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"support", "__pycache__"}
-    for path, tree in package_trees().items():
+    for path, nodes in package_nodes().items():
         if path.parent.name == "support":
-            texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+            texts = [node.value for node in nodes if isinstance(node, ast.Constant)]
             paths = [text for text in texts if isinstance(text, str) and text.startswith(f"{PACKAGE}.")]
             assert not [text for text in paths if text.split(".")[1] in rooms], path
 

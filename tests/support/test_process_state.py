@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import linecache
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
@@ -96,8 +96,17 @@ def nested(inner: nn.Module | None, depth: int) -> nn.Module:
     return inner.eval()
 
 
-def test_modules_nested_deeper_than_the_recursion_limit_lets_torch_export() -> None:
-    model, x, limit = nested(nn.Linear(8, 8), 150), torch.randn(16, 8), sys.getrecursionlimit()
+@pytest.fixture
+def limit() -> Iterator[int]:
+    """Return a lower recursion limit."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(600)
+    yield 600
+    sys.setrecursionlimit(before)
+
+
+def test_modules_nested_deeper_than_the_recursion_limit_lets_torch_export(limit: int) -> None:
+    model, x = nested(nn.Linear(8, 8), 80), torch.randn(16, 8)
     mapping = get_default_qconfig_mapping("qnnpack")
     prepared = tc.prepare_fx(model, mapping, (x,))
     prepared(x)
