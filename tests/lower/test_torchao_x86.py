@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor, nn
-from torch.ao.quantization import get_default_qconfig_mapping
+from torch.ao.quantization import QConfigMapping, get_default_qconfig
 from torchao.quantization.pt2e.lowering import lower_pt2e_quantized_to_x86
 
 import torchq_compat as tc
 from tests.helpers.oracle import calibrate, sqnr
+from tests.helpers.side_by_side import side_by_side
 
 ONEDNN = ("onednn.qconv_pointwise.default", "onednn.qlinear_pointwise.default")
 
@@ -27,16 +27,23 @@ class Block(nn.Module):
         return tags
 
 
-@pytest.mark.parametrize("qconfigs", ["x86", "onednn"])
-def test_every_layer_in_integers(qconfigs: str) -> None:
-    model, x = Block().eval(), torch.rand(2, 3, 12, 12)
-    prepared = tc.prepare_fx(model, get_default_qconfig_mapping(qconfigs), (x,))
+def test_every_layer_in_integers() -> None:
+    """A block with each of two qconfigs."""
+    names = ("x86", "onednn")
+    model = side_by_side([Block().eval() for _ in names], [[0], [1]])
+    mapping = QConfigMapping()
+    for index, name in enumerate(names):
+        mapping.set_module_name(str(index), get_default_qconfig(name))
+    given = tuple(torch.rand(2, 3, 12, 12) for _ in names)
+    prepared = tc.prepare_fx(model, mapping, given)
     # Integers in the lower half of their range: without VNNI oneDNN saturates products of larger ones.
-    calibrate(prepared, [(2 * torch.rand(16, 3, 12, 12),), (x,)])
+    calibrate(prepared, [tuple(2 * torch.rand(16, 3, 12, 12) for _ in names), given])
     reference = tc.convert_to_reference_fx(prepared)
-    lowered = lower_pt2e_quantized_to_x86(tc.export(reference, (x,)).module(), (x,))
+    lowered = lower_pt2e_quantized_to_x86(tc.export(reference, given).module(), given)
     called = [str(node.target) for node in lowered.graph.nodes if str(node.target) in ONEDNN]
-    assert len(called) == 3
+    assert len(called) == 3 * len(names)
     with torch.no_grad():
-        assert 15 < sqnr(model(x), lowered(x)) < 60
-        assert sqnr(reference(x), lowered(x)) > 35
+        results = zip(names, model(*given), reference(*given), lowered(*given), strict=True)
+    for name, exact, expected, found in results:
+        assert 15 < sqnr(exact, found) < 60, name
+        assert sqnr(expected, found) > 35, name
