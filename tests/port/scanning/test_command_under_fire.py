@@ -230,6 +230,26 @@ def test_names_without_uses_mean_what_they_meant() -> None:
             assert {each.name for each in mine.assignments} == names
 
 
+def test_parents_are_those_of_libcst() -> None:
+    from libcst.metadata import MetadataWrapper, ParentNodeProvider
+
+    source = ParsedSource(
+        "# first\n" + FIVE_LINES + "def f(a, *b: int) -> str:  # last\n    return a[1:], (b)\n"
+    )
+    theirs = MetadataWrapper(source.module, unsafe_skip_copy=True).resolve(ParentNodeProvider)
+    assert len(theirs) > 200
+    assert source._parents == theirs
+
+
+def test_a_tree_is_walked_for_expressions_and_for_scopes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from libcst.metadata import MetadataWrapper
+
+    walks, walk = [], MetadataWrapper.visit_batched
+    monkeypatch.setattr(MetadataWrapper, "visit_batched", lambda *args: walks.append(args) or walk(*args))
+    ParsedSource(GOOD)
+    assert len(walks) == 2
+
+
 def children_of(process: int) -> list[Path]:
     children = []
     for status in Path("/proc").glob("[0-9]*/status"):

@@ -3,6 +3,7 @@
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from functools import cache, cached_property
 from typing import Any, TypeVar, cast
 
@@ -113,6 +114,8 @@ class ParsedSource:
         self.follow = cache(follow or (lambda name: name))
         self.module = cst.parse_module(text)
         wrapper = MetadataWrapper(self.module, unsafe_skip_copy=True)
+        # One after the other they walk through the tree once more.
+        wrapper.resolve_many((metadata.ByteSpanPositionProvider, ScopesWithoutUses))
         self._spans = wrapper.resolve(metadata.ByteSpanPositionProvider)
         self._scopes = wrapper.resolve(ScopesWithoutUses)
         self._parents = _parents(self.module)
@@ -355,12 +358,21 @@ class ParsedSource:
 
 
 def _parents(module: cst.Module) -> dict[cst.CSTNode, cst.CSTNode]:
-    """Return node -> parent for all nodes; LibCST's own provider takes several times as long."""
+    """Return node -> parent for all nodes; LibCST's own provider takes several times as long, and its
+    ``children`` copy the node."""
     parents: dict[cst.CSTNode, cst.CSTNode] = {}
     pending: list[cst.CSTNode] = [module]
     while pending:
         node = pending.pop()
-        for child in node.children:
-            parents[child] = node
-            pending.append(child)
+        for name in _fields_of(type(node)):
+            value = getattr(node, name)
+            for child in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(child, cst.CSTNode):
+                    parents[child] = node
+                    pending.append(child)
     return parents
+
+
+@cache
+def _fields_of(kind: type[cst.CSTNode]) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind))
