@@ -54,7 +54,7 @@ def zeros_of_its_own(model: Any, x: Tensor) -> Any:
 
 
 def last_step(model: Any, x: Tensor) -> Any:
-    return model.fc(model.rnn(x)[0][:, -1])
+    return model.narrow(x)[0][:, -1]
 
 
 @made_once
