@@ -26,6 +26,7 @@ from torchao.quantization.pt2e import (
     qat_utils,
     quantize_pt2e,
 )
+from torchao.quantization.pt2e import utils as pt2e_utils
 from torchao.quantization.pt2e._affine_quantization import AffineQuantizedMinMaxObserver
 from torchao.quantization.pt2e.observer import MappingType
 from torchao.quantization.pt2e.quantizer import (
@@ -39,6 +40,7 @@ from torchao.quantization.pt2e.quantizer import (
 
 import torchq_compat as tc
 from tests.annotate.test_issue_script import QUANTIZE
+from tests.helpers.exported_patterns import exporting_once
 from tests.helpers.oracle import sqnr
 from tests.helpers.xnnpack import xnnpack_quantizer
 from torchq_compat import pt2e
@@ -251,13 +253,16 @@ def only_of(kind: Callable[..., Tensor], helper: Callable[..., GraphModule]) -> 
 
 
 def test_train_and_eval_switch_batch_norms_and_return_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    # torchao exports patterns of four kinds of convolution in all their forms: 25 s, 22 for what is not here.
+    # torchao exports patterns of four kinds of convolution in all their forms: most for what is not here.
     for name in ("_fuse_conv_bn_qat_helper", "_fold_conv_bn_qat_helper"):
         monkeypatch.setattr(qat_utils, name, only_of(nn.functional.conv2d, getattr(qat_utils, name)))
     per_channel_with_float_bias = (True, True, False, False)
     monkeypatch.setattr(
         qat_utils, "itertools", SimpleNamespace(product=lambda *flags: [per_channel_with_float_bias])
     )
+    once = exporting_once(pt2e_utils._get_aten_graph_module_for_pattern)
+    for module in (pt2e_utils, qat_utils):
+        monkeypatch.setattr(module, "_get_aten_graph_module_for_pattern", once)
     torch.manual_seed(0)
     x = torch.randn(2, 3, 8, 8)
     prepared = pt2e.prepare_qat_pt2e(exported(Convolutional().train(), x), x86_quantizer(is_qat=True))
