@@ -131,8 +131,8 @@ def test_prepared_is_float_and_converted_is_fx(affine: bool, subtests: pytest.Su
     prepared = tc.prepare_fx(model, mapping, data[0])
     exact = each_sqnr(expected, prepared(*data[0]))
     calibrate(prepared, data)
-    found = each_sqnr(expected, tc.convert_to_reference_fx(prepared)(*data[0]))
-    lowered = each_sqnr(expected, tc.convert_fx(prepared)(*data[0]))
+    converted = tc.convert_fx(prepared)
+    found, lowered = (each_sqnr(expected, run(*data[0])) for run in (converted.reference, converted))
     right = [run for run in RUNS if run not in FX_IS_WRONG]
     model = nets(right, affine)
     _, by_the_oracle = by_fx(model, mapping, data)
