@@ -136,14 +136,15 @@ def _live(contract: Contract) -> str:
     example, prepare = contract.draw(), tc.prepare_qat_fx if contract.is_qat else tc.prepare_fx
     contract.train(contract.is_qat)
     prepared = prepare(contract, contract.mapping(), example, config)
-    # With one vector at a time, four calls would show the observers next to nothing.
-    for _ in range(24 if contract.is_cell or contract.is_unbatched else 4):
+    # With one vector or sequence at a time, four calls would show the observers next to nothing.
+    for _ in range(24 if contract.is_cell else 12 if contract.is_unbatched else 4):
         results = prepared(*contract.draw())
     if contract.is_qat:
         torch.stack([leaf.sum() for leaf in leaves(results)]).sum().backward()  # type: ignore[no-untyped-call]
     contract.eval()
     prepared.eval().apply(disable_observer)
-    reference, lowered = tc.convert_to_reference_fx(prepared), tc.convert_fx(prepared)
+    lowered = tc.convert_fx(prepared)
+    reference = lowered.reference
     if contract.dynamic is not None and type(contract.rnn) is nn.RNN:
         # FX's backend has no dynamic nn.RNN.
         said = any(decision.action.value == "float" for decision in tc.explain(reference).decisions)
@@ -151,7 +152,7 @@ def _live(contract: Contract) -> str:
     if not any(value.dtype is torch.int8 for value in reference.state_dict().values()):
         return "SILENT no weight is int8"
     # A single vector may lie beyond all that was seen.
-    calls = [contract.draw() for _ in range(8 if contract.is_cell or contract.is_unbatched else 1)]
+    calls = [contract.draw() for _ in range(8 if contract.is_cell else 4 if contract.is_unbatched else 1)]
 
     def results_of(model: Any) -> list[Tensor]:
         return [leaf for call in calls for leaf in leaves(model(*call))]

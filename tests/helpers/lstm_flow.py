@@ -137,9 +137,8 @@ def run_flow(
             backend_config=backend_config,
         )
         calibrate(prepared, batches)
-        return prepared, engine.convert(
-            copy.deepcopy(prepared), convert_config, backend_config=backend_config
-        )
+        given = copy.deepcopy(prepared) if engine is FX else prepared  # FX uses up what it is given.
+        return prepared, engine.convert(given, convert_config, backend_config=backend_config)
 
 
 def map_to_parts(**arguments: Any) -> PrepareCustomConfig:

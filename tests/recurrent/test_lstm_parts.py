@@ -461,7 +461,7 @@ def covering(low: float, high: float, dtype: torch.dtype, bits: int) -> tuple[fl
     ids=["quint8", "qint8", "qint32", "int16", "uint16"],
 )
 def test_every_integer_dtype(legacy: torch.dtype, dtype: torch.dtype, bits: int, bar: float) -> None:
-    model = build(gain=2.0, bidirectional=True)
+    model = build(gain=2.0, bidirectional=bits == 8)
     qparams = {name: covering(*RANGES[name], dtype, bits) for name in RANGES}
     constructors = {name: fixed(*qparams[name], legacy) for name in RANGES}
     _, converted = run_flow(OURS, model, batches_of(model), backend_config=None, **constructors)
@@ -498,7 +498,7 @@ def widths(cell: GraphModule) -> set[int]:
     return {size for shape in (*shapes.seen, *recorded) for size in shape if isinstance(size, int)}
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("structure", ["one", "two_layers", "no_bias", "everything"])
 def test_split_gates(structure: str) -> None:
     whole, split = by_flow.itself(structure), by_flow.itself(structure, split_gates=True)
     for made, is_split in ((whole, False), (split, True)):

@@ -99,7 +99,7 @@ def within(model: nn.Module, module: nn.Module, inputs: tuple[Tensor, ...]) -> l
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_decomposed_in_three_shapes_with_the_same_bits(variant: Any) -> None:
     cls, options, op = variant
-    (model, program), inputs = exported(cls, **options), batch(cls, options, 0)
+    (model, program), inputs = exported.itself(cls, **options), batch(cls, options, 0)
     assert [node.target for node in program.graph.nodes].count(op) == 1
     results = []
     for shape in SHAPES:
@@ -116,7 +116,7 @@ def test_decomposed_in_three_shapes_with_the_same_bits(variant: Any) -> None:
 def test_whole(variant: Any) -> None:
     """There is q-dq at x, each state, weight, bias and output; h0, output and h_n have the same qparams."""
     cls, options, op = variant
-    (model, program), inputs = exported(cls, **options), batch(cls, options, 0)
+    (model, program), inputs = exported.itself(cls, **options), batch(cls, options, 0)
     prepared = prepare_pt2e(program.module(), whole_op_recurrent_quantizer())
     converted = convert_pt2e(calibrated(prepared, cls, options))
     (node,) = [n for n in converted.graph.nodes if n.target is op]
@@ -134,14 +134,14 @@ def test_whole(variant: Any) -> None:
 
 def test_whole_lstm_leaves_the_others() -> None:
     with pytest.warns(QuantizationWarning, match=r"leaves aten.gru.input float.*\[TQ428\]"):
-        prepared = prepare_pt2e(exported(nn.GRU)[1].module(), whole_op_lstm_quantizer())
+        prepared = prepare_pt2e(exported.itself(nn.GRU)[1].module(), whole_op_lstm_quantizer())
     assert all(node.op != "call_module" or "guards" in node.name for node in prepared.graph.nodes)
 
 
 def test_any_length_of_what_export_had_fixed() -> None:
     options = {"num_layers": 2, "bidirectional": True}
-    model, program = exported(nn.GRU, **options)
-    longer = batch(nn.GRU, options, 5, steps=23)
+    model, program = exported.itself(nn.GRU, **options)
+    longer = batch(nn.GRU, options, 5, steps=9)
     for shape in ("rolled", "opaque"):
         results = decompose_recurrent(program, shape)(*longer)
         torch.testing.assert_close(leaves(results), leaves(model(*longer)), rtol=0, atol=1e-6)
@@ -157,7 +157,7 @@ def test_a_program_without_recurrent_operators_is_told_what_it_has() -> None:
             decompose(program)
         assert "aten.lstm.input" in str(error.value)
     with pytest.raises(AnnotationError, match=r"decompose_recurrent decomposes aten.gru.input"):
-        decompose_lstm(exported(nn.GRU)[1])
+        decompose_lstm(exported.itself(nn.GRU)[1])
 
 
 @pytest.mark.parametrize("cls", [nn.LSTM, nn.GRU, nn.RNN])

@@ -108,7 +108,7 @@ def test_one_step_is_within_a_step_of_the_graph(name: str) -> None:
 def test_a_long_sequence_follows_the_graph(name: str) -> None:
     """A value on the edge between two steps may fall to the other side; later steps then differ as well."""
     for cell, backward in itertools.product(cells_of(converted.itself(name)), (False, True)):
-        x, states = inputs_of(cell, 150, 2)
+        x, states = inputs_of(cell, 60, 5)
         output, last = RecurrentDirection(cell)(x, states, backward=backward)
         found, found_last = native(cell, x, states, backward=backward)
         assert sqnr(output, found) > 45
@@ -489,7 +489,8 @@ def dynamic(scheme: str) -> tuple[nn.Module, GraphModule, GraphModule, GraphModu
     """Return (float, prepared, reference, lowered)."""
     model, x = Dynamic().eval(), uniform(2.0, 9, 4, 8)
     prepared = tc.prepare_fx(model, QConfigMapping().set_global(DYNAMIC[scheme]), (x,))
-    return model, prepared, tc.convert_to_reference_fx(prepared), tc.convert_fx(prepared)
+    lowered = tc.convert_fx(prepared)
+    return model, prepared, lowered.reference, lowered
 
 
 def assert_same_qparams(reference: nn.Module, *runs: Callable[[Tensor], Any]) -> None:
@@ -531,15 +532,15 @@ def test_a_loaded_state_reaches_the_dynamic_loop() -> None:
     prepared, lowered = copy.deepcopy((prepared, lowered))
     for parameter in prepared.parameters():
         parameter.data = uniform(0.4, *parameter.shape)
-    lowered.load_state_dict(tc.convert_fx(prepared).state_dict())
-    reference = tc.convert_to_reference_fx(prepared)
-    assert_same_qparams(reference, lowered)
+    converted = tc.convert_fx(prepared)
+    lowered.load_state_dict(converted.state_dict())
+    assert_same_qparams(converted.reference, lowered)
     x = uniform(3.0, 31, 5, 8)
     assert all(sqnr(*pair) < 20 for pair in zip(leaves(before(x)), leaves(lowered(x)), strict=True))
 
 
 def test_dynamic_modules_compile_to_calls_of_the_loop() -> None:
     torch._dynamo.reset()
-    _, prepared, reference, _ = dynamic.itself("per tensor")
-    compiled = torch.compile(tc.convert_fx(prepared), backend="eager", fullgraph=True)
+    _, _, reference, lowered = dynamic.itself("per tensor")
+    compiled = torch.compile(copy.deepcopy(lowered), backend="eager", fullgraph=True)
     assert_same_qparams(reference, compiled)
