@@ -94,7 +94,7 @@ def test_every_way(kind: type[nn.RNNBase], layers: int, seed: int) -> None:
     torch.manual_seed(seed)
     model = TakesApart(kind, layers, names_of(kind, seed)).eval()
     prepared = tc.prepare_fx(model, get_default_qconfig_mapping("x86"), (torch.randn(5, 3, 6),), map_all())
-    calibrate(prepared, [(torch.randn(9, 8, 6),) for _ in range(6)])
+    calibrate(prepared, [(torch.randn(9, 24, 6),) for _ in range(2)])
     reference, lowered = tc.convert_to_reference_fx(prepared), tc.convert_fx(prepared)
     assert type(reference.rnn).__name__ == f"Converted{kind.__name__}"
     for steps, batch in ((8, 5), (3, 2)):

@@ -104,10 +104,11 @@ def test_reload(name: str, is_qat: bool, tmp_path: Path) -> None:
     fresh = prepared(name, 1, is_qat).eval()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # The fresh models have seen no data.
+        lowered = [tc.convert_fx(model, config) for model in (source, fresh)]
         made = [
             (source, copy.deepcopy(fresh)),
-            (tc.convert_to_reference_fx(source, config), tc.convert_to_reference_fx(fresh, config)),
-            (tc.convert_fx(source, config), tc.convert_fx(fresh, config)),
+            copy.deepcopy(tuple(model.reference for model in lowered)),
+            tuple(lowered),
         ]
     for saved, loaded in made:
         before = copy.deepcopy(loaded)
