@@ -237,19 +237,28 @@ def prepared_as(name: str) -> tuple[Model, GraphModule]:
     return model, tc.prepare_fx(model, MAPPING, STYLES[name].example(), MAP)
 
 
+Data = list[tuple[Tensor, ...]]
+
+
+@made_once
+def converted_as(name: str) -> tuple[Data, Model, list[Any], GraphModule, GraphModule]:
+    """Return (data, float, what the prepared model returned while it was calibrated, prepared, converted)."""
+    (model, prepared), data = prepared_as(name), STYLES[name].data()
+    with torch.no_grad():
+        observed = [prepared(*args) for args in data]
+    return data, model, observed, prepared, tc.convert_fx(prepared, CONVERT)
+
+
 def together(results: list[Any]) -> list[Tensor]:
     return [torch.cat([t.flatten() for t in column]) for column in zip(*map(leaves, results), strict=True)]
 
 
 @EVERY_STYLE
 def test_prepared_equals_float_and_converted_is_close(name: str) -> None:
-    model, prepared = prepared_as(name)
+    data, model, observed, prepared, converted = converted_as.itself(name)
     assert isinstance(prepared.attention, nnqa.MultiheadAttention)
-    data = STYLES[name].data()
     with torch.no_grad():
         exact = [model(*args) for args in data]
-        observed = [prepared(*args) for args in data]
-        converted = tc.convert_fx(prepared, CONVERT)
         found = [converted(*args) for args in data]
     assert isinstance(converted.attention, nnq.MultiheadAttention)
     for a, b, c in zip(exact, observed, found, strict=True):
@@ -387,8 +396,9 @@ def test_a_mask_that_the_model_makes() -> None:
     model, data = Causal().eval(), [(torch.randn(batch, steps, E),) for batch, steps in ((4, 6), (2, 9))]
     prepared = tc.prepare_fx(model, MAPPING, data[0], MAP)
     calibrate(prepared, data)
+    converted = tc.convert_fx(prepared, CONVERT)
     for args in data:
-        assert 25 < sqnr(model(*args), tc.convert_fx(prepared, CONVERT)(*args)) < 60
+        assert 25 < sqnr(model(*args), converted(*args)) < 60
 
 
 def test_inside_a_transformer_decoder_layer() -> None:
@@ -459,20 +469,13 @@ def test_quantization_aware_training() -> None:
         assert sqnr(prepared(x), converted(x)) < 60
 
 
-Data = list[tuple[Tensor, ...]]
 Stages = tuple[Style, Data, Model, GraphModule, GraphModule]
-
-
-@made_once
-def calibrated_and_converted() -> tuple[Data, Model, GraphModule, GraphModule]:
-    (model, prepared), data = prepared_as("cross"), STYLES["cross"].data()
-    calibrate(prepared, data)
-    return data, model, prepared, tc.convert_fx(prepared, CONVERT)
 
 
 @pytest.fixture
 def cross() -> Stages:
-    return STYLES["cross"], *calibrated_and_converted()
+    data, model, _, prepared, converted = converted_as("cross")
+    return STYLES["cross"], data, model, prepared, converted
 
 
 def assert_equal(a: Any, b: Any) -> None:
@@ -493,10 +496,8 @@ def test_the_module_can_be_called_itself(cross: Stages) -> None:
 
 @pytest.mark.parametrize("name", QUICK)
 def test_a_lowered_module_takes_and_returns_integers(name: str) -> None:
-    _, prepared = prepared_as(name)
-    data = STYLES[name].data()
-    calibrate(prepared, data)
-    converted = tc.convert_fx(prepared, CONVERT)
+    data, *_, converted = converted_as.itself(name)
+    converted = copy.deepcopy(converted)  # It gets hooks.
     attention, seen = converted.attention, list[torch.dtype]()
     for graph in (attention.project_in, attention.project_out):
         graph.register_forward_hook(lambda _m, args, out: seen.extend((args[0].dtype, out[0].dtype)))
