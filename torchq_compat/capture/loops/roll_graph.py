@@ -16,6 +16,7 @@ from torchq_compat.capture.loops.segments import (
     candidates,
     compared_arguments,
     computes_number,
+    leaves_of,
     tidy_graph,
 )
 from torchq_compat.capture.loops.step_flow import (
@@ -90,10 +91,10 @@ def roll_graph(
 
 
 def _first_loop(graph_module: GraphModule, stubs: StubRegistry, rolled: RolledGraph) -> Flow | None:
-    flows: list[Flow] = []
+    flows, known = list[Flow](), functools.cache(leaves_of)
     for steps in candidates(graph_module, stubs):
         try:
-            flow = flow_of(steps)
+            flow = flow_of(steps, known)
             _check_results(flow)
         except NotALoopError as reason:
             rolled.reasons.append(str(reason))

@@ -6,7 +6,7 @@ part of a tensor.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, cast
@@ -21,6 +21,7 @@ from torchq_compat.support.graph_nodes import SLICE_END
 from torchq_compat.support.upstream import pytree
 
 ATEN = torch.ops.aten
+LeavesOf = Callable[[Node], list[segments.Leaf]]
 
 
 class NotALoopError(Exception):
@@ -144,8 +145,11 @@ class Flow:
         return any(isinstance(read, Inside) and read.position == position for read in reads)
 
 
-def flow_of(steps: segments.Steps) -> Flow:
+def flow_of(steps: segments.Steps, leaves_of: LeavesOf) -> Flow:
     """Return the flow of ``steps``.
+
+    Args:
+        leaves_of: ``segments.leaves_of``, or what it returned before: most nodes are in many candidates.
 
     Raises:
         NotALoopError: ``steps`` are not the steps of one loop.
@@ -153,17 +157,19 @@ def flow_of(steps: segments.Steps) -> Flow:
     where = {node: (k, j) for k, step in enumerate(steps) for j, node in enumerate(step) if node is not None}
     flow = Flow(steps)
     for position in range(len(steps[0])):
-        _read_position(flow, position, where)
+        _read_position(flow, position, where, leaves_of)
     _check_states(flow)
     return flow
 
 
-def _read_position(flow: Flow, position: int, where: dict[Node, tuple[int, int]]) -> None:
+def _read_position(
+    flow: Flow, position: int, where: dict[Node, tuple[int, int]], leaves_of: LeavesOf
+) -> None:
     nodes = [step[position] for step in flow.steps]
     first = nodes[0]
     assert first is not None
-    columns = list(zip(*_leaves_by_step(nodes), strict=True))
-    wild = facts(first.target).index if len(segments.leaves_of(first)) == len(first.args) else ()
+    columns = list(zip(*_leaves_by_step(nodes, leaves_of), strict=True))
+    wild = facts(first.target).index if len(leaves_of(first)) == len(first.args) else ()
     at, _ = segments.WITH_NUMBER.get(first.target, (None, None))
     number = None if at is None else len(pytree.tree_leaves(first.args[:at]))
     reads: list[Read] = []
@@ -196,8 +202,8 @@ def _slope(numbers: Sequence[int]) -> int:
     return slopes.pop() if len(slopes) == 1 else 0
 
 
-def _leaves_by_step(nodes: list[Node | None]) -> list[list[segments.Leaf]]:
-    known = [None if node is None else segments.leaves_of(node) for node in nodes]
+def _leaves_by_step(nodes: list[Node | None], leaves_of: LeavesOf) -> list[list[segments.Leaf]]:
+    known = [None if node is None else leaves_of(node) for node in nodes]
     lengths = {len(leaves) for leaves in known if leaves is not None}
     if len(lengths) != 1:
         raise NotALoopError("the same op has other arguments in other steps")
