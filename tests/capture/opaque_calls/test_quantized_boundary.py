@@ -71,7 +71,7 @@ def results(call: Node) -> dict[int, Node]:
 
 
 def test_every_input_is_observed_and_quantized_once() -> None:
-    _, prepared, converted = one_lstm(1, 1, 5)
+    _, prepared, converted = one_lstm.itself(1, 1, 5)
     assert len(list(observer_nodes(prepared))) == 3
     (call,) = calls(converted)
     assert [arg.target for arg in call.args] == [QUANTIZE] * 3
@@ -81,7 +81,7 @@ def test_every_input_is_observed_and_quantized_once() -> None:
 
 
 def test_the_number_of_quantize_nodes_is_that_of_fx() -> None:
-    model, _, ours = one_lstm(1, 1, 5)
+    model, _, ours = one_lstm.itself(1, 1, 5)
     _, theirs = by_fx(model, MAPPING, [batch()], MAP_LSTM)
     of_fx = [node for node in theirs.graph.nodes if node.target is torch.quantize_per_tensor]
     assert len(quantize_nodes(ours)) == len(of_fx) == 3
@@ -205,7 +205,7 @@ def test_an_unused_output_leaves_no_node(pick: Callable[..., Tensor], index: int
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_every_used_output_leaves_through_one_dequantize(bidirectional: bool) -> None:
     """Layers and directions have their own qparams, so h_n and c_n with several rows are per-channel."""
-    *_, converted = one_lstm(2, 2, 5) if bidirectional else one_lstm(1, 1, 5)
+    *_, converted = one_lstm.itself(2, 2, 5) if bidirectional else one_lstm.itself(1, 1, 5)
     (call,) = calls(converted)
     for getitem in results(call).values():
         (dequantize,) = getitem.users
@@ -286,7 +286,7 @@ def cell_paths(num_layers: int, *, bidirectional: bool) -> list[str]:
 
 @pytest.mark.parametrize(("num_layers", "bidirectional"), [(1, False), (2, False), (2, True)])
 def test_the_cells_stand_at_their_paths(num_layers: int, bidirectional: bool) -> None:
-    _, *stages = one_lstm(num_layers, 2 if bidirectional else 1, 5)
+    _, *stages = one_lstm.itself(num_layers, 2 if bidirectional else 1, 5)
     for graph_module, has_observers in zip(stages, (True, False), strict=True):
         found = [path for path, m in graph_module.named_modules() if path and isinstance(m, GraphModule)]
         assert found == cell_paths(num_layers, bidirectional=bidirectional)
@@ -299,7 +299,7 @@ def test_the_cells_stand_at_their_paths(num_layers: int, bidirectional: bool) ->
 
 
 def test_the_weights_of_a_cell_are_int8_and_nothing_else_is_left() -> None:
-    *_, converted = one_lstm(2, 2, 5)
+    *_, converted = one_lstm.itself(2, 2, 5)
     for path in cell_paths(2, bidirectional=True):
         cell = converted.get_submodule(path)
         assert isinstance(cell, GraphModule)
@@ -317,7 +317,7 @@ def test_the_weights_of_a_cell_are_int8_and_nothing_else_is_left() -> None:
 
 def counts(steps: int) -> dict[str, int]:
     """Return the counts that must not grow with the sequence length."""
-    _, prepared, converted = one_lstm(2, 2, steps)
+    _, prepared, converted = one_lstm.itself(2, 2, steps)
     quantizes = [
         node for m in converted.modules() if isinstance(m, GraphModule) for node in quantize_nodes(m)
     ]
