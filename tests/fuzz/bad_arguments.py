@@ -16,6 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import onnx
 import torch
 from torch import Tensor, nn
 from torch.ao.quantization import (
@@ -38,6 +39,7 @@ from torchq_compat import pt2e, quantize_eager
 from torchq_compat.comparison.cases import Case as ComparedCase
 from torchq_compat.custom_modules import UserModuleHandler
 from torchq_compat.lower.executorch.lowering import ExecutorchProgram
+from torchq_compat.lower.onnx.lowering import OnnxModel
 from torchq_compat.pt2e import decompose_lstm, prepare_decomposed_lstm
 from torchq_compat.recurrent.exported_lstm.whole_op import whole_op_lstm_quantizer
 
@@ -350,7 +352,7 @@ def _methods() -> Iterator[EntryPoint]:
     yield EntryPoint("Report.find", tc.explain(converted()).find, lambda: {"path": "linear"})
     yield EntryPoint("Report.to_text", tc.explain(converted()).to_text, lambda: {"width": 80})
     yield EntryPoint("Comparison.write_html", comparison().write_html, lambda: {"path": temporary("a.html")})
-    program, onnx_model = ExecutorchProgram(b"content", ()), tc.to_onnx(converted(), inputs())
+    program, onnx_model = ExecutorchProgram(b"content", ()), OnnxModel(onnx.ModelProto(), 18, ())
     yield EntryPoint("ExecutorchProgram.save", program.save, lambda: {"path": temporary("a.pte")})
     yield EntryPoint("OnnxModel.save", onnx_model.save, lambda: {"path": temporary("a.onnx")})
     streams = tc.streaming(recurrent())
