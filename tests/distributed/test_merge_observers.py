@@ -40,7 +40,7 @@ WEIGHT = default_weight_observer
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.lstm = nn.LSTM(4, 6, 2, bidirectional=True)
+        self.lstm = nn.LSTM(4, 6, bidirectional=True)
         self.fc = nn.Linear(12, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ def prepared_net(observer: Any) -> nn.Module:
 def shards(count: int) -> list[list[Tensor]]:
     generator = torch.Generator().manual_seed(3)
     return [
-        [torch.randn(5, 2, 4, generator=generator) * (shard + 1) for _ in range(4)] for shard in range(count)
+        [torch.randn(4, 2, 4, generator=generator) * (shard + 1) for _ in range(4)] for shard in range(count)
     ]
 
 
@@ -110,7 +110,7 @@ def test_histograms_are_as_near_as_another_order_of_the_batches() -> None:
             moved_by_order.append(float((shares[2] - shares[1]).abs().sum()))
         elif name.endswith(("min_val", "max_val")):
             assert torch.equal(value, states[name]), name
-    assert len(moved) >= 30
+    assert len(moved) >= 15
     assert max(moved) <= max(moved_by_order) < 20, (max(moved), max(moved_by_order))
     x = parts[2][0]
     by_whole, by_merged, by_reverse = (tc.convert_fx(model)(x) for model in (whole, merged, reverse))
@@ -124,7 +124,7 @@ def test_moving_averages_are_the_mean_of_the_parts_with_data() -> None:
     states = [calibrated(prepared, part).state_dict() for part in parts]
     merged = merged_of(prepared, [parts[0], [], parts[1]]).state_dict()
     names = [name for name in merged if name.endswith("min_val") and states[0][name].isfinite().all()]
-    assert len(names) > 20
+    assert len(names) > 10
     for name in names:
         assert torch.equal(merged[name], ((states[0][name].double() + states[1][name]) / 2).float())
         seen = name.replace("min_val", "seen")
@@ -186,7 +186,7 @@ def test_fake_quantizes_compute_their_qparams_from_the_merged_range() -> None:
         assert torch.equal(module.scale, scale)
         assert torch.equal(module.zero_point, zero_point.to(module.zero_point.dtype))
         checked += 1
-    assert checked > 30
+    assert checked > 15
     merged.train()(parts[0][0]).sum().backward()
     models[1].apply(disable_observer)
     with pytest.raises(ConvertError, match=r"observer_enabled of .* is not the same"):

@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchq_compat as tc
 from tests.benchmarks.bench_processes import measure
+from tests.helpers.once import made_once
 from tests.helpers.processes import device, in_processes
 from torchq_compat.errors import ArgumentError, ConvertError, QuantizationNote, QuantizationWarning
 
@@ -35,11 +36,11 @@ from torchq_compat.errors import ArgumentError, ConvertError, QuantizationNote, 
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.lstm = nn.LSTM(4, 6)
+        self.rnn = nn.RNN(4, 6)
         self.fc = nn.Linear(6, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.fc(self.lstm(x)[0])
+        result: Tensor = self.fc(self.rnn(x)[0])
         return result
 
 
@@ -54,27 +55,37 @@ class Norms(nn.Module):
 
 
 def prepared_net(rank: int, observer: Any) -> nn.Module:
-    torch.manual_seed(0)
+    return prepared_on(device(rank), observer)
+
+
+@made_once
+def prepared_on(where: torch.device, observer: Any) -> nn.Module:
     mapping = QConfigMapping().set_global(
         QConfig(observer.with_args(dtype=torch.quint8), default_weight_observer)
     )
-    model = Net().eval().to(device(rank))
     custom = tc.get_default_prepare_custom_config()
-    return tc.prepare_fx(model, mapping, (torch.randn(3, 2, 4, device=device(rank)),), custom)
+    return tc.prepare_fx(Net().eval().to(where), mapping, (torch.randn(3, 2, 4, device=where),), custom)
 
 
 def shard(rank: int) -> list[Tensor]:
-    """Return four batches, each rank's wider; the last of four ranks has none."""
+    """Return two batches, each rank's wider; the last of four ranks has none."""
     generator = torch.Generator().manual_seed(rank)
-    scale, count = 2.0**rank, 0 if rank == 3 else 4
-    return [(torch.randn(5, 2, 4, generator=generator) * scale).to(device(rank)) for _ in range(count)]
+    scale, count = 2.0**rank, 0 if rank == 3 else 2
+    return [(torch.randn(3, 2, 4, generator=generator) * scale).to(device(rank)) for _ in range(count)]
 
 
 def converted_state(prepared: nn.Module) -> dict[str, Any]:
-    return {
-        name: value.cpu() if isinstance(value, Tensor) else value
-        for name, value in tc.convert_to_reference_fx(prepared).state_dict().items()
-    }
+    return on_cpu(tc.convert_to_reference_fx(prepared).state_dict())
+
+
+def on_cpu(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in state.items()}
+
+
+def converted_and_run(prepared: nn.Module, x: Tensor) -> tuple[dict[str, Any], Tensor]:
+    """Return the state of the q-dq graph and what the lowered model computes."""
+    lowered: Any = tc.convert_fx(prepared)
+    return on_cpu(lowered.reference.state_dict()), lowered(x).cpu()
 
 
 def same(first: dict[str, Any], second: dict[str, Any]) -> bool:
@@ -97,20 +108,21 @@ def calibrate_on_shards(rank: int, ranks: int, histogram: bool) -> dict[str, Any
         warnings.simplefilter("always")
         alone = converted_state(prepared)
     tc.merge_observers(prepared)
+    x = shard(2)[0].to(device(rank))
     with warnings.catch_warnings():
         warnings.simplefilter("error", QuantizationWarning)
-        merged = converted_state(prepared)
+        merged, output = converted_and_run(prepared, x)
         state = copy.deepcopy(prepared.state_dict())
         tc.merge_observers(prepared)
         again = prepared.state_dict()
-    x = shard(2)[0].to(device(rank))
+    of_whole, output_of_whole = converted_and_run(whole, x)
     return {
         "merged": merged,
         "alone": alone,
-        "whole": converted_state(whole),
+        "whole": of_whole,
         "told": [str(told.message) for told in before if "merge_observers" in str(told.message)],
         "once": all(torch.equal(value, again[name]) for name, value in state.items()),
-        "outputs": [tc.convert_fx(model)(x).cpu() for model in (prepared, whole)],
+        "outputs": [output, output_of_whole],
     }
 
 
@@ -280,25 +292,28 @@ def test_rank_zero_may_convert_alone_and_is_told(tmp_path: Path) -> None:
 
 
 def prepared_for_training(make: type[nn.Module], rank: int) -> nn.Module:
-    torch.manual_seed(0)
-    example = torch.randn((3, 2, 4) if make is Net else (2, 4, 5), device=device(rank))
+    return trainable_on(device(rank), make)
+
+
+@made_once
+def trainable_on(where: torch.device, make: type[nn.Module]) -> nn.Module:
+    example = torch.randn((3, 2, 4) if make is Net else (2, 4, 5), device=where)
     mapping = get_default_qat_qconfig_mapping("x86")
     custom = tc.get_default_prepare_custom_config()
-    return tc.prepare_qat_fx(make().train().to(device(rank)), mapping, (example,), custom)
+    return tc.prepare_qat_fx(make().train().to(where), mapping, (example,), custom)
 
 
 def train_with_ddp(rank: int, ranks: int) -> dict[str, Any]:
-    """Train on the same batch on every rank, with two accumulated micro-batches, beside one process."""
+    """Train on the same batches on every rank, two accumulated ones a step, beside one process."""
     prepared = prepared_for_training(Net, rank)
     alone = copy.deepcopy(prepared)
     wrapped = DistributedDataParallel(prepared)
     losses: list[list[float]] = [[], []]
     generator = torch.Generator().manual_seed(5)
-    batches = [torch.randn(5, 2, 4, generator=generator).to(device(rank)) for _ in range(6)]
+    first, second = (torch.randn(3, 2, 4, generator=generator).to(device(rank)) for _ in range(2))
     for position, model in enumerate((wrapped, alone)):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(3):
-            first, second = batches[2 * step : 2 * step + 2]
+        for _ in range(2):
             if model is wrapped:
                 with wrapped.no_sync():
                     model(first).square().mean().backward()

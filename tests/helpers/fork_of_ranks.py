@@ -9,13 +9,15 @@ import torch
 import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp
 import torchao.quantization.pt2e  # noqa: F401
-from torch.ao.quantization import get_default_qconfig_mapping
+from torch.ao.quantization import HistogramObserver, MinMaxObserver
 
-import torchq_compat as tc
+from tests.distributed import test_fully_shard, test_ranks  # noqa: F401 - as the ranks import them
 
-# The first calls import.
+# What ranks begin with: they copy it.
 torch.set_num_threads(1)
-tc.prepare_fx(torch.nn.Linear(1, 1).eval(), get_default_qconfig_mapping("x86"), (torch.ones(1, 1),))
+for observer in MinMaxObserver, HistogramObserver:
+    test_ranks.prepared_on.itself(torch.device("cpu"), observer)
+test_ranks.trainable_on.itself(torch.device("cpu"), test_ranks.Net)
 # No process looks through what all have in common, as in around_tests.
 gc.collect()
 gc.freeze()
