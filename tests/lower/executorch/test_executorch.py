@@ -28,7 +28,6 @@ from tests.helpers.executorch_models import (
     Words,
     converted,
     image_classifier,
-    linear,
     linear_program,
     same_bits,
     tagger,
@@ -88,16 +87,6 @@ def test_recurrent_modules_at_every_length_and_batch(name: str, lstm: Made, tmp_
     assert all(torch.equal(a, b) for a, b in zip(before, leaves(model(x)), strict=True))
 
 
-def test_a_network_without_recurrence() -> None:
-    def images(count: int = 16) -> Tensor:
-        return torch.randn(count, 3, 8, 8)
-
-    model = converted(image_classifier(), PER_CHANNEL, images)
-    program = to_executorch(model, (images(8),))
-    # A transposed view: the runtime reads memory in the order of the dimensions.
-    assert same_bits(model, program, images(8), images(1), images(5).transpose(2, 3))
-
-
 class Pair(NamedTuple):
     times: Tensor
     count: Tensor
@@ -143,43 +132,43 @@ class Scores:
     names: Tensor | None = None
 
 
-def test_a_dataclass_of_lists() -> None:
-    class Head(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = nn.Linear(8, 4)
+class Captioned(nn.Module):
+    """A network of images and one of words, without recurrence."""
 
-        def forward(self, x: Tensor) -> Scores:
-            return Scores([self.fc(x), x], x.sum(1))
+    def __init__(self) -> None:
+        super().__init__()
+        self.images, self.words = image_classifier(), Words()
 
-    x = torch.randn(6, 8)
-    prepared = prepare_fx(Head().eval(), PER_TENSOR, (x,))
-    prepared(x)
+    def forward(self, images: Tensor, words: Tensor) -> Scores:
+        return Scores([self.images(images), self.words(words)], images.sum(1))
+
+
+def test_networks_without_recurrence_a_quantized_embedding_and_a_dataclass_of_lists() -> None:
+    mapping = copy.deepcopy(PER_CHANNEL).set_object_type(nn.Embedding, float_qparams_weight_only_qconfig)
+    args = torch.randn(8, 3, 8, 8), torch.randint(0, 100, (12, 4))
+    prepared = prepare_fx(Captioned().eval(), mapping, args)
+    for _ in range(2):
+        prepared(torch.randn(16, 3, 8, 8), torch.randint(0, 100, (12, 4)))
     model = convert_to_reference_fx(prepared)
-    expected, result = model(x), to_executorch(model, (x,))(x)
-    assert type(result) is Scores
-    assert torch.equal(result.boxes[0], expected.boxes[0])
-    assert torch.equal(result.classes, x.sum(1))
-    assert result.names is None
+    program = to_executorch(model, args)
+    assert program.report is not None
+    assert ("quantized_decomposed.embedding_byte", "") in program.report.left
+    # A transposed view: the runtime reads memory in the order of the dimensions.
+    for images, size in (args[0], (12, 4)), (args[0][:1], (1, 1)), (args[0][:5].transpose(2, 3), (5, 2)):
+        words = torch.randint(0, 100, size)
+        expected, result = model(images, words), program(images, words)
+        assert type(result) is Scores
+        assert result.names is None
+        assert torch.equal(result.boxes[0], expected.boxes[0])
+        assert torch.equal(result.boxes[1], expected.boxes[1])
+        assert torch.equal(result.classes, images.sum(1))
 
 
 def test_a_streaming_model() -> None:
-    x, stream = torch.randn(5, 2, 8), streaming(tagger(nn.LSTM(8, 12)))
+    x, stream = torch.randn(5, 2, 8), streaming(tagger(nn.RNN(8, 12)))
     program = to_executorch(stream, (x[:1],))
     for row in x.split(1):
         assert all(torch.equal(*pair) for pair in zip(leaves(stream(row)), leaves(program(row)), strict=True))
-
-
-def test_rows_of_a_quantized_embedding() -> None:
-    def words(*size: int) -> Tensor:
-        return torch.randint(0, 100, size or (12, 4))
-
-    mapping = copy.deepcopy(PER_TENSOR).set_object_type(nn.Embedding, float_qparams_weight_only_qconfig)
-    model = converted(Words(), mapping, words)
-    program = to_executorch(model, (words(),))
-    assert same_bits(model, program, words(12, 4), words(1, 1), words(5, 2))
-    assert program.report is not None
-    assert ("quantized_decomposed.embedding_byte", "") in program.report.left
 
 
 DYNAMIC = {"int8": default_dynamic_qconfig, "float16": float16_dynamic_qconfig}
@@ -236,7 +225,7 @@ def test_a_file_is_read_and_run(lstm: Made) -> None:
 def test_a_failed_write_leaves_the_file_that_was_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "linear.pte"
+    path, x = tmp_path / "relu.pte", torch.randn(6, 8)
     path.write_bytes(b"of yesterday")
 
     def full(descriptor: int) -> None:
@@ -244,7 +233,7 @@ def test_a_failed_write_leaves_the_file_that_was_there(
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
-        to_executorch(linear(), (torch.randn(6, 8),), path=path)
+        to_executorch(converted(nn.ReLU(), PER_TENSOR, lambda: x), (x,), path=path)
     assert path.read_bytes() == b"of yesterday"
     assert list(tmp_path.iterdir()) == [path]
 

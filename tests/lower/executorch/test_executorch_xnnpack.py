@@ -43,54 +43,76 @@ def images(count: int = 64) -> Tensor:
     return torch.randn(count, 3, 8, 8)
 
 
-def step_of_the_result(model: GraphModule) -> float:
-    return float(model.graph.find_nodes(op="call_function", target=QUANTIZE)[-1].args[1])
+def steps_of_results(model: GraphModule) -> list[float]:
+    """Return the scales of the results, each of which a quantize or a dequantize computes."""
+    (output,) = model.graph.find_nodes(op="output")
+    return [float(result.args[1]) for result in output.all_input_nodes]
 
 
-@pytest.mark.parametrize(
-    "mapping",
-    [pytest.param(PER_TENSOR, marks=pytest.mark.slow), PER_CHANNEL],
-    ids=["per tensor", "per channel"],
-)
-def test_convolution_and_linear_within_one_step(mapping: QConfigMapping) -> None:
-    model = converted(image_classifier(), mapping, images)
+@pytest.mark.slow
+def test_convolution_and_linear_within_one_step_per_tensor() -> None:
+    model = converted(image_classifier(), PER_TENSOR, images)
     program = to_executorch(model, (images(),), backend="xnnpack")
     assert program.report is not None
     taken = {name: program.report.delegated.get(name) for name in ("aten.convolution", "aten.linear")}
     assert taken == {"aten.convolution": 1, "aten.linear": 1}
     assert "aten.convolution" not in {name for name, _ in program.report.left}
     x = images()
-    difference = (program(x) - model(x)).abs() / step_of_the_result(model)
+    check_within_one_step(program(x), model(x), steps_of_results(model)[0])
+
+
+def check_within_one_step(found: Tensor, expected: Tensor, step: float) -> None:
+    difference = (found - expected).abs() / step
     assert difference.max() < 1.01
     assert (difference < 0.01).float().mean() > 0.95
 
 
-class Filters(nn.Module):
-    """Convolutions of one dimension, which XNNPACK reshapes to two, and a linear, which it takes as it is."""
+class Filter(nn.Module):
+    """A convolution of one dimension, which XNNPACK reshapes to two, and a linear, which it takes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Conv1d(6, 8, 5, stride=2, padding=2), nn.Conv1d(8, 4, 1)
-        self.out = nn.Linear(4, 3)
+        self.first, self.out = nn.Conv1d(6, 4, 5, stride=2, padding=2), nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.second(self.first(x).relu()).transpose(1, 2))
+        return self.out(self.first(x).relu().transpose(1, 2))
 
 
-def test_what_xnnpack_would_reshape_with_two_free_sizes_is_left() -> None:
-    model = converted(Filters(), PER_CHANNEL, lambda: torch.randn(4, 6, 20))
-    program = to_executorch(model, (torch.randn(4, 6, 20),), backend="xnnpack")
+class SideBySide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.images, self.lines, self.line = image_classifier(), Filter(), nn.Conv1d(6, 4, 5)
+        self.rows = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+
+    def forward(self, images: Tensor, lines: Tensor, line: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
+        return self.images(images), self.lines(lines), self.line(line), self.rows(rows)
+
+
+def test_convolutions_linears_and_integers_side_by_side_within_one_step() -> None:
+    """What XNNPACK would reshape with two free sizes is left, and integers that the model hands out stay
+    uint8."""
+
+    def inputs(batch: int = 4, length: int = 20) -> tuple[Tensor, ...]:
+        return images(), torch.randn(batch, 6, length), torch.randn(1, 6, length), torch.randn(16, 8)
+
+    interface = PrepareCustomConfig().set_output_quantized_indexes([3])
+    model = by_us(SideBySide().eval(), PER_CHANNEL, [inputs(), inputs()], interface)[1]
+    program = to_executorch(model, inputs(), backend="xnnpack")
     assert program.report is not None
-    reasons = {reason for name, reason in program.report.left if name == "aten.convolution"}
-    assert reasons == {"XNNPACK reshapes a tensor with one free size at most"}
-    assert "aten.convolution" not in program.report.delegated
-    assert program.report.delegated["aten.linear"] == 1
+    taken = {name: program.report.delegated.get(name) for name in ("aten.convolution", "aten.linear")}
+    assert taken == {"aten.convolution": 2, "aten.linear": 3}
+    left = {why: count for (name, why), count in program.report.left.items() if name == "aten.convolution"}
+    assert left == {"XNNPACK reshapes a tensor with one free size at most": 1}
+    assert any("torch.uint8 [0, 255]" in reason for _, reason in program.report.left)
+    steps = steps_of_results(model)
     for batch, length in ((4, 20), (2, 13)):
-        x = torch.randn(batch, 6, length)
-        assert (program(x) - model(x)).abs().max() < 1.01 * step_of_the_result(model)
-    fixed = to_executorch(model, (torch.randn(1, 6, 20),), backend="xnnpack").report
-    assert fixed is not None
-    assert fixed.delegated["aten.convolution"] == 2
+        given = inputs(batch, length)
+        found, expected = program(*given), model(*given)
+        check_within_one_step(found[0], expected[0], steps[0])
+        assert (found[1] - expected[1]).abs().max() < 1.01 * steps[1]
+        assert (found[2] - expected[2]).abs().max() < 1.01 * steps[2]
+        assert found[3].dtype is torch.uint8
+        assert (found[3].int() - expected[3].int()).abs().max() <= 1
 
 
 @pytest.mark.slow
@@ -125,20 +147,6 @@ def test_uint8_qparams_become_int8_qparams_without_a_changed_bit() -> None:
     shift_to_int8(program)
     assert uint8_quantizes(program) == 0
     assert torch.equal(program.module()(x), before)
-
-
-def test_integers_that_the_model_hands_out_stay_uint8() -> None:
-    interface = PrepareCustomConfig().set_output_quantized_indexes([0])
-    layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
-    model = converted(layers, PER_TENSOR, lambda: torch.randn(16, 8), interface)
-    program = to_executorch(model, (torch.randn(16, 8),), backend="xnnpack")
-    assert program.report is not None
-    assert program.report.delegated["aten.linear"] == 1
-    assert any("torch.uint8 [0, 255]" in reason for _, reason in program.report.left)
-    x = torch.randn(16, 8)
-    integers = program(x)
-    assert integers.dtype is torch.uint8
-    assert (integers.int() - model(x).int()).abs().max() <= 1
 
 
 def linear_on_16_bits() -> GraphModule:
