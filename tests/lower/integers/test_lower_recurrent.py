@@ -177,16 +177,22 @@ class Kernels(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-@torch.no_grad()
-@pytest.mark.parametrize(("change", "calls"), [("none", 1), ("dropout", 4), ("hook", 3)])
-def test_what_is_not_one_call_is_one_call_a_direction(change: str, calls: int) -> None:
-    """In Python the steps of a direction take thirty times as long."""
+@made_once
+def lowered_alone() -> tuple[Any, Tensor]:
+    """Return a lowered module of two layers and two directions, and an input."""
     rnn, x = nn.LSTM(8, 12, 2, bidirectional=True, dropout=0.5), uniform(1.0, 6, 2, 8)
     prepared = tc.prepare_fx(
         rnn.eval(), get_default_qconfig_mapping(), (x,), tc.get_default_prepare_custom_config()
     )
     calibrate(prepared, [(x,)])
-    module = tc.convert_fx(prepared)
+    return tc.convert_fx(prepared), x
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("change", "calls"), [("none", 1), ("dropout", 4), ("hook", 3)])
+def test_what_is_not_one_call_is_one_call_a_direction(change: str, calls: int) -> None:
+    """In Python the steps of a direction take thirty times as long."""
+    module, x = lowered_alone()
     expected, steps = module(x)[0], []
     lowered = module.get_submodule("module")
     if change == "hook":
