@@ -124,6 +124,8 @@ def test_bit_equal_to_fx(as_dict: bool) -> None:
         for case, a, b, c in zip(CASES, model(x), expected(x), found(x), strict=True):
             assert torch.equal(c, b), case
             assert 25 < sqnr(a, c) < 60, case
+    for index, case in enumerate(CASES):
+        assert isinstance(found.get_submodule(f"nets.{index}.block"), GraphModule), case
 
 
 @made_once
