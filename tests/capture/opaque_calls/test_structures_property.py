@@ -214,7 +214,7 @@ def check(program: tuple[list[Shape], list[str], Shape, int]) -> None:
             assert 25 < sqnr(a, c) < 70
 
 
-@settings(sweep, max_examples=4)
+@settings(sweep, max_examples=6)
 @given(program=PROGRAMS)
 def test_any_structure_and_any_access(program: tuple[list[Shape], list[str], Shape, int]) -> None:
     check(program)
