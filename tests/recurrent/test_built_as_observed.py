@@ -28,8 +28,8 @@ class Model(nn.Module):
 
 
 CASES: list[tuple[Any, dict[str, Any], int]] = [
-    (quantizable.LSTM, {"num_layers": 2, "proj_size": 5}, 4),
-    (quantizable.GRU, {"batch_first": True, "bidirectional": True}, 3),
+    (quantizable.LSTM, {"num_layers": 2, "bidirectional": True, "proj_size": 5}, 4),
+    (quantizable.GRU, {"batch_first": True}, 3),
     (quantizable.LSTMCell, {}, 4),
     (quantizable.GRUCell, {"bias": False}, 3),
 ]

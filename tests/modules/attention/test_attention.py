@@ -502,15 +502,19 @@ def test_a_lowered_module_takes_and_returns_integers(name: str) -> None:
     for graph in (attention.project_in, attention.project_out):
         graph.register_forward_hook(lambda _m, args, out: seen.extend((args[0].dtype, out[0].dtype)))
     scripted = torch.jit.script(converted)
+    values: dict[int, set[float]] = {index: set() for index in range(len(attention.integer_results))}
     for args in data:
         assert_equal(scripted(*args), converted(*args))
         pairs = zip(leaves(converted(*args)), leaves(converted.reference(*args)), strict=True)
-        for (lowered, expected), qparams in zip(pairs, attention.integer_results, strict=True):
+        for index, ((lowered, expected), qparams) in enumerate(
+            zip(pairs, attention.integer_results, strict=True)
+        ):
             # Attention in another order of additions moves a value to the next step at most.
             steps = (lowered - expected).abs() / qparams.scale
             assert float(steps.max()) < 1.01
             assert float((steps > 0.5).float().mean()) < 0.05
-            assert int(expected.unique().numel()) > 4
+            values[index].update(expected.unique().tolist())
+    assert all(len(distinct) > 4 for distinct in values.values())  # A mask may leave few of one call's.
     assert seen[:4] == [torch.uint8, torch.float32, torch.float32, torch.uint8]
 
 
