@@ -89,7 +89,7 @@ class ConvertedEager(EagerModel):
     """A mixin for the class of a user's converted model: a call follows its quantized values."""
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """Call ``nn.Module.named_children``; refuse the Numeric Suite."""
+        """Call ``nn.Module.named_children``; refuse torch.ao's tools."""
         if not torch.compiler.is_dynamo_compiling():  # It cannot look at frames.
             refuse_tools(sys._getframe(1))
         return super().named_children()

@@ -314,20 +314,20 @@ class QuantizationGraphModule(GraphModule):
         return failed_calls.explain_failed_call(self.reference, stage.value, args, cause)
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """Call ``nn.Module.named_children``; refuse the Numeric Suite."""
+        """Call ``nn.Module.named_children``; refuse torch.ao's tools."""
         if not torch.compiler.is_dynamo_compiling():  # It cannot look at frames.
             other_tools.refuse_tools(sys._getframe(1))
         return super().named_children()
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """Call ``nn.Module.named_modules``; refuse the Numeric Suite."""
+        """Call ``nn.Module.named_modules``; refuse torch.ao's tools."""
         if not torch.compiler.is_dynamo_compiling():  # It cannot look at frames.
             other_tools.refuse_tools(sys._getframe(1))
         modules: Iterator[tuple[str, nn.Module]] = super().named_modules(*args, **kwargs)
         return modules
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state as ``nn.Module.state_dict`` does; iterating over it refuses the Numeric Suite."""
+        """Return the state as ``nn.Module.state_dict`` does; iterating over it refuses torch.ao's tools."""
         if not args and kwargs.get("destination") is None:
             kwargs["destination"] = other_tools.StateOfCaptured(model=self)
             kwargs["destination"]._metadata = OrderedDict()

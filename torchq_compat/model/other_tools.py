@@ -136,7 +136,7 @@ def refuse_tools(frame: FrameType | None) -> None:
         raise tool_error(called, tool)
 
 
-def tool_error(function: str, tool: str = "the Numeric Suite") -> ScriptError:
+def tool_error(function: str, tool: str = TOOLS["torch.ao.ns."]) -> ScriptError:
     """Return the error for a ``function`` of ``tool``, which was given a model of this package."""
     return ScriptError.of("TQ972.tool", function=function, tool=tool)
 

@@ -170,8 +170,10 @@ class _OnShapes:
         # without them modules of torch take ways with nested tensors, of which there are no fake ones.
         with alone(), outer or self._mode, torch.inference_mode(mode=False), torch.enable_grad():
             given = inputs.put_together([_like(tensor, device) for tensor in tensors], sizes)
-            weights = self._own_fakes if outer is None else self._fakes()
-            call = module if self._has_weights else partial(_with_weights, module, weights)
+            call: Callable[..., Any] = module
+            if not self._has_weights:
+                weights = self._own_fakes if outer is None else self._fakes()
+                call = partial(_with_weights, module, weights)
             outputs, results = Structure.take_apart(_run(call, type(module), self._path, *given))
         return outputs.put_together([_like(result, torch.device("meta")) for result in results])
 
