@@ -72,7 +72,6 @@ CASES: dict[str, Case] = {
     "patches": (models.Patches, image, x86, FORMS),
     "patches dynamic": (models.Patches, image, dynamic, FORMS),
     "tokens": (models.TokensAndMask, tokens, embeddings, FORMS),
-    "functional": (models.Functional, image, x86, FORMS),
     "repeated": (models.Repeated, image, x86, FORMS),
     "hidden": (models.Hidden, series, x86, FORMS),
     "shared": (models.Shared, rows, x86, FORMS[:2]),
@@ -91,7 +90,7 @@ def test_equal_qparams_and_outputs(case: str) -> None:
 
 def test_packed_weights_of_functions() -> None:
     torch.manual_seed(0)
-    saved = saved_from(models.Functional(), x86, [image() for _ in range(2)])
+    saved = saved_from(models.Functional(), x86, [image() for _ in range(3)])
     assert sum(name.startswith("_packed_weight_") for name in saved.states["lowered"]) == 3
     assert {form: differences_of(saved, form) for form in FORMS} == {form: set() for form in FORMS}
 
